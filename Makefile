@@ -29,7 +29,7 @@ DOCS := $(VENV)/.docs-$(shell cksum <requirements/docs.txt | tr ' ' -)
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-rust test-loom test-python fuzz stress lint docs rivals bench bench-docs bench-smoke clean
+.PHONY: help setup demo test test-rust test-loom test-python fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row"
 	@echo "make test         the tests of the core and of the package"
@@ -41,6 +41,7 @@ help:
 	@echo "make bench-docs   docs/benchmarks.md and its plots from what make bench measured"
 	@echo "make bench-smoke  every benchmark briefly, as a test"
 	@echo "make rivals       RocksDB and LMDB for the benches, from the system or out of its packages, into target/rivals"
+	@echo "make wheel        a wheel for other machines and the sdist, checked, into dist"
 	@echo "make clean        remove what was built"
 
 setup: $(NATIVE)
@@ -98,6 +99,7 @@ lint: $(NATIVE)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+	$(BIN)/basedpyright
 	$(PY) -m mypy.stubtest --concise --allowlist tests/stubtest_allowlist.txt torchrec_embcache._native
 
 $(DOCS): requirements/docs.txt $(ENVIRONMENT)
@@ -122,6 +124,18 @@ bench-docs: $(ENVIRONMENT)
 
 bench-smoke: $(NATIVE) rivals
 	@$(PY) benches/python/run.py --smoke $(if $(ONLY),--only $(ONLY))
+
+# The wheel for other machines. zig links it against the glibc of manylinux_2_28, whichever this machine has, into a target directory of
+# its own. Paths of this machine, which panics of crates would tell, are replaced.
+REMAPPED := --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)/registry/src=registry --remap-path-prefix=$(CURDIR)=.
+wheel: $(NATIVE)
+	@$(PY) -m uv $(SYSTEM_CERTS) pip install --quiet --python $(PY) --no-deps -r requirements/wheel.txt
+	@rm -rf dist
+	@PATH="$(CURDIR)/$(BIN):$$PATH" RUSTFLAGS="$(REMAPPED)" $(PY) -m maturin build --quiet --release --locked --zig --compatibility manylinux_2_28 --out dist
+	@$(PY) -m maturin sdist --out dist
+	@$(PY) -m twine check --strict dist/*
+	@$(PY) -m auditwheel show dist/*.whl
+	@$(PY) tests/python/wheels.py dist
 
 clean:
 	rm -rf target $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -157,7 +157,7 @@ def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
+def process_group() -> Generator[None]:
     """The process group that torchrun describes, or one of this process by itself."""
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
@@ -240,10 +240,10 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
     with process_group():
         model = shard(make_dlrm(make_cached(folder / "ssd", device_tier=True)))
         tables = tables_of(model)
-        bags = plain.model.sparse_arch.embedding_bag_collection.embedding_bags
+        bags = dict(plain.model.sparse_arch.embedding_bag_collection.embedding_bags.named_parameters())
         with torch.no_grad():
             for name, ids in known.items():
-                bags[name].weight[: len(ids)] = tables[name].read_rows(ids).weights
+                bags[f"{name}.weight"][: len(ids)] = tables[name].read_rows(ids).weights
         checks("reading rows that were never trained makes none", all(len(table) == 0 for table in tables.values()))
 
         print(f"training on {len(train)} ratings, {options.epochs} epochs, batches of {BATCH}", flush=True)
@@ -267,7 +267,7 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
         for name, table in tables.items():
             found = table.read_rows(known[name])
             checks.mostly_close(
-                f"the {len(table)} rows of {name}", found.weights, bags[name].weight[: len(found)].detach(), 1e-3
+                f"the {len(table)} rows of {name}", found.weights, bags[f"{name}.weight"][: len(found)].detach(), 1e-3
             )
 
         print("saving", flush=True)

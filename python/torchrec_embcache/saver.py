@@ -73,7 +73,7 @@ class Saver:
         no word such as "key", no system directory, a directory of the caller's own with mode 0750 or less. "basic" refuses only
         what others can write to: it follows links, once, accepts 0755, and loads a checkpoint of another user.
         """
-        self.rank = None if rank is None else check_int("rank", rank, 0, (1 << 31) - 1)
+        self.rank: int | None = None if rank is None else check_int("rank", rank, 0, (1 << 31) - 1)
         check_choice("path_checks", path_checks, PathChecks)
         self.path_checks: PathChecks = path_checks
 

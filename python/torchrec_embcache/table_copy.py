@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .exceptions import EmbCacheError, StateError
+from .optimizers import OptimizerSpec
 from .table_shard import TableShard
 
 __all__ = ["described", "in_memory_copy", "step_taken_over"]
@@ -24,12 +25,16 @@ def _rows_text(table: TableShard) -> str:
         return "unusable"
 
 
-def described(table: TableShard, numbers: Mapping[str, Any] | None) -> str:
-    """Settings, optimizer, rows and budgets in one line. `numbers`: those of the optimizer as they are now."""
+def described(table: TableShard, numbers: Mapping[str, Any] | None, chosen: OptimizerSpec | None = None) -> str:
+    """Settings, optimizer, rows and budgets in one line.
+
+    `numbers`: those of the optimizer as they are now. `chosen`: the optimizer that a table without one will get.
+    """
+    spec = table.optimizer or chosen
     optimizer = "none"
-    if table.optimizer is not None:
-        lr = (numbers or table.optimizer.param_group()).get("lr")
-        optimizer = f"{type(table.optimizer).__name__}(lr={lr})"
+    if spec is not None:
+        lr = (numbers or spec.param_group()).get("lr")
+        optimizer = f"{type(spec).__name__}(lr={lr})"
     return (
         f"{table.name!r}, embedding_dim={table.dim}, optimizer={optimizer}, policy={table.policy}"
         f"{table.settings.lifecycle.describe()}, rows={_rows_text(table)}, tiers=({table.tiers.describe()})"

@@ -107,12 +107,12 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
             raise ConfigError(
                 "optimizer=None: the update is fused into the backward; give one of torchrec_embcache.optimizers"
             )
-        self.embedding_dim = check_int("embedding_dim", embedding_dim, 1, 65_536)
-        self.padding_idx = None
+        self.embedding_dim: int = check_int("embedding_dim", embedding_dim, 1, 65_536)
+        self.padding_idx: int | None = None
         if padding_idx is not None:
             self.padding_idx = check_int("padding_idx", padding_idx, -(1 << 63), (1 << 63) - 1)
         bound = 1 / math.sqrt(self.embedding_dim)
-        self.table = CacheTable(
+        self.table: CacheTable = CacheTable(
             name=name,
             dim=self.embedding_dim,
             tiers=tiers,
@@ -129,8 +129,8 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
             total_num_buckets=total_num_buckets,
             device=device,
         )
-        self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
-        self.optimizer = FusedOptimizer([self.weight], [optimizer])
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
+        self.optimizer: FusedOptimizer = FusedOptimizer([self.weight], [optimizer])
         self._group = _group_of(self.table, self.optimizer, unseen)
         self._warned_state_dict = False
         self._replicated = replicated

@@ -23,7 +23,7 @@ from .config import (
 from .exceptions import ConfigError
 from .initializers import Initializer
 from .lifecycle import Lifecycle
-from .optimizers import OptimizerSpec
+from .optimizers import BY_KIND, OptimizerSpec
 from .telling import OnEvict, check_on_evict
 
 __all__ = ["TableSettings", "check_device_memory", "check_optimizer", "device_rows"]
@@ -169,6 +169,14 @@ def check_device_memory(settings: TableSettings, spec: OptimizerSpec, rows: int)
 
 def check_optimizer(optimizer: object) -> OptimizerSpec | None:
     """`optimizer` if it is one, or None. `ConfigError` for anything else."""
-    if not isinstance(optimizer, OptimizerSpec | None):
-        raise ConfigError(f"optimizer={optimizer!r} is not known: use one of torchrec_embcache.optimizers")
-    return optimizer
+    if isinstance(optimizer, OptimizerSpec | None):
+        return optimizer
+    given = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if isinstance(optimizer, type | str):
+        given = repr(optimizer)
+    named = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+    ours = {kind.__name__.lower(): kind.__name__ for kind in BY_KIND.values()}
+    call = ours.get(named.replace("_", "").lower(), "RowWiseAdagrad")
+    raise ConfigError(
+        f"optimizer={given} is not one of torchrec_embcache.optimizers: write, for example, optimizer=optimizers.{call}(lr=0.02)"
+    )

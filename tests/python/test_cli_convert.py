@@ -235,12 +235,12 @@ def test_a_write_that_fails_is_a_typed_error_and_leaves_nothing(tmp_path: Path, 
 
 _IN_SMALL_FILE_SYSTEM = """
 mount -t tmpfs -o size=4m,mode=750 tmpfs "$1" || exit 77
-"$2" -m torchrec_embcache convert "$3" "$1/plain" --to "$4"
+"$2" -m torchrec_embcache convert "$3" "$1/plain" --to "$4" --rows item=20000
 echo "status $?" && ls "$1"
 """
 
 
-@pytest.mark.parametrize("layout", ["npy", "safetensors"])
+@pytest.mark.parametrize("layout", ["npy", "safetensors", "torchrec-dcp"])
 def test_a_file_system_that_fills_ends_a_conversion_with_an_error_and_not_a_signal(tmp_path: Path, layout: str) -> None:
     unshare = shutil.which("unshare")
     if unshare is None:

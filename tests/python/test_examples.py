@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 # Each process imports this as it starts. It notes which of gloo's threads live when the interpreter begins to shut down. A thread
@@ -120,10 +118,69 @@ def test_admission_spares_the_ids_that_come_once() -> None:
     assert written > 50, "and is not written to SSD"
 
 
-def test_the_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("cache").mkdir(mode=0o750)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks, "README.md has an example"
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+def test_lightning_goes_on_with_the_bits_of_a_run_that_was_not_interrupted(tmp_path: Path) -> None:
+    program = [ROOT / "examples" / "lightning_dlrm.py", "--clicks", 3_000]
+    first = run(*program, "--epochs", 1, cwd=tmp_path)
+    second = run(*program, "--epochs", 2, cwd=tmp_path)
+    whole = run(*program, "--epochs", 2, "--folder", "whole", cwd=tmp_path)
+    assert "starts anew in" in first
+    assert "goes on from lightning_rows/newest.ckpt" in second
+    last = [said.splitlines()[-1] for said in (first, second, whole)]
+    assert last[1] == last[2] != last[0]
+    assert last[1].startswith("epoch 2: loss of new clicks 0.")
+    for said in (first, second):
+        assert min(int(rows) for rows in re.findall(r"(\d+) on SSD", said)) > 0
+
+
+def test_torchrecs_checkpoints_come_and_go_by_the_command() -> None:
+    out = run("examples/torchrec_dcp.py", "--steps", 5)
+    assert out.count("agrees") == 4
+    assert "DIFFERS" not in out
+    assert out.count("$ embcache convert") == 2
+
+
+CRITEO = [ROOT / "examples" / "criteo_parquet.py", "--groups", 1, "--say-every", 4, "--host", "2MiB"]
+
+
+def test_criteo_goes_on_with_the_bits_of_a_run_that_was_not_interrupted(tmp_path: Path) -> None:
+    def losses(said: str) -> dict[str, str]:
+        return dict(re.findall(r"(step \d+): (loss [\d.]+)", said))
+
+    first = run(*CRITEO, "--steps", 20, cwd=tmp_path)
+    second = run(*CRITEO, "--steps", 20, cwd=tmp_path)
+    whole = run(*CRITEO, "--steps", 40, "--workers", 0, "--lookahead", 1, "--folder", "whole", cwd=tmp_path)
+    assert "begins with click 0 of 2 files" in first
+    assert f"begins with click {20 * 256:,} of 2 files" in second
+    assert losses(first) | losses(second) == losses(whole)
+    assert len(losses(whole)) == 10
+    assert first.splitlines()[-1].startswith("after 20 steps: ")
+    counts = {said.splitlines()[-1].partition(" rows")[0] for said in (second, whole)}
+    assert len(counts) == 1, "the same clicks gave the same rows"
+    rows, in_ram, on_ssd = map(int, re.findall(r"after 40 steps: (\d+) rows, (\d+) in RAM, (\d+) on SSD", whole)[0])
+    assert in_ram < rows / 2 < on_ssd, "the tables are larger than their RAM"
+    for said, tiers in ((first, ("RAM", "new")), (second, ("RAM", "SSD"))):
+        for tier in tiers:
+            assert max(float(share) for share in re.findall(rf"([\d.]+)% {tier}", said)) > 0
+
+
+def test_criteo_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *map(str, CRITEO), "--steps", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert "begins with click 0" in process.stdout.readline()
+    assert process.stdout.readline().startswith("step 4: ")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+    out, err = process.communicate(timeout=600)
+    assert "KeyboardInterrupt" in err
+    assert "Warning" not in err
+    (steps,) = re.findall(r"after (\d+) steps", out)
+    assert int(steps) >= 4
+    again = run(*CRITEO, "--steps", 4, cwd=tmp_path)
+    assert f"begins with click {int(steps) * 256:,} " in again
+    assert f"step {int(steps) + 4}: loss" in again

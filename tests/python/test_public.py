@@ -189,7 +189,7 @@ def test_a_printed_collection_shows_rows_budgets_and_optimizer_and_opens_nothing
     apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
     with ebc:
         assert (
-            "'t', embedding_dim=4, optimizer=none, policy=s3fifo, rows=not opened yet, tiers=(host 1 MiB, ssd"
+            "'t', embedding_dim=4, optimizer=RowWiseAdagrad(lr=0.1), policy=s3fifo, rows=not opened yet, tiers=(host 1 MiB, ssd"
             in repr(ebc)
         )
         assert not os.listdir(tmp_path)

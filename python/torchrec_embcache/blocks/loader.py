@@ -94,8 +94,8 @@ class BlockLoader:
         `slots=False`: load ids, weights and metadata alone, into tables with any optimizer or none. The load info then has no
         slots of the optimizer, and the tables keep their step. Slots of rows that are new here start at zeros.
         """
-        self.checkpoint_path = given_path("checkpoint_path", checkpoint_path)
-        self.parallel = check_int("parallel", parallel, 1, 1024)
+        self.checkpoint_path: str = given_path("checkpoint_path", checkpoint_path)
+        self.parallel: int = check_int("parallel", parallel, 1, 1024)
         self.strict = strict
         self.slots = slots
         self._modules = checked_modules(hashtables)

@@ -60,10 +60,10 @@ class BlockSaver:
         many threads write, and the most files of a shard. `filter_func` is given the blocks and returns those to save. Raises
         `ConfigError`, `InputError`.
         """
-        self.shard_num = check_int("shard_num", shard_num, 1, 1 << 20)
-        self.shard_index = check_int("shard_index", shard_index, 0, self.shard_num - 1)
-        self.parallel = check_int("parallel", parallel, 1, 1024)
-        self.path = given_path("path", path)
+        self.shard_num: int = check_int("shard_num", shard_num, 1, 1 << 20)
+        self.shard_index: int = check_int("shard_index", shard_index, 0, self.shard_num - 1)
+        self.parallel: int = check_int("parallel", parallel, 1, 1024)
+        self.path: str = given_path("path", path)
         self._modules = checked_modules(hashtables)
         self._tensors = checked_tensors(tensors)
         refuse_twice(table_names(self._modules), self._tensors)

@@ -22,6 +22,7 @@ from .compare import diff
 from .convert import Settings, convert
 from .layouts import READERS
 from .report import FAILED, Report
+from .sinks import SINKS
 from .top import DEFAULT, top
 from .why import why
 
@@ -99,6 +100,43 @@ def _add_top(command: _AddCommand) -> None:
     )
 
 
+def _add_convert(command: _AddCommand) -> None:
+    made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)
+    made.add_argument("source", help="a checkpoint, or a directory in another layout")
+    made.add_argument("target", help="a directory; made when missing")
+    made.add_argument("--from", dest="from_layout", choices=["auto", "embcache", *READERS], default="auto")
+    layouts = ["embcache", *SINKS, "torchrec-dcp"]
+    made.add_argument("--to", dest="to_layout", choices=layouts, default="embcache")
+    made.add_argument("--module", default="", help="path in the model of the module that has the tables")
+    made.add_argument("--optimizer", help="whose slots the rows have; by default guessed from them")
+    made.add_argument("--step", type=int, default=0, help="training steps so far (Adam corrects its bias by it)")
+    made.add_argument("--buckets", type=int, default=Settings.total_num_buckets, metavar="N", help="total_num_buckets")
+    made.add_argument(
+        "--rename", action="append", default=[], type=_pair, metavar="OLD=NEW", help="another name for a table"
+    )
+    made.add_argument("--skip", action="append", default=[], metavar="SLOT", help="leave out a slot")
+    dcp = made.add_argument_group("torchrec-dcp")
+    dcp.add_argument("--model-key", default="", metavar="KEY", help="where in the state the model's is, such as model")
+    dcp.add_argument(
+        "--optimizer-key", default="optim", metavar="KEY", help="where in the state the optimizer's is; to torchrec-dcp"
+    )
+    dcp.add_argument(
+        "--rows",
+        action="append",
+        default=[],
+        type=_number,
+        metavar="TABLE=N",
+        help="num_embeddings of a table; to torchrec-dcp",
+    )
+    dcp.add_argument(
+        "--sequence",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module that is an EmbeddingCollection and no EmbeddingBagCollection; to torchrec-dcp",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="embcache",
@@ -145,20 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_rewriting(command, checkpoint)
 
     _add_top(command)
-
-    made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)
-    made.add_argument("source", help="a checkpoint, or a directory in another layout")
-    made.add_argument("target", help="a directory; made when missing")
-    made.add_argument("--from", dest="from_layout", choices=["auto", "embcache", *READERS], default="auto")
-    made.add_argument("--to", dest="to_layout", choices=["embcache", "safetensors", "npy"], default="embcache")
-    made.add_argument("--module", default="", help="path in the model of the module that has the tables")
-    made.add_argument("--optimizer", help="whose slots the rows have; by default guessed from them")
-    made.add_argument("--step", type=int, default=0, help="training steps so far (Adam corrects its bias by it)")
-    made.add_argument("--buckets", type=int, default=Settings.total_num_buckets, metavar="N", help="total_num_buckets")
-    made.add_argument(
-        "--rename", action="append", default=[], type=_pair, metavar="OLD=NEW", help="another name for a table"
-    )
-    made.add_argument("--skip", action="append", default=[], metavar="SLOT", help="leave out a slot")
+    _add_convert(command)
     return parser
 
 
@@ -167,6 +192,14 @@ def _pair(text: str) -> tuple[str, str]:
     if not (old and equals and new):
         raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
     return old, new
+
+
+def _number(text: str) -> tuple[str, int]:
+    name, number = _pair(text)
+    try:
+        return name, int(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TABLE=NUMBER") from None
 
 
 def _row_id(text: str) -> int:
@@ -180,5 +213,16 @@ def _row_id(text: str) -> int:
 
 
 def _convert(given: argparse.Namespace) -> Report:
-    settings = Settings(given.module, given.optimizer, given.step, given.buckets, dict(given.rename), given.skip)
+    settings = Settings(
+        module=given.module,
+        optimizer=given.optimizer,
+        step=given.step,
+        total_num_buckets=given.buckets,
+        rename=dict(given.rename),
+        skip=given.skip,
+        model_key=given.model_key,
+        optimizer_key=given.optimizer_key,
+        rows=dict(given.rows),
+        sequences=given.sequence,
+    )
     return convert(given.source, given.target, given.from_layout, given.to_layout, settings)

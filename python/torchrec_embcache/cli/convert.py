@@ -1,6 +1,7 @@
-"""`convert`: tables from other layouts into a checkpoint, and a checkpoint's into plain safetensors or npy files."""
+"""`convert`: tables from other layouts into a checkpoint, and a checkpoint's into plain safetensors or npy files, or TorchRec's."""
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,12 +34,16 @@ _DEFAULT_BUCKETS = 65_536
 _MAX_FOLDER_BYTES = 255
 _KEPT_FOLDER_BYTES = 200
 #: What layouts that do not name their slots call them, by how many there are.
-_UNNAMED = {("momentum1",): ("sum",), ("momentum1", "momentum2"): ("exp_avg", "exp_avg_sq")}
+_UNNAMED = {
+    ("momentum1",): ("sum",),
+    ("momentum1", "momentum2"): ("exp_avg", "exp_avg_sq"),
+    ("exp_avg_sq", "momentum1"): ("exp_avg_sq", "exp_avg"),  # TorchRec calls the first of any slots momentum1
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a foreign layout does not say of its tables."""
+    """What a foreign layout does not say of its tables, or a checkpoint of ours not of TorchRec's (see `DcpNames`)."""
 
     module: str = ""
     optimizer: str | None = None
@@ -46,6 +51,10 @@ class Settings:
     total_num_buckets: int = _DEFAULT_BUCKETS
     rename: Mapping[str, str] = field(default_factory=dict)
     skip: Sequence[str] = ()
+    model_key: str = ""
+    optimizer_key: str = "optim"
+    rows: Mapping[str, int] = field(default_factory=dict)
+    sequences: Sequence[str] = ()
 
 
 def convert(source: str, target: str, from_layout: str, to_layout: str, settings: Settings) -> Report:
@@ -55,7 +64,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
         source: A checkpoint, or a directory in another layout.
         target: Made when missing; a checkpoint becomes the newest there, another layout needs an empty directory.
         from_layout: "auto", "embcache", or a name in `layouts.READERS`.
-        to_layout: "embcache", "safetensors" or "npy".
+        to_layout: "embcache", "safetensors", "npy" or "torchrec-dcp".
         settings: For layouts that do not say it.
     """
     if from_layout == "auto":
@@ -72,7 +81,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
         made = not os.path.lexists(target)
         with Folder.to_save(target) as empty:
             try:
-                written = _export(opened, empty, to_layout)
+                written = _export(opened, empty, to_layout, settings)
             except BaseException:
                 if made:
                     with contextlib.suppress(OSError):
@@ -80,6 +89,10 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
                 raise
         if any(opened.pending):
             notes.append(f"the counts of ids that wait for rows are not in {target}: {to_layout} files hold rows alone")
+        if to_layout == "torchrec-dcp":
+            notes.append(
+                f"the steps and shared rows of tables, and the counts, steps and scores of rows, are not in {target}"
+            )
     else:
         # Names and permissions of a foreign directory are not checked. Its contents are.
         if not Path(source).is_dir():
@@ -87,6 +100,8 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
         tables = list(READERS[from_layout](Path(source)))
         if not tables:
             raise InputError(f"{source} holds no table in the layout {from_layout}")
+        if from_layout == "torchrec-dcp" and settings.model_key:
+            tables = [_below(table, settings.model_key) for table in tables]
         skipped = [name for table in tables for name in table.skipped]
         written = _import(tables, open_to_save(target), settings)
     data = {
@@ -103,6 +118,15 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
 
 
 # ---- into a checkpoint
+
+
+def _below(table: StoredTable, key: str) -> StoredTable:
+    """The table with the path of its module below `key`."""
+    described = table.description or {}
+    module = described["module"]
+    if module != key and not module.startswith(f"{key}."):
+        raise InputError(f"table {table.name!r} is in {module!r}, which is not below --model-key {key}")
+    return dataclasses.replace(table, description=described | {"module": module[len(key) + 1 :]})
 
 
 def _import(tables: list[StoredTable], directory: Directory, settings: Settings) -> list[dict[str, Any]]:
@@ -230,21 +254,42 @@ class _Chunks:
 # ---- out of a checkpoint
 
 
-def _export(opened: Opened, target: Folder, layout: str) -> list[dict[str, Any]]:
-    """Write every table to a directory of its own below `target`. Where one cannot be written nothing is left of any."""
+def _export(opened: Opened, target: Folder, layout: str, settings: Settings) -> list[dict[str, Any]]:
+    """Write every table below `target`. Where one cannot be written nothing is left of any."""
     if target.names():
         raise PathError(f"{target.path} is not empty: give a new directory")
-    names = [_folder_name(entry["module"], entry["table"]) for entry in opened.tables]
-    if len(set(names)) < len(names):
-        raise PathError(f"{target.path}: two tables would share one directory below it; their directories are {names}")
     try:
-        return [
-            _export_table(opened, target, name, entry, layout) for name, entry in zip(names, opened.tables, strict=True)
-        ]
+        return (
+            _export_dcp(opened, target, settings) if layout == "torchrec-dcp" else _export_plain(opened, target, layout)
+        )
     except BaseException:
         for begun in target.names():
             target.remove(begun)
         raise
+
+
+def _export_dcp(opened: Opened, target: Folder, settings: Settings) -> list[dict[str, Any]]:
+    from .torchrec_dcp_writer import DcpNames, write_tables
+
+    names = DcpNames(
+        rows=settings.rows,
+        model_key=settings.model_key,
+        optimizer_key=settings.optimizer_key,
+        sequences=settings.sequences,
+        rename=settings.rename,
+        skip=settings.skip,
+    )
+    return write_tables(opened, target, names)
+
+
+def _export_plain(opened: Opened, target: Folder, layout: str) -> list[dict[str, Any]]:
+    """Write every table to a directory of its own."""
+    names = [_folder_name(entry["module"], entry["table"]) for entry in opened.tables]
+    if len(set(names)) < len(names):
+        raise PathError(f"{target.path}: two tables would share one directory below it; their directories are {names}")
+    return [
+        _export_table(opened, target, name, entry, layout) for name, entry in zip(names, opened.tables, strict=True)
+    ]
 
 
 def _export_table(opened: Opened, target: Folder, name: str, entry: dict[str, Any], layout: str) -> dict[str, Any]:

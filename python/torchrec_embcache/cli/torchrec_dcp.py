@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
 
-__all__ = ["METADATA_FILE", "DcpTable", "read_tables"]
+__all__ = ["MAX_ROWS", "METADATA_FILE", "DcpTable", "read_tables"]
 
 METADATA_FILE = ".metadata"
+MAX_ROWS = (1 << 48) - 1
 _MAX_METADATA_BYTES = 1 << 30
 _TABLE = re.compile(r"(?:(?P<module>.+)\.)?(?P<kind>embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight")
 _SLOT = re.compile(
@@ -211,7 +212,7 @@ class _Tensor:
 
 
 def _sizes(path: Path, name: str, values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or not all(isinstance(value, int) and 0 <= value < 1 << 48 for value in values):
+    if not isinstance(values, tuple) or not all(isinstance(value, int) and 0 <= value <= MAX_ROWS for value in values):
         raise _damaged(path, f"the sizes of {name!r}", "non-negative integers", repr(values))
     return tuple(values)
 

@@ -133,7 +133,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         """
         self._tables.close()
         self._save = None
-        self.state_dict_cache = None
+        self.state_dict_cache: dict[str, Any] | None = None
 
     def storage_meta(self) -> StorageMeta:
         """The checkpoint's path and this save's id."""

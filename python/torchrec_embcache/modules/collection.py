@@ -1,7 +1,8 @@
 """What the two unsharded collections share: their tables, optimizers and lookups, under TorchRec's classes."""
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -15,8 +16,9 @@ from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.closing import ClosedByWith
 from torchrec_embcache.collective import is_distributed, world_size
 from torchrec_embcache.config import TierBudgets, check_int, check_name
-from torchrec_embcache.exceptions import ConfigError, StateError
+from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.optimizers import OptimizerSpec
 from torchrec_embcache.state_dicts import check_rows_are_here
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
@@ -58,7 +60,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
         """
         if tiers is not None and not isinstance(tiers, TierBudgets):
             raise ConfigError(f"tiers={tiers!r}: give a TierBudgets")
-        self.name = check_name("name", name)
+        self.name: str = check_name("name", name)
         self._seed = check_int("seed", seed, 0, (1 << 64) - 1)
         self._tiers = tiers
         self._replicated = replicated
@@ -223,7 +225,17 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
     def __repr__(self) -> str:
         """A line for each table. TorchRec's own modules inside are stand-ins of one row, so that they are not shown."""
         groups = self._lookup[0].groups if self._lookup is not None else {}
-        return f"{type(self).__name__}(\n{tables_text(self._tables, groups)}\n)"
+        return f"{type(self).__name__}(\n{tables_text(self._tables, groups, self._chosen())}\n)"
+
+    def _chosen(self) -> dict[str, OptimizerSpec]:
+        """What `apply_optimizer_in_backward` has set for tables that take it at their first step. A wrong one is told there."""
+        if not self._tables:
+            return {}
+        weights, chosen = self.weights(), {}
+        for name in self._tables.untrainable:
+            with contextlib.suppress(ConfigError, UnsupportedError):
+                chosen[name] = choose_optimizer(name, weights[name], None)
+        return {name: spec for name, spec in chosen.items() if spec is not None}
 
     def planned_rows(self, name: str) -> int:
         """How many rows the planner prices a table at: those that fit its budgets in RAM, at most `num_embeddings`."""
@@ -292,7 +304,7 @@ def stand_ins(configs: list[Any]) -> list[Any]:
     return made
 
 
-def matching(tables: list[Any] | None, given: list[Any], kind: type[Any]) -> list[CacheConfig]:
+def matching(tables: Sequence[Any] | None, given: list[Any], kind: type[Any]) -> list[CacheConfig]:
     """The configs of a module with the rows of TorchRec's, whose configs are `given`.
 
     `tables` says more of each table where it is not None. `ConfigError` where it does not match `given`.

@@ -3,11 +3,12 @@
 Shapes: F features, B samples a batch, N ids, D a table's width, C the sum of the widths of all features.
 """
 
+from collections.abc import Sequence
 from typing import Self, cast
 
 import numpy as np
 import torch
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -96,7 +97,7 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
 
     def __init__(
         self,
-        tables: list[EmbCacheEmbeddingBagConfig],
+        tables: Sequence[EmbeddingBagConfig],
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         *,
@@ -128,7 +129,7 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
         collection: EmbeddingBagCollection,
         tiers: TierBudgets | None = None,
         *,
-        tables: list[EmbCacheEmbeddingBagConfig] | None = None,
+        tables: Sequence[EmbeddingBagConfig] | None = None,
         optimizer: Trainer = None,
         name: str = "embeddings",
         seed: int = 0,
@@ -255,7 +256,7 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
 
     def __init__(
         self,
-        tables: list[EmbCacheEmbeddingConfig],
+        tables: Sequence[EmbeddingConfig],
         device: torch.device | str | None = None,
         need_indices: bool = False,
         *,
@@ -280,7 +281,7 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
         collection: EmbeddingCollection,
         tiers: TierBudgets | None = None,
         *,
-        tables: list[EmbCacheEmbeddingConfig] | None = None,
+        tables: Sequence[EmbeddingConfig] | None = None,
         optimizer: Trainer = None,
         name: str = "embeddings",
         seed: int = 0,

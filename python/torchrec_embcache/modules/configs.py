@@ -166,6 +166,8 @@ class EmbCacheEmbeddingConfig(EmbeddingConfig):
 
 
 CacheConfig = EmbCacheEmbeddingBagConfig | EmbCacheEmbeddingConfig
+#: Names that no entry of the `nn.ModuleDict` can have in which TorchRec keeps its tables.
+_TAKEN = frozenset(dir(torch.nn.ModuleDict()))
 
 
 def _check(config: CacheConfig) -> None:
@@ -174,6 +176,11 @@ def _check(config: CacheConfig) -> None:
     if "." in config.name:
         raise ConfigError(
             f"{table}name must not hold a dot, which separates modules in parameter names: use another character"
+        )
+    if config.name in _TAKEN:
+        raise ConfigError(
+            f"{table}name is that of an attribute of torch.nn.ModuleDict, in which TorchRec keeps tables: use another, such as "
+            f"{config.name + '_table'!r}"
         )
     check_int(f"{table}num_embeddings", config.num_embeddings, 1, (1 << 63) - 1)
     check_int(f"{table}embedding_dim", config.embedding_dim, 1, MAX_EMBEDDING_DIM)

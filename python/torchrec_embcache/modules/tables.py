@@ -16,7 +16,7 @@ from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
 from torchrec_embcache.state_dicts import note_rows
-from torchrec_embcache.table_copy import step_taken_over
+from torchrec_embcache.table_copy import described, step_taken_over
 from torchrec_embcache.table_shard import TableShard
 
 from .configs import CacheConfig, lifecycle_of, num_buckets, table_initializer
@@ -368,6 +368,16 @@ def _note_rows(module: Any, state: Any, prefix: str, metadata: Any) -> None:
     note_rows(state, module.tables_by_key(prefix))
 
 
-def tables_text(tables: Mapping[str, CacheTable], groups: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each table, for `print(module)`. `groups` has the numbers of each table's optimizer as they are now."""
-    return "\n".join(f"  {table.describe(groups.get(name))}" for name, table in tables.items())
+def tables_text(
+    tables: Mapping[str, CacheTable],
+    groups: Mapping[str, Mapping[str, Any]],
+    chosen: Mapping[str, OptimizerSpec] | None = None,
+) -> str:
+    """A line for each table, for `print(module)`.
+
+    `groups` has the numbers of each table's optimizer as they are now, and `chosen` the optimizer that a table will get.
+    """
+    chosen = chosen or {}
+    return "\n".join(
+        f"  {described(internals(table), groups.get(name), chosen.get(name))}" for name, table in tables.items()
+    )

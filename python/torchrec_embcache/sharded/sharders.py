@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,16 @@ from .sharding import SHARDING_TYPES
 
 __all__ = ["EmbCacheEmbeddingBagCollectionSharder", "EmbCacheEmbeddingCollectionSharder"]
 
+
+if TYPE_CHECKING:
+    # `DistributedModelParallel` takes a list of `ModuleSharder[nn.Module]`. A type checker refuses TorchRec's own sharders in it,
+    # because they are `ModuleSharder[EmbeddingBagCollection]`. Ours are sharders of any module to it.
+    from torchrec.distributed.embedding_types import BaseEmbeddingSharder
+
+    _BagSharder: TypeAlias = BaseEmbeddingSharder[Any]
+    _SequenceSharder: TypeAlias = BaseEmbeddingSharder[Any]
+else:
+    _BagSharder, _SequenceSharder = EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
 M = TypeVar("M")
 S = TypeVar("S", bound=ShardedCacheModule)
@@ -167,7 +177,7 @@ def _meta_parameter(module: Any, name: str, param: nn.Parameter) -> nn.Parameter
 
 
 class EmbCacheEmbeddingBagCollectionSharder(
-    _CacheSharder[EmbCacheEmbeddingBagCollection, EmbCacheShardedEmbeddingBagCollection], EmbeddingBagCollectionSharder
+    _CacheSharder[EmbCacheEmbeddingBagCollection, EmbCacheShardedEmbeddingBagCollection], _BagSharder
 ):
     """Shards `EmbCacheEmbeddingBagCollection` for `DistributedModelParallel`, row-wise by bucket or table-wise.
 
@@ -214,7 +224,7 @@ class EmbCacheEmbeddingBagCollectionSharder(
 
 
 class EmbCacheEmbeddingCollectionSharder(
-    _CacheSharder[EmbCacheEmbeddingCollection, EmbCacheShardedEmbeddingCollection], EmbeddingCollectionSharder
+    _CacheSharder[EmbCacheEmbeddingCollection, EmbCacheShardedEmbeddingCollection], _SequenceSharder
 ):
     """Shards `EmbCacheEmbeddingCollection` for `DistributedModelParallel`, row-wise by bucket or table-wise.
 

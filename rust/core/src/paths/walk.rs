@@ -46,7 +46,12 @@ pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<OwnedFd> {
                 rustix::fs::openat(&directory, name, STEP, Mode::empty())
             }
             Err(Errno::NOENT) => {
-                let why = format!("is missing: there is no directory {}", here.display());
+                let cure = if rules.writable {
+                    format!("make it (mkdir -p -m 750 {})", path.display())
+                } else {
+                    "check the path".into()
+                };
+                let why = format!("is missing: there is no directory {}: {cure}", here.display());
                 return Err(refuse(given, rules, &why));
             }
             found => found,
@@ -59,7 +64,13 @@ pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<OwnedFd> {
                 let why = format!("passes the symbolic link {}: name its target{or}", here.display());
                 return Err(refuse(given, rules, &why));
             }
-            _ => return Err(refuse(given, rules, &format!("is no directory: {} is a file", here.display()))),
+            _ => {
+                return Err(refuse(
+                    given,
+                    rules,
+                    &format!("is no directory: {} is a file: give another path", here.display()),
+                ));
+            }
         }
     }
     Ok(directory)
@@ -122,7 +133,13 @@ pub(super) fn resolve(given: &Path, rules: Rules) -> Result<PathBuf> {
                 first.append(&mut todo);
                 todo = first;
             }
-            _ => return Err(refuse(given, rules, &format!("is no directory: {} is a file", here.display()))),
+            _ => {
+                return Err(refuse(
+                    given,
+                    rules,
+                    &format!("is no directory: {} is a file: give another path", here.display()),
+                ));
+            }
         }
     }
     Ok(trail.path())

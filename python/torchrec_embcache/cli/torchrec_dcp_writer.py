@@ -1,0 +1,316 @@
+"""`convert --to torchrec-dcp`: a checkpoint's tables as `torch.distributed.checkpoint` writes those of TorchRec.
+
+TorchRec's table is a tensor [N, D] whose row numbers are the ids, so rows have to be written in the order of their ids, and a
+checkpoint of ours has them in the order of their buckets. The rows of a table are therefore written twice: as they come into a file
+that has no name, and from there in parts of consecutive ids, each of which fits in RAM. A part is a chunk of the tensor, stored as
+`torch.save` writes it. Memory is bounded whatever the size of the table, and the disk is written from front to back.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchrec_embcache import _native, initializers
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.config import TierBudgets
+from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
+from torchrec_embcache.folder import Folder, sync, write_at
+from torchrec_embcache.optimizers import BY_KIND, OptimizerSpec
+
+from .checkpoints import Opened
+from .torchrec_dcp import MAX_ROWS, METADATA_FILE
+
+__all__ = ["DcpNames", "write_tables"]
+
+#: Bytes of the rows of a part, all columns together; of the rows that are put into order of their parts at once.
+_PART_BYTES = 64 << 20
+#: How many first values are asked for at once.
+_BORN_AT_ONCE = 65_536
+#: What `KeyedOptimizer.state_dict()` of TorchRec's fused optimizers calls the slots, by ours.
+_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "exp_avg_sq"}
+_INITIALIZERS = {
+    "constant": initializers.Constant,
+    "uniform": initializers.Uniform,
+    "normal": initializers.Normal,
+    "truncated_normal": initializers.TruncatedNormal,
+    "linear": initializers.Linear,
+}
+
+
+@dataclass(frozen=True)
+class DcpNames:
+    """What a checkpoint of ours does not say of TorchRec's.
+
+    `rows`: `num_embeddings` of each table, by `<table>` or `<module>/<table>`. `model_key`, `optimizer_key`: under which keys the
+    state dicts of the model and of its fused optimizer lie in the saved one; "" for none. `sequences`: the modules that are an
+    `EmbeddingCollection`; all others are an `EmbeddingBagCollection`. `rename`: other names of tables. `skip`: slots left out.
+    """
+
+    rows: Mapping[str, int] = field(default_factory=dict)
+    model_key: str = ""
+    optimizer_key: str = "optim"
+    sequences: Sequence[str] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    skip: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A tensor of a table: its name in the checkpoint, and which floats of a row it has (`end` - `begin` of them; one: [N])."""
+
+    name: str
+    path: tuple[str, ...]
+    begin: int
+    end: int
+    narrow: bool
+
+
+def write_tables(opened: Opened, target: Folder, names: DcpNames) -> list[dict[str, Any]]:
+    """Write every table of a checkpoint, then the list of tensors that makes the directory a checkpoint.
+
+    Raises `InputError` (a table whose number of rows was not given, an id that is no row number), `UnsupportedError` (slots that
+    TorchRec has no name for), and `StorageError` where the disk fails.
+    """
+    plans = [_plan(entry, names) for entry in opened.tables]
+    _check_given(opened, names)
+    found = [column.name for _, columns, _ in plans for column in columns]
+    if twice := sorted({name for name in found if found.count(name) > 1}):
+        raise InputError(f"two tables would be {twice[0]!r}: tell them apart with --rename")
+    metadata = Metadata({}, {}, {}, None, CURRENT_DCP_VERSION)
+    written = []
+    for at, (entry, (rows, columns, optimizer)) in enumerate(zip(opened.tables, plans, strict=True)):
+        _Table(opened, target, entry, rows, columns, optimizer).write(f"__0_{at}.distcp", metadata)
+        written.append(
+            {key: entry[key] for key in ("module", "table", "dim")} | {"rows": rows, "optimizer": optimizer.kind}
+        )
+    target.publish(METADATA_FILE, pickle.dumps(metadata))
+    return written
+
+
+def _check_given(opened: Opened, names: DcpNames) -> None:
+    """`InputError` for an option that names what the checkpoint does not have: it may be a typing error."""
+    tables = {name for entry in opened.tables for name in (entry["table"], f"{entry['module']}/{entry['table']}")}
+    modules = {entry["module"] for entry in opened.tables}
+    for option, given, known in (
+        ("--rows", names.rows, tables),
+        ("--rename", names.rename, tables),
+        ("--sequence", names.sequences, modules),
+    ):
+        if unknown := sorted(set(given) - known):
+            raise InputError(f"{option} {unknown[0]}: the checkpoint has {sorted(known)}")
+
+
+def _plan(entry: dict[str, Any], names: DcpNames) -> tuple[int, list[_Column], type[OptimizerSpec]]:
+    """A table's number of rows, its tensors and its optimizer."""
+    module, table, dim = entry["module"], entry["table"], entry["dim"]
+    rows = names.rows.get(f"{module}/{table}", names.rows.get(table))
+    if rows is None:
+        raise InputError(f"table {table!r}: say how many rows it has in TorchRec, as in --rows {table}=NUM_EMBEDDINGS")
+    if not 1 <= rows <= MAX_ROWS:
+        raise InputError(f"--rows {table}={rows}: give 1 to {MAX_ROWS}")
+    optimizer = BY_KIND[entry["optimizer"]["name"]]
+    slots = [slot for slot in optimizer.slot_names if slot not in names.skip]
+    if unnamed := [slot for slot in slots if slot not in _NAMES]:
+        raise UnsupportedError(
+            f"table {table!r}: TorchRec has no optimizer with the slots of {optimizer.kind}: leave them out with "
+            f"{' '.join(f'--skip {slot}' for slot in unnamed)}"
+        )
+    called = names.rename.get(f"{module}/{table}", names.rename.get(table, table))
+    kind = "embeddings" if module in names.sequences else "embedding_bags"
+    weight = ".".join(part for part in (module, kind, called, "weight") if part)
+    model = (names.model_key,) if names.model_key else ()
+    state = (*((names.optimizer_key,) if names.optimizer_key else ()), "state", weight)
+    columns = [_Column(".".join((*model, weight)), (*model, weight), 0, dim, narrow=False)]
+    for at, slot in enumerate(optimizer.slot_names):
+        if slot in slots:
+            begin, narrow = dim * (1 + at), at >= optimizer.vector_slots
+            path = (*state, f"{called}.{_NAMES[slot]}")
+            columns.append(_Column(".".join(path), path, begin, begin + (1 if narrow else dim), narrow))
+    return rows, columns, optimizer
+
+
+class _Table:
+    """A table on its way: rows into the file without a name, and from there part by part into the checkpoint's."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        target: Folder,
+        entry: dict[str, Any],
+        rows: int,
+        columns: list[_Column],
+        optimizer: type[OptimizerSpec],
+    ) -> None:
+        self._opened, self._target, self._entry, self._columns = opened, target, entry, columns
+        self._rows, self._scalar = rows, len(optimizer.slot_names) > optimizer.vector_slots
+        self._floats = entry["dim"] * (1 + optimizer.vector_slots) + self._scalar
+        #: A row as it is spooled.
+        self._row = np.dtype([("id", np.int64), ("floats", np.float32, (self._floats,))])
+        self._part_rows = max(1, _PART_BYTES // self._row.itemsize)
+
+    def write(self, name: str, metadata: Metadata) -> None:
+        with contextlib.ExitStack() as open_files:
+            spool = _Spool(self._target, self._row, self._part_rows)
+            open_files.callback(spool.close)
+            self._spool(spool)
+            fd = self._target.create(name)
+            open_files.callback(os.close, fd)
+            born = _Births(self._entry)
+            at = 0
+            for part in range(-(-self._rows // self._part_rows)):
+                begin = part * self._part_rows
+                floats = self._part(spool, part, born)
+                for column in self._columns:
+                    data = _saved(floats[:, column.begin : column.end], narrow=column.narrow)
+                    write_at(fd, self._target.at(name), at, data)
+                    self._note(metadata, column, begin, len(floats), _StorageInfo(name, at, len(data)))
+                    at += len(data)
+            sync(fd, self._target.at(name))
+
+    def _spool(self, spool: "_Spool") -> None:
+        def take(block: _native.RowBlock) -> None:
+            if len(outside := block.ids[(block.ids < 0) | (block.ids >= self._rows)]):
+                raise InputError(
+                    f"table {self._entry['table']!r} has a row of the id {outside[0]}, and TorchRec's ids are row numbers, here "
+                    f"0 to {self._rows - 1}: give the table's num_embeddings with --rows, or remove the row (`remove_rows`) "
+                    "before the save"
+                )
+            rows = np.empty(len(block.ids), self._row)
+            rows["id"] = block.ids
+            rows["floats"][:, : block.vectors.shape[1]] = block.vectors
+            if self._scalar:
+                rows["floats"][:, -1] = block.scalars
+            spool.take(rows)
+
+        entry = self._entry
+        self._opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], take)
+        spool.end()
+
+    def _part(self, spool: "_Spool", part: int, born: "_Births") -> NDArray[np.float32]:
+        """The rows of a part in the order of their ids. Those without a row in the checkpoint are as they would be born."""
+        begin = part * self._part_rows
+        count = min(self._part_rows, self._rows - begin)
+        floats = np.zeros((count, self._floats), np.float32)
+        there = np.zeros(count, np.bool_)
+        for rows in spool.rows(part):
+            floats[rows["id"] - begin] = rows["floats"]
+            there[rows["id"] - begin] = True
+        missing = np.flatnonzero(~there)
+        for at in range(0, len(missing), _BORN_AT_ONCE):
+            piece = missing[at : at + _BORN_AT_ONCE]
+            floats[piece, : self._entry["dim"]] = born.weights(begin + piece)
+        return floats
+
+    def _note(self, metadata: Metadata, column: _Column, begin: int, count: int, stored: _StorageInfo) -> None:
+        """Note a chunk in the list of tensors."""
+        wide = () if column.narrow else (column.end - column.begin,)
+        entry = metadata.state_dict_metadata.setdefault(
+            column.name,
+            TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((self._rows, *wide)), []),
+        )
+        assert isinstance(entry, TensorStorageMetadata), "only tensors are noted"
+        offsets = torch.Size((begin, *(0 for _ in wide)))
+        entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size((count, *wide))))
+        metadata.planner_data[column.name] = column.path
+        metadata.storage_data[MetadataIndex(column.name, offsets, len(entry.chunks) - 1)] = stored
+
+
+class _Spool:
+    """Rows in a file that has no name, so that nothing stays of it, and where the rows of each part lie in it."""
+
+    def __init__(self, folder: Folder, row: np.dtype[Any], part_rows: int) -> None:
+        self._row, self._part_rows = row, part_rows
+        self._path = folder.at("rows.tmp")
+        self._fd = folder.create("rows.tmp")
+        try:
+            folder.remove("rows.tmp")
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._waiting: list[NDArray[Any]] = []
+        self._count = 0
+        self._length = 0
+        #: By part: the numbers of the first row and of the row after the last, of each run of its rows.
+        self._runs: dict[int, list[tuple[int, int]]] = {}
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def take(self, rows: NDArray[Any]) -> None:
+        """Rows in any order. They are written when there are enough of them that the runs of a part are long."""
+        self._waiting.append(rows)
+        self._count += len(rows)
+        if self._count >= self._part_rows:
+            self.end()
+
+    def end(self) -> None:
+        """Write what waits."""
+        if not self._count:
+            return
+        rows = np.concatenate(self._waiting)
+        self._waiting, self._count = [], 0
+        parts = rows["id"] // self._part_rows
+        rows = rows[np.argsort(parts, kind="stable")]
+        present, counts = np.unique(parts, return_counts=True)
+        write_at(self._fd, self._path, self._length * self._row.itemsize, rows.view(np.uint8))
+        for part, count in zip(present.tolist(), counts.tolist(), strict=True):
+            self._runs.setdefault(part, []).append((self._length, self._length + count))
+            self._length += count
+
+    def rows(self, part: int) -> Iterator[NDArray[Any]]:
+        """The rows of a part, a run at a time."""
+        for begin, end in self._runs.get(part, ()):
+            rows = np.empty(end - begin, self._row)
+            view = memoryview(rows.view(np.uint8).data)
+            at = begin * self._row.itemsize
+            while len(view):
+                read = os.preadv(self._fd, [view], at)
+                if read == 0:
+                    raise CorruptionError(f"{self._path}: the file that holds rows for a while was cut off at {at}")
+                view, at = view[read:], at + read
+            yield rows
+
+
+class _Births:
+    """What rows of a table are born with."""
+
+    def __init__(self, entry: dict[str, Any]) -> None:
+        described = dict(entry["initializer"])
+        self._table = CacheTable(
+            name=entry["table"],
+            dim=entry["dim"],
+            tiers=TierBudgets(host_bytes="1MiB"),
+            initializer=_INITIALIZERS[described.pop("name")](**described),
+            optimizer=None,
+            seed=entry["seed"],
+            key=entry["key"],
+        )
+
+    def weights(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The first weights [n, D] of ids [n]."""
+        found: NDArray[np.float32] = self._table.read_rows(ids).weights.numpy()
+        return found
+
+
+def _saved(values: NDArray[np.float32], *, narrow: bool) -> NDArray[np.uint8]:
+    """A tensor as `torch.save` writes it."""
+    plain = np.ascontiguousarray(values[:, 0] if narrow else values)
+    out = io.BytesIO()
+    torch.save(torch.from_numpy(plain), out)
+    return np.frombuffer(out.getbuffer(), np.uint8)
