@@ -1,8 +1,8 @@
 """Holds the split of `advise` against a sweep of twelve other splits of the same RAM, all of them measured.
 
-The model is TorchRec's DLRM over tables on SSD that differ in rows, in skew and in how often they are used. It is trained with an even
-split first, while its tables measure their traffic, and is then opened with each split in turn. The row is the median step with the best
-of the twelve, divided by the median step with the split that `advise` names: 1.0 is as good, and more is better.
+The model is TorchRec's DLRM over tables on SSD that differ in rows, in skew and in how often they are used. It is trained with an
+even split first, while its tables measure their traffic, and is then opened with each split in turn. The row is the median step with
+the best of the twelve, divided by the median step with the split that `advise` names: 1.0 is as good, and more is better.
 
     python benches/python/advise.py [--smoke]
 
@@ -96,7 +96,9 @@ class Batches:
             points = self._random.random(self._samples * table.bag) * cumulative[-1]
             ids.append(scattered[np.minimum(np.searchsorted(cumulative, points), len(scattered) - 1)])
         lengths = torch.tensor([table.bag for table in TABLES], dtype=torch.int32).repeat_interleave(self._samples)
-        features = KeyedJaggedTensor([table.name for table in TABLES], torch.from_numpy(np.concatenate(ids)), lengths=lengths)
+        features = KeyedJaggedTensor(
+            [table.name for table in TABLES], torch.from_numpy(np.concatenate(ids)), lengths=lengths
+        )
         dense = torch.from_numpy(self._random.random((self._samples, DENSE), dtype=np.float32))
         return Batch(dense, features, torch.from_numpy(self._random.integers(0, 2, self._samples, dtype=np.int32)))
 
@@ -115,7 +117,9 @@ def opened(folder: Path, batches: Batches, host: Sequence[int], *, sizing: bool 
         for table, rows, size in zip(TABLES, batches.rows, host, strict=True)
     ]
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
-    model = shard(EmbCacheEmbeddingBagCollection(configs, name="tables", device=CPU), EmbCacheEmbeddingBagCollectionSharder(fused))
+    model = shard(
+        EmbCacheEmbeddingBagCollection(configs, name="tables", device=CPU), EmbCacheEmbeddingBagCollectionSharder(fused)
+    )
     return model, EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), CPU, lookahead=2)
 
 
@@ -153,7 +157,10 @@ def measured(folder: Path, scale: Scale, batches: Batches, host: Sequence[int]) 
 
 def splits(traffic: Sequence[TableTraffic], ram: int) -> dict[str, list[int]]:
     """Twelve ways to divide RAM: each table has what it needs at least, and the rest is divided by these shares."""
-    least = [2 * table.curve.largest_batch * table.row_bytes.host + table.rows * table.row_bytes.index + (1 << 20) for table in traffic]
+    least = [
+        2 * table.curve.largest_batch * table.row_bytes.host + table.rows * table.row_bytes.index + (1 << 20)
+        for table in traffic
+    ]
     free = ram - sum(least)
     count = len(traffic)
     random = np.random.default_rng(3)

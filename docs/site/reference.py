@@ -77,7 +77,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
     ),
     "monitoring": (
         "Monitoring",
-        "Counters in Prometheus, TensorBoard, JSON lines and Lightning's loggers. [The guide](../monitoring.md) lists every metric.",
+        "Counters in Prometheus, TensorBoard, JSON lines and Lightning. [The guide](../monitoring.md) lists every metric.",
         [
             "monitoring.PrometheusExporter",
             "monitoring.TensorBoardLogger",

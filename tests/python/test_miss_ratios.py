@@ -8,7 +8,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from torchrec_embcache import CacheTable, EmbCacheEmbeddingBag, MissRatioCurve, TierBudgets, admission, initializers, optimizers
+from torchrec_embcache import (
+    CacheTable,
+    EmbCacheEmbeddingBag,
+    MissRatioCurve,
+    TierBudgets,
+    admission,
+    initializers,
+    optimizers,
+)
 from torchrec_embcache.config import Policy
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, StateError
 
@@ -124,7 +132,10 @@ def test_ids_that_get_no_row_are_no_lookups() -> None:
         bag.eval()
         with torch.no_grad():
             bag(torch.arange(500, 1_500).view(1, -1))
-        assert bag.miss_ratio_curve().lookups in {1_500, 2_000}  # by default an evaluation reads what unseen ids would be born as
+        assert bag.miss_ratio_curve().lookups in {
+            1_500,
+            2_000,
+        }  # by default an evaluation reads what unseen ids would be born as
 
 
 def test_measuring_changes_no_bit(tmp_path: Path) -> None:

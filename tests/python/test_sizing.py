@@ -208,7 +208,12 @@ def test_tables_that_measure_nothing_are_refused():
         advise(trained_model(sizing=False), ram="8MiB")
     with pytest.raises(InputError, match="Linear has no cache module"):
         traffic_of(nn.Linear(1, 1))
-    bag = EmbCacheEmbeddingBag(name="item", embedding_dim=4, tiers=TierBudgets(host_bytes="1MiB", sizing=True), optimizer=optimizers.SGD(lr=0.1))
+    bag = EmbCacheEmbeddingBag(
+        name="item",
+        embedding_dim=4,
+        tiers=TierBudgets(host_bytes="1MiB", sizing=True),
+        optimizer=optimizers.SGD(lr=0.1),
+    )
     with bag, pytest.raises(StateError, match="has no lookups"):
         traffic_of(bag)
 
@@ -277,9 +282,7 @@ def test_the_command_advises_by_files_and_by_assumed_tables(tmp_path: Path, caps
         (["--table", "name=item,rows=1e3,dim=64,ids=1", "--ranks", "0"], "--ranks 0 is out of range"),
     ],
 )
-def test_what_cannot_be_advised_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_advised_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["advise", *arguments, "--ram", "64GiB"]) == 3
     assert message in capsys.readouterr().err
 
@@ -320,3 +323,12 @@ def test_torchrecs_planner_takes_the_constraints():
     assert set(plan.plan[""]) == {"item", "user", "page"}
     with pytest.raises(InputError, match="two modules have a table 'item'"):
         planner_constraints([ITEM, replace(ITEM, name="other/item")])
+
+
+def test_every_table_of_a_module_measures_where_the_module_is_told_to():
+    configs = [
+        EmbCacheEmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name])
+        for name in ("item", "user")
+    ]
+    collection = EmbCacheEmbeddingBagCollection(configs, tiers=TierBudgets(host_bytes="2MiB", sizing=True))
+    assert all(table.tiers.sizing for table in collection.tables.values())

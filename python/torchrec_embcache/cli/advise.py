@@ -53,9 +53,7 @@ def _advise(given: argparse.Namespace) -> Report:
 
 
 def _advise_rank(traffic: Sequence[TableTraffic], given: argparse.Namespace) -> Advice:
-    return advise(
-        traffic, ram=given.ram, ssd=given.ssd, device=given.device, batches_in_flight=given.batches_in_flight
-    )
+    return advise(traffic, ram=given.ram, ssd=given.ssd, device=given.device, batches_in_flight=given.batches_in_flight)
 
 
 def _grid(title: str, advice: Advice) -> Grid:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def split_budgets(
                 raise ConfigError(
                     f"table {name!r}: its share of the module's TierBudgets.{field} is 0 bytes: raise it, or give the table tiers="
                 )
-        own[name] = TierBudgets(**parts, ssd_dir=tiers.ssd_dir, reopen=tiers.reopen, flush_every=tiers.flush_every)
+        own[name] = replace(tiers, **parts)
     return own
 
 

@@ -23,6 +23,13 @@ def offload_stats(traffic: TableTraffic, world_size: int = 1) -> EmbeddingOffloa
     Args:
         traffic: of one rank's shard.
         world_size: how many ranks have shards like it. TorchRec counts the lookups of the global batch.
+
+    Examples:
+        >>> from torchrec_embcache.sharded import offload_stats
+        >>> from torchrec_embcache.sizing import TableTraffic
+        >>> stats = offload_stats(TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536), world_size=2)
+        >>> stats.height, stats.expected_miss_rate(1.0)
+        (1000000, 0.0)
     """
     height = traffic.rows
     misses = np.array([traffic.curve.reads_at(share * height) for share in np.linspace(0.0, 1.0, _BINS + 1)])
@@ -63,7 +70,9 @@ def planner_constraints(
     for table in traffic:
         name = table.name.rpartition("/")[2]
         if name in made:
-            raise InputError(f"two modules have a table {name!r}, which TorchRec's planner cannot tell apart: rename one")
+            raise InputError(
+                f"two modules have a table {name!r}, which TorchRec's planner cannot tell apart: rename one"
+            )
         if advice is not None:
             in_ram = advice.tables[table.name].rows_in_ram
         else:

@@ -37,6 +37,15 @@ class TableAdvice:
     - `rows_in_ram`: how many rows fit device and host together.
     - `miss_ratio`: the share of lookups that would miss them, first uses included.
     - `reads_per_batch`: rows that a batch would read from SSD.
+
+    Examples:
+        >>> from torchrec_embcache import TierBudgets
+        >>> from torchrec_embcache.sizing import TableTraffic, advise
+        >>> item = TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536)
+        >>> advised = advise([item], ram="200MiB", ssd="1GiB").tables["item"]
+        >>> tiers = advised.tiers(TierBudgets(host_bytes="1GiB", ssd_bytes="8GiB", ssd_dir="cache", reopen="auto"))
+        >>> tiers.host == 200 << 20, tiers.ssd == 1 << 30, tiers.reopen
+        (True, True, 'auto')
     """
 
     name: str
@@ -66,6 +75,18 @@ class Advice:
     - `moves_per_batch`: rows that a batch would move to the device.
 
     `print(advice)` shows it as a table.
+
+    Examples:
+        >>> from torchrec_embcache.sizing import TableTraffic, advise
+        >>> item = TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536)
+        >>> advice = advise([item], ram="1GiB", ssd="10GiB")
+        >>> advice.reads_per_batch, advice.reads_per_batch_now  # all rows fit, and there are no budgets yet
+        (0.0, None)
+        >>> print("\\n".join(advice.sentences()))
+        A batch would read 0.0 rows from SSD.
+        With twice the RAM it would read 0.0.
+        >>> sorted(advice.as_dict())[:3]
+        ['device', 'moves_per_batch', 'ram']
     """
 
     tables: dict[str, TableAdvice]
@@ -90,7 +111,9 @@ class Advice:
             for table in self.tables.values()
         ]
         widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-        lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [columns, *cells]]
+        lines = [
+            "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [columns, *cells]
+        ]
         return "\n".join([*lines, *self.sentences()])
 
     def sentences(self) -> list[str]:
@@ -153,7 +176,9 @@ def advise(
     doubled = _choose(tables, replace(budget, ram=2 * budget.ram), batches)
     now = None
     if all(table.host_bytes for table in tables):
-        now = sum(_told(table, table.device_bytes, table.host_bytes, table.ssd_bytes).reads_per_batch for table in tables)
+        now = sum(
+            _told(table, table.device_bytes, table.host_bytes, table.ssd_bytes).reads_per_batch for table in tables
+        )
     return Advice(
         tables={table.name: table for table in chosen},
         ram=budget.ram,
@@ -196,9 +221,7 @@ def _batch_rows(table: TableTraffic, batches: int) -> int:
 def _device_share(table: TableTraffic, batches: int) -> Share:
     row = table.row_bytes.device
     cost = table.lookups_per_batch * row
-    return Share(
-        _batch_rows(table, batches) * row + row, table.rows * row + row, row, 0, 0.0, table.curve, cost
-    )
+    return Share(_batch_rows(table, batches) * row + row, table.rows * row + row, row, 0, 0.0, table.curve, cost)
 
 
 def _index_bytes(table: TableTraffic, has_ssd: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ def _hull(share: Share) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         ):
             corners.pop()
         corners.append(at)
-    saved = np.array([_slope(sizes, costs, a, b) for a, b in zip(corners, corners[1:], strict=False)])
+    saved = np.array([_slope(sizes, costs, a, b) for a, b in itertools.pairwise(corners)])
     return sizes[corners], saved
 
 

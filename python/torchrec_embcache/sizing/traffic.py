@@ -16,7 +16,7 @@ from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.config import Policy, check_choice, check_int
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, StateError
 from torchrec_embcache.miss_ratios import MissRatioCurve
-from torchrec_embcache.optimizers import BY_KIND
+from torchrec_embcache.optimizers import BY_KIND, OptimizerKind
 from torchrec_embcache.whole_model import cache_modules
 
 from .zipf import zipf_curve
@@ -39,11 +39,17 @@ class TableTraffic:
     - `device_bytes`, `host_bytes`, `ssd_bytes`: its budgets now; 0 for a tier that it does not have.
 
     `traffic_of(model)` measures it, and `TableTraffic.assumed(...)` makes it up where nothing runs yet.
+
+    Examples:
+        >>> from torchrec_embcache.sizing import TableTraffic
+        >>> item = TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536, optimizer="sgd")
+        >>> item.row_bytes.ssd, round(item.lookups_per_batch) < 65_536  # a batch looks a repeated id up once
+        (300, True)
     """
 
     name: str
     dim: int
-    optimizer: str
+    optimizer: OptimizerKind
     rows: int
     curve: MissRatioCurve
     policy: Policy = "s3fifo"
@@ -55,7 +61,9 @@ class TableTraffic:
     def of(cls, name: str, table: CacheTable) -> Self:
         """What was measured on a table. `StateError` where it does not measure, or has no lookups yet."""
         if table.optimizer is None:
-            raise StateError(f"table {table.name!r} has no optimizer yet, so the bytes of its rows are not known: set one")
+            raise StateError(
+                f"table {table.name!r} has no optimizer yet, so the bytes of its rows are not known: set one"
+            )
         curve = table.miss_ratio_curve()
         if curve.lookups == 0:
             raise StateError(f"table {table.name!r} has no lookups since it is measured: train some batches first")
@@ -79,7 +87,7 @@ class TableTraffic:
         rows: int,
         dim: int,
         ids_per_batch: int,
-        optimizer: str = "rowwise_adagrad",
+        optimizer: OptimizerKind = "rowwise_adagrad",
         exponent: float = 1.05,
     ) -> Self:
         """A table whose ids are drawn independently by a zipf distribution, under "lru".
@@ -128,7 +136,9 @@ class TableTraffic:
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """What `as_dict` gave. `CorruptionError` for anything else."""
         try:
-            numbers = {field: int(fields[field]) for field in ("dim", "rows", "device_bytes", "host_bytes", "ssd_bytes")}
+            numbers = {
+                field: int(fields[field]) for field in ("dim", "rows", "device_bytes", "host_bytes", "ssd_bytes")
+            }
             check_int("dim", numbers["dim"], 1, 65_536)
             check_int("rows", numbers["rows"], 1, 1 << 48)
             _check_optimizer(fields["optimizer"])
@@ -151,6 +161,16 @@ def traffic_of(model: nn.Module) -> list[TableTraffic]:
 
     Raises `InputError` for a model without cache modules, and `StateError` where a table does not measure its miss ratios
     (`TierBudgets(sizing=True)`) or was not used yet.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+        >>> from torchrec_embcache.sizing import traffic_of
+        >>> tiers = TierBudgets(host_bytes="1MiB", sizing=True)
+        >>> bag = EmbCacheEmbeddingBag(name="item", embedding_dim=4, tiers=tiers, optimizer=optimizers.SGD(lr=0.1))
+        >>> bag(torch.arange(100).view(1, -1)).sum().backward()
+        >>> [(table.name, table.rows, table.lookups_per_batch) for table in traffic_of(bag)]
+        [('item', 100, 100.0)]
     """
     modules = cache_modules(model)
     if not modules:
@@ -166,6 +186,13 @@ def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str])
     """Write traffic to a JSON file, for `embcache advise` and `embcache plot`. It replaces a file of that name.
 
     Raises `OSError` where the file cannot be written.
+
+    Examples:
+        >>> from torchrec_embcache.sizing import TableTraffic, read_traffic, write_traffic
+        >>> item = TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536)
+        >>> write_traffic([item], "traffic.json")
+        >>> [table.name for table in read_traffic("traffic.json")]
+        ['item']
     """
     text = json.dumps({"format": _FORMAT, "tables": [table.as_dict() for table in traffic]}, indent=1)
     Path(path).write_text(text + "\n")
@@ -175,6 +202,12 @@ def read_traffic(path: str | os.PathLike[str]) -> list[TableTraffic]:
     """The traffic that `write_traffic` wrote.
 
     Raises `CorruptionError` for a file that has something else, and `OSError` where it cannot be read.
+
+    Examples:
+        >>> from torchrec_embcache.sizing import TableTraffic, advise, read_traffic, write_traffic
+        >>> write_traffic([TableTraffic.assumed("item", rows=1_000, dim=64, ids_per_batch=100)], "traffic.json")
+        >>> advise(read_traffic("traffic.json"), ram="1MiB").tables["item"].host_bytes
+        1048576
     """
     try:
         content = json.loads(Path(path).read_text())
