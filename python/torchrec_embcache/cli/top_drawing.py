@@ -206,7 +206,7 @@ def _count(value: float) -> str:
 
 def _size(value: float) -> str:
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(value) >= size:
+        if abs(value) >= size * 1000 / 1024:  # at most "999.9", which keeps columns narrow
             return f"{value / size:,.1f} {unit}"
     return f"{value:,.0f} B"
 
