@@ -1,7 +1,7 @@
 """Holds the split of `advise` against a sweep of twelve other splits of the same RAM, all of them measured.
 
 The model is TorchRec's DLRM over tables on SSD that differ in rows, in skew and in how often they are used. It is trained with an
-even split first, while its tables measure their traffic, and is then opened with each split in turn. The row is the median step with
+even split first, while its tables measure their traffic, and is then opened with each split in turn. The row is the median step of
 the best of the twelve, divided by the median step with the split that `advise` names: 1.0 is as good, and more is better.
 
     python benches/python/advise.py [--smoke]

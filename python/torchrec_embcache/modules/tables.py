@@ -102,7 +102,7 @@ def split_budgets(
                 raise ConfigError(
                     f"table {name!r}: its share of the module's TierBudgets.{field} is 0 bytes: raise it, or give the table tiers="
                 )
-        own[name] = replace(tiers, **parts)
+        own[name] = replace(tiers, **parts)  # type: ignore[arg-type]  # these fields are numbers
     return own
 
 

@@ -82,9 +82,8 @@ class Advice:
         >>> advice = advise([item], ram="1GiB", ssd="10GiB")
         >>> advice.reads_per_batch, advice.reads_per_batch_now  # all rows fit, and there are no budgets yet
         (0.0, None)
-        >>> print("\\n".join(advice.sentences()))
-        A batch would read 0.0 rows from SSD.
-        With twice the RAM it would read 0.0.
+        >>> advice.sentences()
+        ['A batch would read 0.0 rows from SSD.', 'With twice the RAM it would read 0.0.']
         >>> sorted(advice.as_dict())[:3]
         ['device', 'moves_per_batch', 'ram']
     """

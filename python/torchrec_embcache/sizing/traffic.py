@@ -87,7 +87,7 @@ class TableTraffic:
         rows: int,
         dim: int,
         ids_per_batch: int,
-        optimizer: OptimizerKind = "rowwise_adagrad",
+        optimizer: str = "rowwise_adagrad",
         exponent: float = 1.05,
     ) -> Self:
         """A table whose ids are drawn independently by a zipf distribution, under "lru".
@@ -113,10 +113,10 @@ class TableTraffic:
         check_int("rows", rows, 1, 1 << 48)
         check_int("dim", dim, 1, 65_536)
         check_int("ids_per_batch", ids_per_batch, 1, 1 << 30)
-        _check_optimizer(optimizer)
+        kind = _known_optimizer(optimizer)
         if not 0.0 <= exponent <= 4.0:
             raise ConfigError(f"exponent={exponent!r} is out of range: give 0 to 4")
-        return cls(name=name, dim=dim, optimizer=optimizer, rows=rows, curve=zipf_curve(rows, ids_per_batch, exponent))
+        return cls(name=name, dim=dim, optimizer=kind, rows=rows, curve=zipf_curve(rows, ids_per_batch, exponent))
 
     @property
     def row_bytes(self) -> _native.RowBytes:
@@ -141,19 +141,21 @@ class TableTraffic:
             }
             check_int("dim", numbers["dim"], 1, 65_536)
             check_int("rows", numbers["rows"], 1, 1 << 48)
-            _check_optimizer(fields["optimizer"])
+            kind = _known_optimizer(fields["optimizer"])
             curve = MissRatioCurve.from_dict(fields["curve"])
-            for policy in (curve.policy, fields["policy"]):
-                check_choice("policy", policy, Policy)
-            texts = {field: str(fields[field]) for field in ("name", "optimizer", "policy")}
-            return cls(**texts, **numbers, curve=curve)  # type: ignore[arg-type]
+            for name in (curve.policy, fields["policy"]):
+                check_choice("policy", name, Policy)
+            policy: Policy = fields["policy"]
+            return cls(name=str(fields["name"]), optimizer=kind, policy=policy, curve=curve, **numbers)
         except (KeyError, TypeError, ValueError, OverflowError, EmbCacheError) as cause:
             raise CorruptionError(f"no traffic of a table: {cause}") from cause
 
 
-def _check_optimizer(optimizer: object) -> None:
-    if optimizer not in BY_KIND:
-        raise ConfigError(f"optimizer={optimizer!r} is not known: use one of {', '.join(map(repr, BY_KIND))}")
+def _known_optimizer(optimizer: object) -> OptimizerKind:
+    for kind, spec in BY_KIND.items():
+        if kind == optimizer:
+            return spec.kind
+    raise ConfigError(f"optimizer={optimizer!r} is not known: use one of {', '.join(map(repr, BY_KIND))}")
 
 
 def traffic_of(model: nn.Module) -> list[TableTraffic]:

@@ -17,8 +17,8 @@ def zipf_curve(ids: int, ids_per_batch: int, exponent: float) -> MissRatioCurve:
     """The curve of "lru" once every id was used, where each batch draws `ids_per_batch` of `ids` ids independently.
 
     By Che's approximation: an id is in the cache if it was used in the last `t` batches, and `t` is such that the cache is full
-    (Che, Tung, Wang, "Hierarchical web caching systems", 2002; Fricker, Robert, Roberts, "A versatile and accurate approximation for
-    LRU cache performance", ITC 2012). A batch looks an id up once at most, at any place in it.
+    (Che, Tung, Wang, "Hierarchical web caching systems", 2002; Fricker, Robert, Roberts, "A versatile and accurate approximation
+    for LRU cache performance", ITC 2012). A batch looks an id up once at most, at any place in it.
     """
     counts, share = _popularity(ids, exponent)
     # The probability that a batch has the id.
