@@ -296,7 +296,7 @@ class MissRatios:
     distinct_ids: int
     sampling_rate: float
 
-def miss_ratios(table: Table, anew: bool) -> list[MissRatios] | None: ...  # of the table's policy, then of "lru"; None: not measured
+def miss_ratios(table: Table, *, anew: bool) -> list[MissRatios] | None: ...  # of the table's policy, then of "lru"; None: not measured
 
 @final
 class RowBytes:

@@ -89,6 +89,12 @@ class EmbCacheMonitor(Callback):
     `PrometheusExporter`. An error of a logger is a warning in the log, once, and does not end the training.
 
     `every_n_steps`: the optimizer steps from one sample to the next. Raises `ConfigError` where it is below 1.
+
+    Examples:
+        >>> from torchrec_embcache.lightning import EmbCacheMonitor
+        >>> monitor = EmbCacheMonitor(every_n_steps=100)  # Trainer(callbacks=[monitor]); docs/monitoring.md has a whole program
+        >>> monitor.every_n_steps
+        100
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -103,8 +109,9 @@ class EmbCacheMonitor(Callback):
         self._before = Sampler(pl_module).sample(trainer.global_step)
         self._last_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *_more: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log a sample, where so many steps were made since the one before."""
+        del outputs, batch, batch_idx
         step = trainer.global_step
         if step - self._last_step < self.every_n_steps or not trainer.loggers:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,6 @@ from . import _native
 from .closing import ClosedByWith
 from .config import Policy
 from .exceptions import ConfigError, CorruptionError, StateError
-
-if TYPE_CHECKING:
-    from .table_shard import TableShard
 
 __all__ = ["MeasuredTable", "MissRatioCurve"]
 
@@ -41,7 +38,7 @@ class MissRatioCurve:
 
     Examples:
         >>> import torch
-        >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+        >>> from torchrec_embcache import EmbCacheEmbeddingBag, MissRatioCurve, TierBudgets, optimizers
         >>> bag = EmbCacheEmbeddingBag(
         ...     name="item",
         ...     embedding_dim=4,
@@ -53,8 +50,10 @@ class MissRatioCurve:
         >>> curve = bag.table.miss_ratio_curve()
         >>> curve.lookups, curve.distinct_ids, curve.first_use_ratio
         (400, 100, 0.25)
-        >>> float(curve.at(100)), curve.at(50) > 0.9
-        (0.25, True)
+        >>> curve.at(100), curve.at(50) > 0.9, curve.reads_at(100)  # the rows were born in the first batch, and nothing was read
+        (0.25, True, 0.0)
+        >>> MissRatioCurve.from_dict(curve.as_dict()).lookups
+        400
     """
 
     policy: Policy
@@ -145,10 +144,21 @@ def _are_ratios(curve: MissRatioCurve) -> bool:
     return bool(((ratios >= 0) & (ratios <= 1)).all())
 
 
+class _Shard(Protocol):
+    """What is asked of the shard behind a table."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def native(self) -> _native.Table: ...
+
+
 class MeasuredTable(ClosedByWith):
     """A table whose miss ratios can be measured."""
 
-    _shard: TableShard
+    _shard: _Shard
 
     @abstractmethod
     def close(self) -> None:
@@ -168,7 +178,7 @@ class MeasuredTable(ClosedByWith):
             StateError: nothing is measured.
             ConfigError: `policy` is neither the table's nor "lru".
         """
-        curves = _native.miss_ratios(self._shard.native, reset)
+        curves = _native.miss_ratios(self._shard.native, anew=reset)
         if curves is None:
             raise StateError(
                 f"table {self._shard.name!r} does not measure its miss ratios: open it with TierBudgets(sizing=True)"

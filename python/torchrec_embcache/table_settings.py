@@ -26,7 +26,9 @@ from .lifecycle import Lifecycle
 from .optimizers import BY_KIND, OptimizerSpec
 from .telling import OnEvict, check_on_evict
 
-__all__ = ["TableSettings", "check_device_memory", "check_optimizer", "device_rows"]
+__all__ = ["RowBytes", "TableSettings", "check_device_memory", "check_optimizer", "device_rows", "row_bytes"]
+
+RowBytes = _native.RowBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +129,18 @@ class TableSettings:
             raise ConfigError(f"device={str(self.device)!r} cannot be used: {cause}") from cause
 
 
+def row_bytes(dim: int, kind: OptimizerKind, policy: Policy) -> _native.RowBytes:
+    """How many bytes a row takes of each budget: `host`, `device`, `ssd`, and `index`, of `host_bytes` for a row on SSD."""
+    return _native.row_bytes(dim, kind, policy)
+
+
 def device_rows(settings: TableSettings, spec: OptimizerSpec) -> int | None:
     """How many rows fit the device tier; None where there is none. `ConfigError` for a budget that has no room for one row."""
     tiers = settings.tiers
-    row_bytes = _native.row_bytes(settings.dim, spec.kind, settings.policy)
+    bytes_of_row = row_bytes(settings.dim, spec.kind, settings.policy)
     for field, budget, row in (
-        ("host_bytes", tiers.host, row_bytes.host),
-        ("device_bytes", tiers.device, row_bytes.device),
+        ("host_bytes", tiers.host, bytes_of_row.host),
+        ("device_bytes", tiers.device, bytes_of_row.device),
         ("ssd_bytes", tiers.ssd, spec.record_floats(settings.dim) * 4),
     ):
         if budget < row and (budget or field == "host_bytes"):
@@ -144,7 +151,7 @@ def device_rows(settings: TableSettings, spec: OptimizerSpec) -> int | None:
         raise ConfigError(
             f"TierBudgets.device_bytes=0 on {settings.device}: give the device tier of table {settings.name!r} a budget"
         )
-    return min(tiers.device // row_bytes.device, (1 << 31) - 1) if tiers.device else None
+    return min(tiers.device // bytes_of_row.device, (1 << 31) - 1) if tiers.device else None
 
 
 def check_device_memory(settings: TableSettings, spec: OptimizerSpec, rows: int) -> None:

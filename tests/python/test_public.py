@@ -32,6 +32,7 @@ PUBLIC_WITHOUT_TORCHREC = {
     "EvictionStats",
     "FoundRows",
     "Histogram",
+    "MissRatioCurve",
     "RowChunk",
     "RowMetadata",
     "SsdStats",

@@ -160,6 +160,7 @@ RESERVED = {
         "telling",
         "rows",
         "metrics",
+        "miss_ratios",
         "initializers",
         "admission",
         "agreement",

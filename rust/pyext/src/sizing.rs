@@ -47,6 +47,7 @@ impl PyMissRatios {
 /// The curve of the table's policy, then that of `lru` where that is another; `None` where nothing is measured. With `anew` it counts from
 /// zero on.
 #[pyfunction]
+#[pyo3(signature = (table, *, anew))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
 pub(crate) fn miss_ratios(py: Python<'_>, table: Py<PyTable>, anew: bool) -> PyResult<Option<Vec<PyMissRatios>>> {
     let table: &Table = &table.get().inner;

@@ -89,6 +89,7 @@ fn open_table(
     gather: Option<Arc<dyn DeviceRows>>,
     ssd_root: Option<&Path>,
     segments: Option<&PySegments>,
+    sizing: bool,
 ) -> embcache::Result<Table> {
     let source = segments.map(|from| (&*from.files, from.counters));
     let table = Table::open_from(config, gather, engine_beneath(ssd_root)?, source)?;
@@ -97,6 +98,9 @@ fn open_table(
     if let Some(from) = segments {
         table.restore_clock(&from.clock)?;
         table.load_shared_row(from.shared_row.as_ref())?;
+    }
+    if sizing {
+        table.begin_sizing()?;
     }
     Ok(table)
 }
@@ -167,10 +171,8 @@ impl PyTable {
         let gather =
             device_gather.map(|callable| Arc::new(PythonGather { callable, vector_floats }) as Arc<dyn DeviceRows>);
         let segments = segments.as_ref().map(Py::get);
-        let inner = py.detach(|| open_table(config, gather, ssd_root.as_deref(), segments)).map_err(to_python)?;
-        if sizing {
-            inner.begin_sizing().map_err(to_python)?;
-        }
+        let inner =
+            py.detach(|| open_table(config, gather, ssd_root.as_deref(), segments, sizing)).map_err(to_python)?;
         Ok(Self { inner })
     }
 
