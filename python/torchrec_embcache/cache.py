@@ -159,7 +159,7 @@ class CacheTable(MeasuredTable):
             device=device,
             key=key,
         )
-        self._shard = TableShard(settings, optimizer)
+        self._shard: TableShard = TableShard(settings, optimizer)
 
     # ---- settings
 

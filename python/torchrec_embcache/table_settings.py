@@ -23,7 +23,7 @@ from .config import (
 from .exceptions import ConfigError
 from .initializers import Initializer
 from .lifecycle import Lifecycle
-from .optimizers import BY_KIND, OptimizerSpec
+from .optimizers import BY_KIND, OptimizerKind, OptimizerSpec
 from .telling import OnEvict, check_on_evict
 
 __all__ = ["RowBytes", "TableSettings", "check_device_memory", "check_optimizer", "device_rows", "row_bytes"]

@@ -205,7 +205,10 @@ class Reader:
             arguments = words[1:] if words[0] == "embcache" else words[3:]
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                status = main(arguments)
+                try:
+                    status = main(arguments)
+                except SystemExit as end:  # as --version and --help end
+                    status = int(end.code or 0)
             assert status == 0, printed.getvalue()
             return printed.getvalue()
         assert words[0] == "python", f"{shlex.join(words)} cannot be run: say why by <!-- not run: ... -->"

@@ -80,7 +80,7 @@ def simulated(policy: Policy, sizes: list[int], lookups: Ids, folder: Path) -> l
 
 @pytest.mark.parametrize("name", ["zipf", "scan", "drift"])
 def test_curves_of_a_sample_agree_with_simulations_of_every_lookup(name: str, tmp_path: Path) -> None:
-    with bag_of() as bag:
+    with bag_of(host="8MiB", on_full="evict") as bag:
         lookups = train(bag, trace_of(name))
         for policy in ("s3fifo", "lru"):
             curve = bag.miss_ratio_curve(policy)

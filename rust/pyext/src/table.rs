@@ -170,10 +170,9 @@ impl PyTable {
         let vector_floats = config.layout().vector_floats();
         let gather =
             device_gather.map(|callable| Arc::new(PythonGather { callable, vector_floats }) as Arc<dyn DeviceRows>);
-        let segments = segments.as_ref().map(Py::get);
-        let inner =
-            py.detach(|| open_table(config, gather, ssd_root.as_deref(), segments, sizing)).map_err(to_python)?;
-        Ok(Self { inner })
+        let source = segments.as_ref().map(Py::get);
+        let opened = py.detach(|| open_table(config, gather, ssd_root.as_deref(), source, sizing));
+        opened.map(|inner| Self { inner }).map_err(to_python)
     }
 
     #[getter]
