@@ -146,6 +146,7 @@ PYTHON_IMPORTS = {
     "dcp": _SAVER,
     "lightning": _CACHE | _SAVER | {"saver", "save_log", "monitoring"},
     "monitoring": _CACHE | {"table_names"},
+    "plotting": _CACHE | {"table_names", "monitoring", "sizing"},
     "megatron": _SAVER | {"saver", "save_log", "folder"},
 }
 # Package or module of it: who alone may import it.
@@ -187,6 +188,7 @@ RESERVED = {
     "lightning": {"lightning"},
     "prometheus_client": {"monitoring", "cli"},
     "tensorboard": set(),
+    "matplotlib": {"plotting"},
 }
 SKIPPED = {
     ".git",
