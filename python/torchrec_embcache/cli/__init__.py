@@ -142,11 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("table", help="its name, or <module>/<name>")
     made.add_argument("id", type=_row_id, help="a signed or unsigned 64-bit number; 0x... is hexadecimal")
 
-    add_advise(command)
-    add_plot(command)
     _add_rewriting(command, checkpoint)
-
-    _add_top(command)
+    for add in (add_advise, add_plot, _add_top):
+        add(command)
 
     made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)
     made.add_argument("source", help="a checkpoint, or a directory in another layout")
