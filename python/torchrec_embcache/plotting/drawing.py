@@ -135,7 +135,7 @@ def _draw(axes: Axes, panel: Panel, theme: Theme) -> None:
         )
     for axis, unit, is_log in ((axes.xaxis, panel.x_unit, panel.x_log), (axes.yaxis, panel.y_unit, panel.y_log)):
         values = [value for line in panel.lines for value in (line.x if axis is axes.xaxis else line.y)]
-        _scale(axis, unit, values, is_log=is_log)
+        _scale(axis, unit, values, is_log=is_log, from_zero=panel.y_from_zero and axis is axes.yaxis)
     _key(axes, panel, theme)
 
 
@@ -146,7 +146,7 @@ def _pattern(line: Line) -> Any:
     return _DASHES[(line.dash + line.color // len(LIGHT.lines)) % len(_DASHES)]
 
 
-def _scale(axis: Axis, unit: Unit, values: Sequence[float], *, is_log: bool) -> None:
+def _scale(axis: Axis, unit: Unit, values: Sequence[float], *, is_log: bool, from_zero: bool) -> None:
     """The kind of an axis, its ends, and what its ticks say."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -167,8 +167,7 @@ def _scale(axis: Axis, unit: Unit, values: Sequence[float], *, is_log: bool) -> 
         if axis is axis.axes.xaxis and there:
             margin = 0.03 * (max(there) - min(there) or 1.0)
             set_ends(min(there) - margin, max(there) + margin)
-        elif axis is axis.axes.yaxis:
-            # What is counted begins at 0.
+        elif from_zero:
             set_ends(0.0, 1.02 if unit == "share" else 1.08 * max([value for value in there if value > 0], default=1.0))
     if unit != "number" or is_log:
         axis.set_major_formatter(FuncFormatter(lambda value, _place: shown(value, unit)))

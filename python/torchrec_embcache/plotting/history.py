@@ -209,7 +209,8 @@ def _panel(title: str, kind: _Kind, ranks: Mapping[str, _Series], begin: float |
         x = tuple(series.steps) if begin is None else tuple(time - begin for time in series.times)
         for shown in kind.lines:
             y = tuple(value / shown.divisor for value in series.numbers[shown.number])
-            if all(math.isnan(value) for value in y):
+            # A line of zeros would not be seen on a logarithmic axis.
+            if not any(value > 0.0 or (value == 0.0 and not kind.is_log) for value in y):
                 continue
             if shown.dash == _DOTTED:
                 # A budget that all ranks have is one line.

@@ -14,7 +14,7 @@ from .panels import Panel
 __all__ = ["inline_css", "inline_svg"]
 
 #: The size of a diagram in inches: a telephone shows it nearly as it is, so that its texts can be read.
-_SIZE = (4.9, 3.7)
+_SIZE = (4.5, 3.5)
 
 
 def inline_svg(panel: Panel, name: str) -> str:

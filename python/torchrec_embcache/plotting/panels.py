@@ -77,6 +77,7 @@ class Panel:
     - `lines`, `marks`: its numbers.
     - `x_unit`, `y_unit`: "share" (of 1, shown in percent), "bytes", or "number".
     - `x_log`, `y_log`: whether an axis is logarithmic. Numbers that are not above 0 are not on such an axis.
+    - `y_from_zero`: whether another `y` axis begins at 0.
 
     Examples:
         >>> from torchrec_embcache.plotting import Line, Panel
@@ -96,6 +97,7 @@ class Panel:
     y_unit: Unit = "number"
     x_log: bool = False
     y_log: bool = False
+    y_from_zero: bool = True
 
     def about(self) -> str:
         """What it shows in a few sentences, for those who do not see it."""
