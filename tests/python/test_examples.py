@@ -202,6 +202,33 @@ def test_admission_spares_the_ids_that_come_once() -> None:
     assert written > 50, "and is not written to SSD"
 
 
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def test_the_notebook_runs_and_measures_what_was_expected(tmp_path: Path) -> None:
+    """It asserts so in its last cell."""
+    assert [path.name for path in NOTEBOOKS] == ["sizing.ipynb"]
+    files = {
+        "IPYTHONDIR": tmp_path / "ipython",
+        "JUPYTER_CONFIG_DIR": tmp_path / "config",
+        "JUPYTER_RUNTIME_DIR": tmp_path,
+    }
+    out = run(
+        "-m", "pytest", "--nbmake", "-p", "no:cacheprovider", *NOTEBOOKS, **{key: str(to) for key, to in files.items()}
+    )
+    assert "1 passed" in out
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_are_kept_without_what_they_gave(path: Path) -> None:
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    for cell in cells:
+        assert cell["outputs"] == [], cell["id"]
+        assert cell["execution_count"] is None, cell["id"]
+        assert cell["metadata"] == {}, cell["id"]
+
+
 def test_the_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("cache").mkdir(mode=0o750)
