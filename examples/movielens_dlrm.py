@@ -138,6 +138,13 @@ def tables_of(model: torch.nn.Module) -> dict[str, CacheTable]:
     return {name: table for module in cache_modules(model).values() for name, table in module.tables.items()}
 
 
+def collection_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The collection by itself. Of this, tables are called by their names alone."""
+    (collection,) = cache_modules(model).values()
+    assert isinstance(collection, torch.nn.Module)
+    return collection
+
+
 def dense_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters of the MLPs, by their names in the bare model."""
     found = {}
@@ -249,9 +256,7 @@ def sampled_training(
 ) -> Course:
     """Train, and write samples of the tables' counters to the file `metrics`."""
     every = max(1, options.epochs * (len(train) // BATCH) // SAMPLES)
-    # The collection by itself, so that its tables are called by their names alone.
-    (collection,) = cache_modules(model).values()
-    with JsonlLogger(collection, metrics, interval_s=None) as logger:
+    with JsonlLogger(collection_of(model), metrics, interval_s=None) as logger:
         return train_cached(
             model,
             train,
@@ -284,7 +289,7 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
         print(f"training on {len(train)} ratings, {options.epochs} epochs, batches of {BATCH}", flush=True)
         in_ram = train_plain(plain, train, known, options.epochs)
         course = sampled_training(model, train, options, folder / "metrics.jsonl")
-        traffic = traffic_of(next(iter(cache_modules(model).values())))
+        traffic = traffic_of(collection_of(model))
         print(f"  {in_ram.mean_ms:.1f} ms a step in RAM, {course.mean_ms:.1f} ms over three tiers")
         show_tiers(tables, checks)
 

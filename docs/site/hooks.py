@@ -47,7 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     # The pages of examples are reached from their list.
-    for path in [*scripts, *notebooks]:
+    for path in scripts:
         files.get_file_from_path(f"examples/{path.stem}.md").inclusion = InclusionLevel.NOT_IN_NAV
     return files
 
