@@ -31,7 +31,7 @@ NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core ru
 
 .PHONY: help setup demo test test-rust test-loom test-python fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
 help:
-	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row"
+	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row; a report in target/demo"
 	@echo "make test         the tests of the core and of the package"
 	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
 	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test"

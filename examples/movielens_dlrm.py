@@ -4,13 +4,15 @@
    `EmbCacheEmbeddingBagCollection` with budgets so small that device tier, host tier and SSD all serve rows.
 2. The losses of every step, the AUC on later ratings, and every row must agree.
 3. The tables are saved, and loaded by two new processes. Every row and every prediction is compared. Then these train on.
+4. A page shows all of it: `target/demo/report.html`.
 
-    python examples/movielens_dlrm.py [--epochs 1] [--ratings 100000] [--folder DIR]
+    python examples/movielens_dlrm.py [--epochs 1] [--ratings 100000] [--folder DIR] [--report FILE]
 
 The exit status is 0 only when all of it agrees.
 """
 
 import argparse
+import json
 import logging
 import os
 import subprocess
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,19 +42,24 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from tqdm import tqdm
 
 from movielens import FEATURES, TABLES, Ratings, read_ratings
-from reporting import Checks, rows_of, show_tiers
+from report import Run, write_report
+from reporting import Checks, Course, rows_of, show_tiers
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagCollectionSharder,
     EmbCacheEmbeddingBagConfig,
     EmbCacheTrainPipelineSparseDist,
     TierBudgets,
+    __version__,
     cache_modules,
     flush,
     initializers,
 )
 from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.exceptions import UnsupportedError
+from torchrec_embcache.monitoring import JsonlLogger
 from torchrec_embcache.saver import Saver
+from torchrec_embcache.sizing import traffic_of
 
 DIM = 16
 BATCH = 512
@@ -66,6 +73,9 @@ SIZES = {"user": 1_000, "item": 2_000, "cross": 50_000}
 DEVICE_BYTES = {"user": "64KiB", "item": "192KiB", "cross": "384KiB"}
 HOST_BYTES = {"user": "192KiB", "item": "192KiB", "cross": "384KiB"}
 SSD_BYTES = "64MiB"
+# How many samples of the tables' counters the report shows.
+SAMPLES = 50
+REPORT = Path(__file__).resolve().parents[1] / "target" / "demo" / "report.html"
 
 
 def make_dlrm(tables: EmbeddingBagCollection) -> DLRMTrain:
@@ -106,6 +116,7 @@ def make_cached(ssd_dir: Path, *, device_tier: bool) -> EmbCacheEmbeddingBagColl
                     host_bytes=HOST_BYTES[table],
                     ssd_bytes=SSD_BYTES,
                     ssd_dir=ssd_dir,
+                    sizing=device_tier,  # the report shows the miss ratios of the training
                 ),
             )
             for table, features in TABLES.items()
@@ -125,6 +136,13 @@ def shard(model: DLRMTrain) -> DistributedModelParallel:
 def tables_of(model: torch.nn.Module) -> dict[str, CacheTable]:
     """This rank's shard of every table."""
     return {name: table for module in cache_modules(model).values() for name, table in module.tables.items()}
+
+
+def collection_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The collection by itself. Of this, tables are called by their names alone."""
+    (collection,) = cache_modules(model).values()
+    assert isinstance(collection, torch.nn.Module)
+    return collection
 
 
 def dense_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -180,50 +198,72 @@ def remap(batch: Batch, known: dict[str, torch.Tensor]) -> Batch:
     return Batch(dense_features=batch.dense_features, sparse_features=plain, labels=batch.labels)
 
 
-def train_plain(
-    model: DLRMTrain, train: Ratings, known: dict[str, torch.Tensor], epochs: int
-) -> tuple[torch.Tensor, float]:
+def train_plain(model: DLRMTrain, train: Ratings, known: dict[str, torch.Tensor], epochs: int) -> Course:
     """The loss of every step, and the seconds it took."""
     tables = model.model.sparse_arch.embedding_bag_collection
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), SPARSE_LR)
     optimizer = torch.optim.Adagrad(dense_parameters(model).values(), lr=DENSE_LR)
-    losses = []
-    begin = time.perf_counter()
+    losses, times = [], []
     with tqdm(total=epochs * (len(train) // BATCH), desc="plain TorchRec ", unit="step", mininterval=0.5) as bar:
         for epoch in range(epochs):
             for batch in train.batches(BATCH, shuffle_seed=epoch):
+                begin = time.perf_counter()
                 optimizer.zero_grad()
                 loss, _ = model(remap(batch, known))
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.detach())
+                times.append(time.perf_counter() - begin)
                 bar.set_postfix(loss=f"{float(losses[-1]):.4f}", refresh=False)
                 bar.update()
-    return torch.stack(losses), time.perf_counter() - begin
+    return Course(torch.stack(losses), times)
 
 
 def train_cached(
-    model: DistributedModelParallel, train: Ratings, epochs: int, lookahead: int, *, show: bool = True
-) -> tuple[torch.Tensor, float]:
-    """The loss of every step, and the seconds it took."""
+    model: DistributedModelParallel,
+    train: Ratings,
+    epochs: int,
+    lookahead: int,
+    *,
+    show: bool = True,
+    after_step: Callable[[int], None] = lambda _step: None,
+) -> Course:
+    """The loss of every step, and the seconds it took. `after_step` is told how many steps there have been."""
     optimizer = torch.optim.Adagrad(dense_parameters(model).values(), lr=DENSE_LR)
     pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, CPU, lookahead=lookahead, execute_all_batches=True)
     batches = (batch for epoch in range(epochs) for batch in train.batches(BATCH, shuffle_seed=epoch))
-    losses = []
-    begin = time.perf_counter()
+    losses, times = [], []
     with tqdm(
         total=epochs * (len(train) // BATCH), desc="three tiers    ", unit="step", mininterval=0.5, disable=not show
     ) as bar:
         while True:
+            begin = time.perf_counter()
             try:
                 loss, _, _ = pipeline.progress(batches)
             except StopIteration:
                 break
             losses.append(loss)
+            times.append(time.perf_counter() - begin)
+            after_step(len(losses))
             bar.set_postfix(loss=f"{float(loss):.4f}", refresh=False)
             bar.update()
     pipeline.detach()  # the model has its own forward again
-    return torch.stack(losses), time.perf_counter() - begin
+    return Course(torch.stack(losses), times)
+
+
+def sampled_training(
+    model: DistributedModelParallel, train: Ratings, options: argparse.Namespace, metrics: Path
+) -> Course:
+    """Train, and write samples of the tables' counters to the file `metrics`."""
+    every = max(1, options.epochs * (len(train) // BATCH) // SAMPLES)
+    with JsonlLogger(collection_of(model), metrics, interval_s=None) as logger:
+        return train_cached(
+            model,
+            train,
+            options.epochs,
+            options.lookahead,
+            after_step=lambda step: logger.sample(step) if step == 1 or step % every == 0 else None,
+        )
 
 
 def demonstrate(options: argparse.Namespace, folder: Path) -> int:
@@ -247,14 +287,14 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
         checks("reading rows that were never trained makes none", all(len(table) == 0 for table in tables.values()))
 
         print(f"training on {len(train)} ratings, {options.epochs} epochs, batches of {BATCH}", flush=True)
-        plain_losses, plain_seconds = train_plain(plain, train, known, options.epochs)
-        losses, seconds = train_cached(model, train, options.epochs, options.lookahead)
-        steps = len(losses)
-        print(f"  {1e3 * plain_seconds / steps:.1f} ms a step in RAM, {1e3 * seconds / steps:.1f} ms over three tiers")
-        checks.failed += show_tiers(tables).failed
+        in_ram = train_plain(plain, train, known, options.epochs)
+        course = sampled_training(model, train, options, folder / "metrics.jsonl")
+        traffic = traffic_of(collection_of(model))
+        print(f"  {in_ram.mean_ms:.1f} ms a step in RAM, {course.mean_ms:.1f} ms over three tiers")
+        show_tiers(tables, checks)
 
         print("against plain TorchRec", flush=True)
-        checks.close("the loss of every step", losses, plain_losses, 1e-3)
+        checks.close("the loss of every step", course.losses, in_ram.losses, 1e-3)
         plain_logits = predict(plain, (remap(batch, known) for batch in later.batches(BATCH)))
         logits = predict(model, later.batches(BATCH))
         scores = auc(logits, later.labels), auc(plain_logits, later.labels)
@@ -287,8 +327,27 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
         *("--verify", str(folder), "--ratings", str(options.ratings)),
     ]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    checks("two processes hold what one saved", subprocess.run(command, env=environment, check=False).returncode == 0)
+    done = subprocess.run(command, env=environment, check=False)
+    if (folder / "verified.json").exists():
+        for finding in json.loads((folder / "verified.json").read_text()):
+            checks.note(*finding)
+    checks("two processes hold what one saved", done.returncode == 0)
+    facts = {
+        "ratings": f"{len(train):,} to train on, {len(later):,} later ones",
+        "steps": f"{len(course.losses):,}, of {BATCH} ratings each",
+        "lookahead": f"{options.lookahead} batches",
+        "versions": f"torch {torch.__version__}, torchrec-embcache {__version__}",
+    }
+    report(Run(facts, checks, course, in_ram, scores, folder / "metrics.jsonl", traffic), options.report)
     return checks.end()
+
+
+def report(run: Run, path: Path) -> None:
+    """Write the page, where matplotlib is there to draw its pictures."""
+    try:
+        write_report(run, path)
+    except UnsupportedError as error:
+        print(f"there is no report: {error}")
 
 
 def verify(options: argparse.Namespace, folder: Path) -> int:
@@ -341,6 +400,8 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
         ("training goes on", better, f"loss on the later ratings {both[0] / world:.4f}, then {both[1] / world:.4f}")
     )
 
+    if rank == 0:
+        (folder / "verified.json").write_text(json.dumps(findings))
     flush(model)  # flushes what was trained here since the load, on all ranks together
     checks = Checks()
     for finding in findings:
@@ -351,14 +412,20 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
     return 1 if checks.failed else 0
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--ratings", type=int, default=100_000, help="of the 100,000, the first so many")
     parser.add_argument("--lookahead", type=int, default=4, help="batches planned ahead")
     parser.add_argument("--folder", type=Path, help="an empty directory to work in, kept; by default a temporary one")
+    parser.add_argument(
+        "--report", type=Path, default=REPORT, help="the page that shows the run; by default %(default)s"
+    )
     parser.add_argument("--verify", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(min(2, torch.get_num_threads()))
     if options.verify:
         with process_group():
@@ -371,7 +438,12 @@ def main() -> int:
 
 if __name__ == "__main__":
     begin = time.perf_counter()
-    status = main()
-    if "--verify" not in sys.argv:
+    given = arguments()
+    if not given.verify:
+        given.report.unlink(missing_ok=True)  # that of a run before
+    status = main(given)
+    if not given.verify:
         print(f"{'all of it agrees' if status == 0 else 'FAILED'} ({time.perf_counter() - begin:.0f} s)")
+        if given.report.exists():
+            print(f"the report is in {given.report}")
     sys.exit(status)

@@ -1,11 +1,26 @@
 """What the examples print: comparisons, and what each tier did."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from torchrec_embcache.cache import CacheTable
 
-__all__ = ["Checks", "rows_of", "show_tiers"]
+__all__ = ["Checks", "Course", "rows_of", "show_tiers"]
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a training went: the loss [S] of each of S steps, and the seconds that each took."""
+
+    losses: torch.Tensor
+    times: list[float]
+
+    @property
+    def mean_ms(self) -> float:
+        """The milliseconds of a step."""
+        return 1e3 * sum(self.times) / max(len(self.times), 1)
 
 
 class Checks:
@@ -13,10 +28,16 @@ class Checks:
 
     def __init__(self) -> None:
         self.failed: list[str] = []
+        self.found: list[tuple[str, bool, str]] = []  # what, whether it agrees, and figures
 
     def __call__(self, what: str, agrees: bool, figures: str = "") -> None:
         """Note one comparison."""
         print(f"  {'agrees  ' if agrees else 'DIFFERS '} {what}{': ' if figures else ''}{figures}", flush=True)
+        self.note(what, agrees, figures)
+
+    def note(self, what: str, agrees: bool, figures: str = "") -> None:
+        """Note one comparison that another process has printed."""
+        self.found.append((what, agrees, figures))
         if not agrees:
             self.failed.append(what)
 
@@ -44,9 +65,8 @@ class Checks:
         return 1 if self.failed else 0
 
 
-def show_tiers(tables: dict[str, CacheTable]) -> Checks:
+def show_tiers(tables: dict[str, CacheTable], checks: Checks) -> None:
     """Print what each tier of each table did. All three tiers must have served."""
-    checks = Checks()
     heads = f"{'hits':>9} {'hit %':>6} {'evicted':>8} {'read MiB':>9} {'written MiB':>12} {'s':>7}"
     print(f"  {'table':6} {'tier':7} {'rows':>7} {'KiB':>7} {heads}")
     for name, table in tables.items():
@@ -65,7 +85,6 @@ def show_tiers(tables: dict[str, CacheTable]) -> Checks:
     for tier in ("device", "host", "ssd"):
         served = [getattr(table.stats(), tier).hits > 0 for table in tables.values() if getattr(table.stats(), tier)]
         checks(f"the {tier} tier served", any(served))
-    return checks
 
 
 def rows_of(table: CacheTable) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 It adds the pages that do not lie in docs/, and makes links that hold in the repository hold on the site.
 """
 
+import json
 import posixpath
 import re
 import sys
@@ -36,7 +37,9 @@ def on_files(files: Files, config: Any) -> Files:
     scripts = sorted((ROOT / "examples").glob("*.py"))
     for path in scripts:
         made[f"examples/{path.stem}.md"] = f"# {path.name}\n\n````python\n{path.read_text()}````\n"
-    listed = "".join(f"- [{path.name}]({path.stem}.md): {_about(path)}\n" for path in scripts)
+    notebooks = sorted((ROOT / "examples").glob("*.ipynb"))
+    made |= {f"examples/{path.stem}.md": _page_of(path) for path in notebooks}
+    listed = "".join(f"- [{path.name}]({path.stem}.md): {_about(path)}\n" for path in [*scripts, *notebooks])
     made["examples/index.md"] = f"# Examples\n\nThey are in `examples/`, and tests run them.\n\n{listed}"
     made["api/index.md"] = reference.index()
     for key in reference.REFERENCE:
@@ -50,8 +53,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _about(path: Path) -> str:
-    """The first sentence of a script."""
+    """The first sentence of a script or a notebook."""
+    if path.suffix == ".ipynb":
+        return _page_of(path).split("\n\n")[1].replace("\n", " ").strip()
     return path.read_text().split('"""')[1].split("\n\n")[0].replace("\n", " ").strip()
+
+
+def _page_of(notebook: Path) -> str:
+    """A notebook as a page: its texts, and its code, which has not run."""
+    parts = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -81,7 +95,7 @@ def _turned(folder: str, page_folder: str) -> Callable[[re.Match[str]], str]:
         if target in PAGES:
             target = PAGES[target]
         elif target.startswith("examples/"):
-            target = target.removesuffix(".py") + ".md"
+            target = target.removesuffix(".py").removesuffix(".ipynb") + ".md"
         elif target.startswith("docs/"):
             target = target.removeprefix("docs/")
         else:

@@ -106,6 +106,22 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "sharded.offload_stats",
         ],
     ),
+    "plotting": (
+        "Pictures",
+        "Curves, hit rates, bytes and waits as diagrams. [`embcache plot`](../cli.md#embcache-plot) draws them in a terminal.",
+        [
+            "plotting.curve_panels",
+            "plotting.history_panels",
+            "plotting.read_panels",
+            "plotting.draw",
+            "plotting.svg",
+            "plotting.inline_svg",
+            "plotting.inline_css",
+            "plotting.Panel",
+            "plotting.Line",
+            "plotting.Mark",
+        ],
+    ),
     "optimizers": (
         "Optimizers and initializers",
         "How the backward updates rows, and how rows are born.",

@@ -51,6 +51,7 @@ PUBLIC_MODULES = [
     "megatron",
     "monitoring",
     "optimizers",
+    "plotting",
     "saver",
     "serialize",
     "sizing",

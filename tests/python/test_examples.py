@@ -1,11 +1,15 @@
 """Each example runs briefly, and its exit status says whether all that it checks holds."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,8 +42,88 @@ def run(*arguments: object, cwd: Path = ROOT, **environment: str) -> str:
     return done.stdout
 
 
-def test_movielens_agrees_with_plain_torchrec_and_loads_into_two_processes() -> None:
-    assert "all of it agrees" in run("examples/movielens_dlrm.py", "--ratings", 20_000, "--epochs", 1)
+class Page(HTMLParser):
+    """A page whose every element is closed, with its pictures, its texts by element, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.pictures: dict[str, str] = {}
+        self.texts: dict[str, list[str]] = {}
+        self.loads: list[str] = []
+        self.attributes: dict[str, dict[str, str | None]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+        self.loads += re.findall(r"url\(['\"]?(?!#)[^)]*|@import[^;]*", text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value[:1] != "#"]
+        self.attributes.setdefault(tag, given)
+        if tag == "svg":
+            assert given["role"] == "img"
+            told = given["aria-label"] or ""
+            self.pictures[told.split(" (")[0]] = told
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and data.strip():
+            self.texts.setdefault(self.open[-1], []).append(data.strip())
+
+
+def test_movielens_agrees_with_plain_torchrec_and_its_report_tells_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir(mode=0o750)
+    path = tmp_path / "a" / "report.html"
+    arguments = ("--ratings", 20_000, "--epochs", 1, "--folder", tmp_path / "work", "--report", path)
+    out = run("examples/movielens_dlrm.py", *arguments)
+    assert out.splitlines()[-1] == f"the report is in {path}"
+    assert "all of it agrees" in out.splitlines()[-2]
+    page = Page(path.read_text())
+    assert not page.loads
+    assert "https:" not in path.read_text()
+    assert page.attributes["html"]["lang"] == "en"
+    assert page.texts["title"] == page.texts["h1"] == ["A DLRM on MovieLens-100K over three tiers"]
+    assert "prefers-color-scheme: dark" in page.texts["style"][0]
+    checks = re.findall(r"^  agrees   ([^:\n]*)(?:: (.*))?$", out, re.MULTILINE)
+    assert f"All {len(checks)} checks agree." in page.texts["p"]
+    assert page.texts["th"].count("ok") == len(checks) > 12
+    for what, figures in checks:
+        assert what in page.texts["td"], "each check that was printed is in the page"
+        assert not figures or figures in page.texts["td"]
+    ours, plain = re.findall(r"AUC on the 4000 later ratings: (\S+) and (\S+)", out)[0]
+    assert page.texts["dd"][:2] == [ours, plain]
+    ms = re.findall(r"(\S+) ms a step in RAM, (\S+) ms over", out)[0]
+    assert page.texts["dd"][3:5] == [f"{ms[1]} ms", f"{ms[0]} ms"]
+    losses = re.findall(r"three tiers: \S+ at first, (\S+) at last", page.pictures["Loss of each step"])
+    assert float(losses[0]) == pytest.approx(float(page.texts["dd"][2]), abs=1e-3)
+    assert {
+        "Difference of the losses",
+        "Time of each step",
+        "Miss ratio by the share of rows in RAM",
+    } <= page.pictures.keys()
+    for table in ("user", "item", "cross"):
+        for what in ("hit rate by tier", "rows by tier", "bytes by tier", "wait of a batch for its rows"):
+            assert f"{table}: {what}" in page.pictures
+        assert f"budget of now of {table}: " in page.pictures["Miss ratio by the bytes of rows in RAM"]
+    samples = [json.loads(line) for line in (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()]
+    last = {table["table"]: table["values"] for table in samples[-1]["tables"]}
+    assert f"SSD: 0 at first, {last['cross']['ssd.rows']:,} at last" in page.pictures["cross: rows by tier"]
+
+
+def test_without_matplotlib_the_demo_runs_and_says_that_there_is_no_report(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('it is not there')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    report = tmp_path / "report.html"
+    report.write_text("that of a run before")
+    out = run("examples/movielens_dlrm.py", "--ratings", 20_000, "--report", report, PYTHONPATH=path)
+    assert 'there is no report: pictures need matplotlib: pip install "torchrec-embcache[plot]"' in out
+    assert "all of it agrees" in out.splitlines()[-1]
+    assert not report.exists()
 
 
 def found_rows(said: str) -> tuple[int, int]:
@@ -184,3 +268,39 @@ def test_criteo_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     again = run(*CRITEO, "--steps", 4, cwd=tmp_path)
     assert f"begins with click {int(steps) * 256:,} " in again
     assert f"step {int(steps) + 4}: loss" in again
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def test_the_notebook_runs_and_measures_what_was_expected(tmp_path: Path) -> None:
+    """It asserts so in its last cell."""
+    assert [path.name for path in NOTEBOOKS] == ["sizing.ipynb"]
+    files = {
+        "IPYTHONDIR": tmp_path / "ipython",
+        "JUPYTER_CONFIG_DIR": tmp_path / "config",
+        "JUPYTER_RUNTIME_DIR": tmp_path,
+    }
+    out = run(
+        "-m", "pytest", "--nbmake", "-p", "no:cacheprovider", *NOTEBOOKS, **{key: str(to) for key, to in files.items()}
+    )
+    assert "1 passed" in out
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_are_kept_without_what_they_gave(path: Path) -> None:
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    for cell in cells:
+        assert cell["outputs"] == [], cell["id"]
+        assert cell["execution_count"] is None, cell["id"]
+        assert cell["metadata"] == {}, cell["id"]
+
+
+def test_the_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cache").mkdir(mode=0o750)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks, "README.md has an example"
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})

@@ -68,7 +68,8 @@ _TABLE = _SHARD | {"sweeping", "table_copy", "table_warnings", "cache"}
 _CACHE = _TABLE | {"bags", "lookahead", "lookup", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "sessions"}
-PYTHON_IMPORTS = {
+PYTHON_IMPORTS: dict[str, set[str]] = {
+    **{name: set() for name in ("agreement", "device_tier", "lookahead", "reports", "tracing")},
     "exceptions": set(),
     "closing": set(),
     "buckets": set(),
@@ -85,17 +86,14 @@ PYTHON_IMPORTS = {
     "resuming": {"exceptions", "config", "publish", "disk"},
     "initializers": {"exceptions", "config"},
     "admission": {"exceptions", "config"},
-    "agreement": set(),
     "cuts": {"exceptions", "agreement"},
     "eviction": {"exceptions", "config", "agreement", "cuts"},
     "lifecycle": {"exceptions", "config", "admission", "agreement", "cuts", "eviction"},
     "lifecycle_configs": {"exceptions", "config", "admission", "agreement", "cuts", "eviction"},
     "hyperparameters": {"exceptions"},
     "optimizers": {"exceptions", "config", "hyperparameters"},
-    "tracing": set(),
     "shared_rows": {"exceptions"},
     "gradients": {"exceptions"},
-    "device_tier": set(),
     "torch_updates": {"exceptions", "config", "hyperparameters", "optimizers", "device_tier"},
     "kernels": _BASE | {"device_tier", "torch_updates"},
     "rows": {"exceptions", "config", "optimizers"},
@@ -120,7 +118,6 @@ PYTHON_IMPORTS = {
     "table_copy": _SHARD,
     "table_warnings": _SHARD,
     "cache": _TABLE,
-    "lookahead": set(),
     "progress": {"exceptions"},
     "lookup": _TABLE | {"bags", "lookahead"},
     "whole_model": _TABLE,
@@ -134,7 +131,6 @@ PYTHON_IMPORTS = {
     "train_pipeline": _CACHE | {"nn", "lifecycle_configs", "modules", "sharded", "sizing"},
     "beside": _TABLE,
     "table_names": {"exceptions"},
-    "reports": set(),
     "save_log": {"collective", "reports"},
     "shards": _TABLE | {"whole_model"},
     "saving": _SHARDS,
@@ -146,6 +142,7 @@ PYTHON_IMPORTS = {
     "dcp": _SAVER,
     "lightning": _CACHE | _SAVER | {"saver", "save_log", "monitoring"},
     "monitoring": _CACHE | {"table_names"},
+    "plotting": _CACHE | {"table_names", "monitoring", "sizing"},
     "megatron": _SAVER | {"saver", "save_log", "folder"},
 }
 # Package or module of it: who alone may import it.
@@ -188,6 +185,7 @@ RESERVED = {
     "lightning": {"lightning"},
     "prometheus_client": {"monitoring", "cli"},
     "tensorboard": set(),
+    "matplotlib": {"plotting"},
 }
 SKIPPED = {
     ".git",

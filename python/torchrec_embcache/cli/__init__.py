@@ -1,4 +1,4 @@
-"""`embcache`: look at checkpoints, check, compare, merge, convert and divide them, and look at tables that run.
+"""`embcache`: look at checkpoints, check, compare, merge, convert and divide them, look at tables that run, size and draw them.
 
 `embcache --help` has the commands.
 
@@ -21,6 +21,7 @@ from .checkpoints import compact, inspect, reshard, verify
 from .compare import diff
 from .convert import Settings, convert
 from .layouts import READERS
+from .plot import add_plot
 from .report import FAILED, Report
 from .sinks import SINKS
 from .top import DEFAULT, top
@@ -140,7 +141,7 @@ def _add_convert(command: _AddCommand) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="embcache",
-        description="Look at checkpoints of embedding tables, check, compare, merge, convert and divide them; watch live tables.",
+        description="Look at checkpoints of tables, check, compare, merge, convert and divide them; watch, size and draw tables.",
         epilog="exit status: 0 done, 1 damage or differences found, 2 wrong usage, 3 it could not be done",
     )
     parser.add_argument("--version", action="version", version=f"embcache {__version__}")
@@ -179,11 +180,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("table", help="its name, or <module>/<name>")
     made.add_argument("id", type=_row_id, help="a signed or unsigned 64-bit number; 0x... is hexadecimal")
 
-    add_advise(command)
     _add_rewriting(command, checkpoint)
-
-    _add_top(command)
-    _add_convert(command)
+    for add in (add_advise, add_plot, _add_top, _add_convert):
+        add(command)
     return parser
 
 

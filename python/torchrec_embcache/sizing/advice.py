@@ -14,7 +14,7 @@ from torchrec_embcache.exceptions import ConfigError, InputError
 from .split import Share, divide
 from .traffic import TableTraffic, traffic_of
 
-__all__ = ["Advice", "TableAdvice", "advise"]
+__all__ = ["Advice", "TableAdvice", "advise", "as_now"]
 
 # A record of this many bytes costs twice as much to read as its place alone: a disk reads whole pages.
 _PAGE_BYTES = 4096
@@ -268,6 +268,13 @@ def _told(table: TableTraffic, device_bytes: int, host_bytes: int, ssd_bytes: in
         miss_ratio=table.curve.at(rows),
         reads_per_batch=table.lookups_per_batch * table.curve.reads_at(rows) if ssd_bytes else 0.0,
     )
+
+
+def as_now(table: TableTraffic) -> TableAdvice | None:
+    """What the budgets that a table has now do; None where it has none."""
+    if not (table.host_bytes or table.device_bytes):
+        return None
+    return _told(table, table.device_bytes, table.host_bytes, table.ssd_bytes)
 
 
 def _moves(tables: Sequence[TableTraffic], chosen: Sequence[TableAdvice]) -> float:

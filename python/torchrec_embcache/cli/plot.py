@@ -1,0 +1,57 @@
+"""`embcache plot`: miss ratio curves, or the history of running tables, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from torchrec_embcache.exceptions import InputError
+
+from .report import Report
+
+__all__ = ["add_plot"]
+
+#: A picture of more tables could not be read, and takes long to draw.
+_MOST_PANELS = 72
+_ENDINGS = (".svg", ".png")
+
+
+def add_plot(command: Callable[[str, str, Callable[[argparse.Namespace], Report]], argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    made = command("plot", "draw miss ratio curves, or hit rates, bytes, reads and waits over time", _plot)
+    made.add_argument(
+        "files", nargs="+", metavar="FILE", help="what sizing.write_traffic wrote, or a file of JsonlLogger; one a rank"
+    )
+    made.add_argument("-o", "--output", metavar="OUT.svg|OUT.png", help="the picture; it replaces a file of that name")
+    made.add_argument("--dark", action="store_true", help="on a dark ground")
+    made.add_argument(
+        "--table", action="append", default=[], metavar="NAME", help="only this table; give it again for others"
+    )
+    made.add_argument(
+        "--over", choices=["auto", "step", "time"], default="auto", help="auto: training steps, where they rise"
+    )
+
+
+def _plot(given: argparse.Namespace) -> Report:
+    from torchrec_embcache.plotting import read_panels
+
+    if given.output is None and not given.json:
+        raise InputError("-o is missing: give the name of the picture, or ask for its numbers by --json")
+    if given.output is not None and not given.output.lower().endswith(_ENDINGS):
+        raise InputError(f"-o {given.output}: the picture is written as SVG or PNG: end its name with .svg or .png")
+    panels = read_panels(given.files, over=given.over, tables=given.table)
+    if len(panels) > _MOST_PANELS:
+        raise InputError(
+            f"{len(panels)} diagrams are too many for one picture: choose some tables by --table NAME, for {_MOST_PANELS} at most"
+        )
+    if given.output is not None:
+        from torchrec_embcache.plotting.drawing import png, svg
+
+        if given.output.lower().endswith(".svg"):
+            data = svg(panels, dark=given.dark).encode()
+        else:
+            data = png(panels, dark=given.dark)
+        Path(given.output).write_bytes(data)
+    found = {"output": given.output, "panels": [panel.as_dict() for panel in panels]}
+    return Report(found, lines=[f"{given.output}: {len(panels)} diagrams of {len(given.files)} files"])

@@ -1,0 +1,218 @@
+"""Drawing of diagrams by matplotlib, without `pyplot` and without a display."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchrec_embcache.exceptions import ConfigError, InputError, UnsupportedError
+
+from .colors import DARK, LIGHT, Theme
+from .panels import Line, Panel, Unit, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+__all__ = ["draw", "figure_of", "png", "svg", "written"]
+
+#: The size of a diagram in inches. PNG has `_DPI` pixels an inch.
+_SIZE = (6.4, 4.2)
+_DPI = 100
+#: As `svg.hashsalt`: the same picture has the same bytes.
+_SALT = "embcache"
+#: Patterns of lines: solid, and dashes of several kinds. The last is for budgets.
+_DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (3, 1.5, 1, 1.5)), (0, (1.5, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
+_DOTTED = (0, (1, 2))
+_SHAPES = ("D", "s", "^", "v")
+#: The key to a diagram names this many ranks. Patterns of more could not be told apart.
+_MOST_NAMED = len(_DASHES)
+
+
+def draw(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> Figure:
+    """The diagrams as a figure of matplotlib, in rows of `columns`. It can be changed before it is saved.
+
+    Raises:
+        InputError: there is no diagram.
+        ConfigError: `columns` is not above 0.
+        UnsupportedError: matplotlib is not installed.
+
+    Examples:
+        >>> from torchrec_embcache.plotting import Line, Panel, draw
+        >>> figure = draw([Panel("loss", "step", "loss", (Line("trained", (0.0, 1.0), (0.75, 0.5)),))])
+        >>> [axes.get_title(loc="left") for axes in figure.axes]
+        ['loss']
+    """
+    return figure_of(panels, DARK if dark else LIGHT, columns, _SIZE)
+
+
+def svg(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> str:
+    """The diagrams as the text of an SVG file. Its texts stay texts, which can be searched and read aloud.
+
+    Raises as `draw` does.
+
+    Examples:
+        >>> from torchrec_embcache.plotting import Line, Panel, svg
+        >>> svg([Panel("loss", "step", "loss", (Line("trained", (0.0, 1.0), (0.75, 0.5)),))])[:5]
+        '<?xml'
+    """
+    return written(draw(panels, dark=dark, columns=columns), " ".join(panel.about() for panel in panels))
+
+
+def png(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> bytes:
+    """The diagrams as a PNG file, 640 x 420 pixels each."""
+    file = io.BytesIO()
+    figure = draw(panels, dark=dark, columns=columns)
+    figure.savefig(file, format="png", dpi=_DPI, facecolor=figure.get_facecolor(), metadata={"Software": "embcache"})
+    return file.getvalue()
+
+
+def written(figure: Figure, about: str) -> str:
+    """A figure as SVG, always with the same bytes. matplotlib's settings are as before."""
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": _SALT}):
+        metadata = {"Date": None, "Creator": "embcache", "Description": about}
+        figure.savefig(file, format="svg", facecolor=figure.get_facecolor(), metadata=metadata)
+    return file.getvalue()
+
+
+def figure_of(panels: Sequence[Panel], theme: Theme, columns: int, size: tuple[float, float]) -> Figure:
+    """The diagrams as a figure, each of them `size` inches."""
+    if not panels:
+        raise InputError("there is no diagram to draw")
+    if not columns > 0:
+        raise ConfigError(f"columns={columns!r}: give a number above 0")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise UnsupportedError('pictures need matplotlib: pip install "torchrec-embcache[plot]"') from missing
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure((size[0] * columns, size[1] * rows), dpi=_DPI, facecolor=theme.ground, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
+    for number, panel in enumerate(panels, start=1):
+        _draw(figure.add_subplot(rows, columns, number), panel, theme)
+    return figure
+
+
+def _draw(axes: Axes, panel: Panel, theme: Theme) -> None:
+    axes.set_title(panel.title, color=theme.ink, fontsize=11, loc="left", fontweight="bold", pad=10)
+    axes.set_xlabel(panel.x_label, color=theme.ink, fontsize=10)
+    axes.set_ylabel(panel.y_label, color=theme.ink, fontsize=10)
+    axes.set_facecolor(theme.ground)
+    axes.grid(color=theme.grid, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=theme.quiet, which="both", labelsize=9)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.quiet)
+    for line in panel.lines:
+        axes.plot(
+            line.x,
+            line.y,
+            color=theme.lines[line.color % len(theme.lines)],
+            linestyle=_pattern(line),
+            linewidth=1.2 if line.dash < 0 else 1.8,
+            # A line of one point is seen as a dot.
+            marker="o" if sum(map(math.isfinite, line.y)) == 1 else None,
+        )
+    for mark in panel.marks:
+        color = theme.lines[mark.color % len(theme.lines)]
+        axes.plot(
+            *([mark.x], [mark.y]),
+            marker=_SHAPES[mark.shape % len(_SHAPES)],
+            markersize=8,
+            color=color,
+            markeredgecolor=theme.ground,
+            linestyle="none",
+            zorder=3,
+            clip_on=False,
+        )
+    for axis, unit, is_log in ((axes.xaxis, panel.x_unit, panel.x_log), (axes.yaxis, panel.y_unit, panel.y_log)):
+        values = [value for line in panel.lines for value in (line.x if axis is axes.xaxis else line.y)]
+        _scale(axis, unit, values, is_log=is_log, from_zero=panel.y_from_zero and axis is axes.yaxis)
+    _key(axes, panel, theme)
+
+
+def _pattern(line: Line) -> Any:
+    if line.dash < 0:
+        return _DOTTED
+    # After the last colour, the colours come again with another pattern.
+    return _DASHES[(line.dash + line.color // len(LIGHT.lines)) % len(_DASHES)]
+
+
+def _scale(axis: Axis, unit: Unit, values: Sequence[float], *, is_log: bool, from_zero: bool) -> None:
+    """The kind of an axis, its ends, and what its ticks say."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    set_ends = axis.axes.set_xlim if axis is axis.axes.xaxis else axis.axes.set_ylim
+    there = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
+    if is_log and there:
+        base = 2 if unit == "bytes" else 10
+        low, high = _wide(min(there), max(there), base)
+        set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
+        set_scale("log", base=base)
+        set_ends(low, high)
+        decades = math.log(high / low, base)
+        fine = (1.0, 2.0, 5.0) if base == 10 and decades < 2.5 else (1.0,)
+        axis.set_major_locator(LogLocator(base=base, subs=fine, numticks=8))
+        axis.set_minor_locator(NullLocator())
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+        if axis is axis.axes.xaxis and there:
+            margin = 0.03 * (max(there) - min(there) or 1.0)
+            set_ends(min(there) - margin, max(there) + margin)
+        elif from_zero:
+            set_ends(0.0, 1.02 if unit == "share" else 1.08 * max([value for value in there if value > 0], default=1.0))
+    if unit != "number" or is_log:
+        axis.set_major_formatter(FuncFormatter(lambda value, _place: shown(value, unit)))
+    else:
+        axis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:,.12g}"))
+
+
+def _wide(low: float, high: float, base: int) -> tuple[float, float]:
+    """Ends of a logarithmic axis with at least two ticks between them."""
+    low, high = low / base**0.1, high * base**0.1
+    while high / low < 4:
+        low, high = low / 2**0.5, high * 2**0.5
+    return low, high
+
+
+def _key(axes: Axes, panel: Panel, theme: Theme) -> None:
+    """What each colour, pattern and shape is, below the diagram so that it covers nothing."""
+    from matplotlib.lines import Line2D
+
+    handles: dict[str, Line2D] = {}
+    for line in panel.lines:
+        color = theme.lines[line.color % len(theme.lines)]
+        style: Any = "-" if line.of and line.color < len(theme.lines) else _pattern(line)
+        handles.setdefault(line.label, Line2D([], [], color=color, linestyle=style, linewidth=1.8))
+    owners = list(dict.fromkeys(line.of for line in panel.lines if line.of))
+    for line in panel.lines if len(owners) <= _MOST_NAMED else ():
+        if line.of:
+            style = _DASHES[line.dash % len(_DASHES)]
+            handles.setdefault(line.of, Line2D([], [], color=theme.quiet, linestyle=style, linewidth=1.8))
+    for mark in panel.marks:
+        shape = _SHAPES[mark.shape % len(_SHAPES)]
+        handles.setdefault(mark.label, Line2D([], [], marker=shape, linestyle="none", color=theme.quiet, markersize=8))
+    if not handles or (len(handles) == 1 and next(iter(handles)) in panel.title):
+        return
+    longest = max(map(len, handles))
+    width = 9 * axes.figure.get_figwidth() / axes.get_subplotspec().get_gridspec().ncols  # type: ignore[union-attr]
+    key = axes.legend(
+        list(handles.values()),
+        list(handles),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.17),
+        ncols=max(1, min(len(handles), int(width) // (longest + 6))),
+        fontsize=9,
+        frameon=False,
+        handlelength=2.6,
+    )
+    for text in key.get_texts():
+        text.set_color(theme.ink)

@@ -1,0 +1,223 @@
+"""Samples of running tables as diagrams over time."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchrec_embcache.exceptions import CorruptionError, InputError
+from torchrec_embcache.monitoring import Sample, TableSample
+from torchrec_embcache.monitoring.rates import TIERS, between
+
+from .panels import Line, Panel, Unit
+
+__all__ = ["Over", "history_panels"]
+
+#: What diagrams are over. "auto" is "step" where steps rise in all tables, and "time" elsewhere.
+Over = Literal["auto", "step", "time"]
+
+_MIB = float(1 << 20)
+_TIER_NAMES = {"device": "device", "host": "host", "ssd": "SSD"}
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A line of a diagram: its label, the number of `monitoring.rates.between`, and what that is divided by."""
+
+    label: str
+    number: str
+    color: int
+    dash: int = 0
+    divisor: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of diagram."""
+
+    title: str
+    y_label: str
+    lines: tuple[_Shown, ...]
+    unit: Unit = "number"
+    is_log: bool = False
+
+
+def _by_tier(number: str, label: str = "{}", dash: int = 0) -> tuple[_Shown, ...]:
+    return tuple(
+        _Shown(label.format(_TIER_NAMES[tier]), f"{tier}/{number}", color, dash) for color, tier in enumerate(TIERS)
+    )
+
+
+#: The number of the pattern of budgets, which no line of a rank has.
+_DOTTED = -1
+_KINDS = (
+    _Kind("hit rate by tier", "ids found (share)", _by_tier("hit_rate"), "share"),
+    _Kind("rows by tier", "rows", _by_tier("rows"), is_log=True),
+    _Kind(
+        "bytes by tier",
+        "bytes",
+        (*_by_tier("bytes"), *_by_tier("capacity_bytes", "{} budget", _DOTTED)),
+        "bytes",
+        is_log=True,
+    ),
+    _Kind(
+        "SSD reads and writes",
+        "MiB a second",
+        (
+            _Shown("read", "ssd/read_bytes_per_second", 0, divisor=_MIB),
+            _Shown("written", "ssd/written_bytes_per_second", 1, divisor=_MIB),
+        ),
+    ),
+    _Kind(
+        "wait of a batch for its rows",
+        "ms",
+        (_Shown("median", "row_wait/p50_ms", 0), _Shown("99th percentile", "row_wait/p99_ms", 1)),
+        is_log=True,
+    ),
+    _Kind(
+        "time of a read from SSD",
+        "ms",
+        (
+            _Shown("median", "ssd/read_latency/p50_ms", 0),
+            _Shown("99th percentile", "ssd/read_latency/p99_ms", 1),
+        ),
+        is_log=True,
+    ),
+)
+_NUMBERS = {shown.number for kind in _KINDS for shown in kind.lines}
+_SINCE = {number for number in _NUMBERS if number.endswith(("hit_rate", "_per_second", "_ms"))}
+
+#: The module, the name and the rank of a table.
+_Key = tuple[str, str, int]
+
+
+@dataclass
+class _Series:
+    """The numbers of one table of one rank, sample by sample."""
+
+    times: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _last: tuple[float, TableSample] | None = None
+
+    def add(self, time: float, step: int | None, table: TableSample) -> None:
+        seconds = time - self._last[0] if self._last is not None else 0.0
+        before = self._last[1] if self._last is not None and seconds > 0.0 else None
+        found = between(before, table, max(seconds, 0.0) if before is not None else 0.0)
+        for number in _NUMBERS:
+            # Of the first sample only gauges count: what has happened before it may have taken days.
+            value = math.nan if before is None and number in _SINCE else found.get(number, math.nan)
+            self.numbers[number].append(value)
+        self.times.append(time)
+        self.steps.append(math.nan if step is None else float(step))
+        self._last = (time, table)
+
+    @property
+    def has_steps(self) -> bool:
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return all(before <= after for before, after in pairs) and self.steps[0] < self.steps[-1]
+
+
+def history_panels(
+    samples: Iterable[Sample] | Mapping[str, Iterable[Sample]], *, over: Over = "auto", tables: Collection[str] = ()
+) -> list[Panel]:
+    """What tables did over time: for each table its hit rates, rows and bytes by tier, SSD rates, and waits.
+
+    Rates, shares and waits are those since the sample before, as in `monitoring.scalars`; so they begin at a table's second sample.
+    What a table does not have is left out.
+
+    Args:
+        samples: in the order in which they were taken; or those of several files or ranks by what they are called.
+        over: "step", "time" (seconds since the first sample), or "auto": steps where they rise in all tables.
+        tables: which ones to show, by "<module>/<table>" or by name; all by default.
+
+    Raises `InputError` where no table has two samples, and for names that are not there.
+
+    Examples:
+        >>> from torchrec_embcache.monitoring import Sample, TableSample
+        >>> from torchrec_embcache.plotting import history_panels
+        >>> counters = [{"host.hits": 0, "host.misses": 0}, {"host.hits": 30, "host.misses": 10}]
+        >>> samples = [Sample(10.0 + n, n, (TableSample("", "item", 0, values),)) for n, values in enumerate(counters)]
+        >>> (panel,) = history_panels(samples)
+        >>> panel.title, panel.x_label, panel.lines[0].y
+        ('item: hit rate by tier', 'training step', (nan, 0.75))
+    """
+    of_sources = samples if isinstance(samples, Mapping) else {"": samples}
+    found: dict[tuple[str, str], dict[tuple[int, str], _Series]] = defaultdict(dict)
+    for source, of_source in of_sources.items():
+        for key, series in _series(source, of_source).items():
+            if len(series.times) > 1:
+                found[key[:2]][key[2], source] = series
+    chosen = _chosen(found, tables)
+    if not chosen:
+        raise InputError("there is no table with two samples: what happened between them is shown")
+    every = [series for ranks in chosen.values() for series in ranks.values()]
+    by_step = over == "step" or (over == "auto" and all(series.has_steps for series in every))
+    begin = min(series.times[0] for series in every)
+    panels = [
+        _panel(title, kind, _named(ranks), None if by_step else begin)
+        for title, ranks in chosen.items()
+        for kind in _KINDS
+    ]
+    return [panel for panel in panels if panel.lines]
+
+
+def _series(source: str, samples: Iterable[Sample]) -> dict[_Key, _Series]:
+    """The numbers of the tables of one source."""
+    found: dict[_Key, _Series] = defaultdict(_Series)
+    try:
+        for sample in samples:
+            for table in sample.tables:
+                found[table.module, table.table, table.rank].add(sample.time, sample.step, table)
+    except (OverflowError, ZeroDivisionError, ValueError) as error:
+        raise CorruptionError(
+            f"{source or 'the samples'}: a counter has a value that none can have: {error}"
+        ) from error
+    return found
+
+
+def _chosen(
+    found: Mapping[tuple[str, str], dict[tuple[int, str], _Series]], tables: Collection[str]
+) -> dict[str, dict[tuple[int, str], _Series]]:
+    """The tables that are asked for, by what a person calls them."""
+    titled = {f"{module}/{table}" if module else table: ranks for (module, table), ranks in found.items()}
+    missing = [one for one in tables if not any(one in (title, title.split("/")[-1]) for title in titled)]
+    if missing:
+        raise InputError(f"table {missing[0]!r} is not there: give one of {', '.join(sorted(titled))}")
+    return {
+        title: ranks for title, ranks in titled.items() if not tables or {title, title.split("/")[-1]} & set(tables)
+    }
+
+
+def _named(ranks: Mapping[tuple[int, str], _Series]) -> dict[str, _Series]:
+    """The series of a table by what each is called; one alone has no name."""
+    if len(ranks) == 1:
+        return {"": next(iter(ranks.values()))}
+    numbers = [rank for rank, _ in ranks]
+    return {
+        f"rank {rank}" if numbers.count(rank) == 1 else f"rank {rank} of {source}": series
+        for (rank, source), series in sorted(ranks.items(), key=lambda one: one[0])
+    }
+
+
+def _panel(title: str, kind: _Kind, ranks: Mapping[str, _Series], begin: float | None) -> Panel:
+    lines: list[Line] = []
+    for number, (of, series) in enumerate(ranks.items()):
+        x = tuple(series.steps) if begin is None else tuple(time - begin for time in series.times)
+        for shown in kind.lines:
+            y = tuple(value / shown.divisor for value in series.numbers[shown.number])
+            # A line of zeros would not be seen on a logarithmic axis.
+            if not any(value > 0.0 or (value == 0.0 and not kind.is_log) for value in y):
+                continue
+            if shown.dash == _DOTTED:
+                # A budget that all ranks have is one line.
+                budgets = [line for line in lines if line.label == shown.label]
+                if not any(line.y[0] == y[0] for line in budgets):
+                    lines.append(Line(shown.label, x, y, shown.color, _DOTTED))
+            else:
+                lines.append(Line(shown.label, x, y, shown.color, number, of))
+    x_label = "training step" if begin is None else "seconds since the first sample"
+    return Panel(f"{title}: {kind.title}", x_label, kind.y_label, tuple(lines), y_unit=kind.unit, y_log=kind.is_log)

@@ -1,0 +1,84 @@
+"""Diagrams inside a page, in the colours of the page."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+from torchrec_embcache.exceptions import InputError
+
+from .colors import DARK, LIGHT, Theme
+from .drawing import figure_of, written
+from .panels import Panel
+
+__all__ = ["inline_css", "inline_svg"]
+
+#: The size of a diagram in inches: a telephone shows it nearly as it is, so that its texts can be read.
+_SIZE = (4.5, 3.5)
+
+
+def inline_svg(panel: Panel, name: str) -> str:
+    """A diagram as an `<svg>` element for an HTML page, as wide as what is around it.
+
+    It is an image with a text for those who do not see it (`role="img"`, `aria-label`). Its colours are those of `inline_css()`.
+
+    Args:
+        panel: what to draw.
+        name: another one for each diagram of the page, of letters, digits and "-". Identifiers in the element begin with it.
+
+    Raises `InputError` for another `name`, and as `draw` does.
+
+    Examples:
+        >>> from torchrec_embcache.plotting import Line, Panel, inline_css, inline_svg
+        >>> loss = Panel("loss", "step", "loss", (Line("trained", (0.0, 1.0), (0.75, 0.5)),))
+        >>> page = f"<!doctype html><title>A run</title><style>{inline_css()}</style>{inline_svg(loss, 'loss')}"
+        >>> 'aria-label="loss (step: 0 to 1). trained: 0.75 at first, 0.5 at last."' in page
+        True
+    """
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
+        raise InputError(f"name={name!r}: give letters, digits and '-', a letter first")
+    text = written(figure_of([panel], LIGHT, 1, _SIZE), "")
+    whole = text[text.index("<svg") :].rstrip()
+    head, _, body = whole.partition(">")
+    view = re.search(r'viewBox="[^"]*"', head)
+    assert view is not None, "matplotlib writes it"
+    body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.DOTALL)
+    # A style inside the element would be one of the whole page.
+    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", body, count=1, flags=re.DOTALL)
+    body = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', body)
+    body = re.sub(r'(url\(|href=")#', rf"\1#{name}-", body).replace("xlink:href", "href")
+    for variable, color in _variables(LIGHT).items():
+        body = re.sub(re.escape(color), f"var({variable})", body, flags=re.IGNORECASE)
+    body = re.sub(r"<(path|use|rect|g)\b([^<>]*?)/>", r"<\1\2></\1>", body)
+    label = escape(panel.about(), quote=True)
+    return f'<svg class="embcache-plot" role="img" aria-label="{label}" {view[0]}>{body}'
+
+
+def inline_css() -> str:
+    """The style sheet of what `inline_svg` gives: its colours on a light and on a dark ground, as the reader's system asks for.
+
+    The colours are variables, `--plot-ground`, `--plot-ink`, `--plot-quiet`, `--plot-grid` and `--plot-line-0` and so on, which a
+    page may use for itself.
+
+    For example `f"<style>{inline_css()}</style>"`; see `inline_svg`.
+
+    Examples:
+        >>> from torchrec_embcache.plotting import inline_css
+        >>> "prefers-color-scheme: dark" in inline_css()
+        True
+    """
+    light, dark = (
+        " ".join(f"{name}: {color};" for name, color in _variables(theme).items()) for theme in (LIGHT, DARK)
+    )
+    return (
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+        ".embcache-plot { display: block; width: 100%; height: auto; }\n"
+        ".embcache-plot * { stroke-linecap: butt; stroke-linejoin: round; }\n"
+        ".embcache-plot text { font-family: system-ui, sans-serif !important; }\n"
+    )
+
+
+def _variables(theme: Theme) -> dict[str, str]:
+    named = {f"--plot-{name}": getattr(theme, name) for name in ("ground", "ink", "quiet", "grid")}
+    return named | {f"--plot-line-{number}": color for number, color in enumerate(theme.lines)}

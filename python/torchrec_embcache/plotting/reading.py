@@ -1,0 +1,131 @@
+"""Files that can be drawn: what each of them is, and its samples or its traffic."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, InputError, StorageError
+from torchrec_embcache.monitoring import Sample
+from torchrec_embcache.monitoring.jsonl import sample_of
+from torchrec_embcache.sizing import TableTraffic, read_traffic
+
+from .curves import curve_panels
+from .history import Over, history_panels
+from .panels import Panel
+
+__all__ = ["read_panels"]
+
+_log = logging.getLogger(__name__)
+_EXPECTED = (
+    "expected what sizing.write_traffic writes (an object with format and tables), or a file of JsonlLogger (in each line an "
+    "object with time, step and tables)"
+)
+
+
+def read_panels(
+    paths: Sequence[str | os.PathLike[str]], *, over: Over = "auto", tables: Collection[str] = ()
+) -> list[Panel]:
+    """The diagrams of files: miss ratio curves of what `sizing.write_traffic` wrote, and the history in a file of a `JsonlLogger`.
+
+    Several files are several ranks, and come into the same diagrams.
+
+    Args:
+        paths: of the files. What each one is, is found out.
+        over: "step", "time" or "auto", as in `history_panels`.
+        tables: which ones to show, by "<module>/<table>" or by name; all by default.
+
+    Raises:
+        CorruptionError: a file is neither of both, or damaged.
+        StorageError: a file cannot be read.
+        InputError: there is nothing to show, or a name is not there.
+
+    Examples:
+        >>> from torchrec_embcache import plotting, sizing
+        >>> item = sizing.TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536)
+        >>> sizing.write_traffic([item], "traffic.json")
+        >>> [panel.title for panel in plotting.read_panels(["traffic.json"])]
+        ['Miss ratio by the share of rows in RAM', 'Miss ratio by the bytes of rows in RAM']
+    """
+    traffic: dict[str, list[TableTraffic]] = {}
+    samples: dict[str, Iterator[Sample]] = {}
+    names = _names([os.fspath(path) for path in paths])
+    for path, name in names.items():
+        text = _text(path)
+        if _is_traffic(text):
+            traffic[name] = [table for table in _traffic(path) if not tables or _is_named(table.name, tables)]
+        else:
+            samples[name] = _samples(path, text)
+    panels = []
+    if any(traffic.values()):
+        panels += curve_panels(traffic)
+    if samples:
+        panels += history_panels(samples, over=over, tables=tables)
+    if not panels:
+        raise InputError(
+            f"none of {len(names)} files has a table to show" + (f" of {', '.join(tables)}" if tables else "")
+        )
+    return panels
+
+
+def _names(paths: Sequence[str]) -> dict[str, str]:
+    """What each file is called: the last part of its path, where no other has the same."""
+    last = [os.path.basename(path) for path in paths]
+    return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
+
+
+def _is_named(title: str, tables: Collection[str]) -> bool:
+    return bool({title, title.rsplit("/", 1)[-1]} & set(tables))
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise CorruptionError(f"{path}: {_EXPECTED}, found bytes that are no text") from error
+
+
+def _is_traffic(text: str) -> bool:
+    """Whether it begins as an object with `format` does, however it goes on."""
+    return text.lstrip()[:1] == "{" and text.lstrip()[1:].lstrip().startswith('"format"')
+
+
+def _traffic(path: str) -> list[TableTraffic]:
+    try:
+        return read_traffic(path)
+    except RecursionError as error:
+        raise CorruptionError(f"{path}: {_EXPECTED}, found brackets within brackets") from error
+    except CorruptionError as error:
+        said = str(error)
+        raise CorruptionError(said if said.startswith(path) else f"{path}: {said}") from error
+
+
+def _samples(path: str, text: str) -> Iterator[Sample]:
+    """The samples of a file. A line that a full disk has cut, and a last line that is not whole yet, are left out."""
+    lines = [line for line in text.split("\n") if line.strip()]
+    cut = 0
+    for line in lines:
+        sample = _sample(line)
+        if sample is None:
+            cut += 1
+        else:
+            yield sample
+    if cut == len(lines):
+        raise CorruptionError(f"{path}: {_EXPECTED}, found {text[:80]!r}")
+    if cut:
+        _log.warning("%s: %d of %d lines are no whole samples, and are left out", path, cut, len(lines))
+
+
+def _sample(line: str) -> Sample | None:
+    try:
+        sample = sample_of(line)
+    except (EmbCacheError, RecursionError, OverflowError, json.JSONDecodeError):
+        return None
+    is_step = sample.step is None or isinstance(sample.step, int)
+    return sample if is_step and math.isfinite(sample.time) else None
