@@ -27,6 +27,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Sizing (one thread)": {
         "train_with_sizing": "rate of training with `sizing=True` / without, rowwise Adagrad, 10M rows",
+        "advised_reads_of_best_split": "rows that a DLRM's step reads, best of 12 splits of RAM / the split of `advise`",
+        "advised_step_of_best_split": "the same of the median step, 2 threads",
     },
     "Kernels (one thread unless the name says more)": {
         "forward_pooled_zipf105_10m": "rows summed into bags",

@@ -40,6 +40,7 @@ BENCH_SECONDS = 300.0
 PROGRAM_SECONDS = 1200.0
 # The scripts beside this file, each with the rows that it prints. A script is given the names of the wanted rows, and --smoke.
 SCRIPTS: dict[str, tuple[str, ...]] = {
+    "advise.py": ("advised_reads_of_best_split", "advised_step_of_best_split"),
     "dlrm.py": ("dlrm_step_ram10pct_zipf105",),
     "dlrm_async.py": ("save_async_step_slowdown",),
     "save_ram.py": ("save_extra_ram_bytes",),
