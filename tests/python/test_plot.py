@@ -423,6 +423,16 @@ def test_gaps_single_points_and_zeros_on_a_logarithmic_axis_can_be_drawn() -> No
         assert {"gaps", "zeros", "none"} <= set(texts(svg(panels)))
 
 
+def test_an_axis_begins_at_0_where_it_is_to() -> None:
+    line = Line("loss", (1.0, 2.0), (0.625, 0.75))
+    ends = [
+        draw([Panel("loss", "step", "loss", (line,), y_from_zero=zero)]).axes[0].get_ylim() for zero in (True, False)
+    ]
+    assert ends[0][0] == 0.0
+    assert 0.5 < ends[1][0] < 0.625
+    assert all(end > 0.75 for _, end in ends)
+
+
 # ---- the command
 
 
