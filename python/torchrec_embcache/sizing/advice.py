@@ -266,7 +266,8 @@ def _told(table: TableTraffic, device_bytes: int, host_bytes: int, ssd_bytes: in
         ssd_bytes=ssd_bytes,
         rows_in_ram=int(rows),
         miss_ratio=table.curve.at(rows),
-        reads_per_batch=table.lookups_per_batch * table.curve.reads_at(rows) if ssd_bytes else 0.0,
+        # Once all rows are in RAM, what is left of misses are rows that were used for the first time since the measurement began.
+        reads_per_batch=table.lookups_per_batch * table.curve.reads_at(rows) if rows < table.rows else 0.0,
     )
 
 
