@@ -272,6 +272,7 @@ class SaveShardedStrategy(TorchDistSaveShardedStrategy):
     def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1], *args: Any, **named: Any) -> None:
         """Take the same arguments as megatron's strategy."""
         super().__init__(backend, version, *args, **named)
+        self._writer: Any = None  # of the last request
 
     def async_save(self, sharded_state_dict: _State, checkpoint_dir: Path, *args: Any, **named: Any) -> AsyncRequest:
         """Hold the tables' rows, and return the request that writes the rest. Collective. Raises what `Saver.save_async` does."""
@@ -282,19 +283,29 @@ class SaveShardedStrategy(TorchDistSaveShardedStrategy):
             for each in tables.values()
         ]
         request = super().async_save(rest, checkpoint_dir, *args, **named)
-        return request._replace(finalize_fns=[partial(_wait_for, under_way), *request.finalize_fns])
+        return request._replace(finalize_fns=[partial(_wait_for, under_way, self._writer), *request.finalize_fns])
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *more: Any) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
+        self._writer = writer
         if torch.cuda.is_available():
             return request
         preload = request.preload_fn and partial(writer.preload_tensors, writer.write_buckets, False)
         return request._replace(preload_fn=preload, finalize_fns=[partial(_finish, *save_state_dict_ret)])
 
 
-def _wait_for(saves: Sequence[Future[SaveReport]]) -> None:
-    for save in saves:
-        save.result()
+def _wait_for(saves: Sequence[Future[SaveReport]], writer: Any) -> None:
+    """Wait for the tables. Where one fails, nobody asks for what became of the tensors: it is taken out of megatron's queue here.
+
+    That queue is the process's. What stays in it would be taken for the result of the next save, which would publish places in
+    files of this one.
+    """
+    try:
+        for save in saves:
+            save.result()
+    except BaseException:
+        writer.retrieve_write_results()
+        raise
 
 
 def _finish(writer: Any, metadata: Any, ranks: Any) -> None:

@@ -328,6 +328,20 @@ def test_an_asynchronous_save_waits_for_tables_when_it_is_finalized_and_fails_wi
     with pytest.raises(StorageError, match="the disk is full"):
         request.finalize_fns[0]()
     assert not (path / "metadata.json").exists()
+    # What the failed one wrote is no part of the next save of the process, which has other files, and more of them.
+    monkeypatch.undo()
+    again = path.parent / "again"
+    again.mkdir()
+    model = trained()
+    request = dist_checkpointing.save(
+        model.state() | extra({"seed": 5}), str(again), megatron.STRATEGY, async_sharded_save=True
+    )
+    run_beside(request)
+    for finalize in request.finalize_fns:
+        finalize()
+    loaded = dist_checkpointing.load(Model(seed=8).state() | extra(None), str(again))
+    assert loaded["rng"] == {"seed": 5}
+    assert torch.equal(loaded["model"]["weight"], model.dense.weight)
 
 
 def test_wrong_arguments_are_refused(path: Path) -> None:
