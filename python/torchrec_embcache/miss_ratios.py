@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -70,18 +70,8 @@ class MissRatioCurve:
     @classmethod
     def of(cls, native: _native.MissRatios) -> Self:
         """From what the core measured."""
-        return cls(
-            policy=native.policy,
-            rows=native.rows.astype(np.int64),
-            miss_ratios=native.miss_ratios,
-            first_use_ratio=native.first_use_ratio,
-            birth_ratio=native.birth_ratio,
-            lookups=native.lookups,
-            batches=native.batches,
-            largest_batch=native.largest_batch,
-            distinct_ids=native.distinct_ids,
-            sampling_rate=native.sampling_rate,
-        )
+        values = {field.name: getattr(native, field.name) for field in fields(cls)}
+        return cls(**values | {"rows": native.rows.astype(np.int64)})
 
     def at(self, rows: float) -> float:
         """The miss ratio of a cache of `rows` rows, 0 to 1: interpolated over the logarithm of the size.
@@ -102,34 +92,23 @@ class MissRatioCurve:
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields as JSON has them; `from_dict` makes a curve of them."""
-        return {
-            "policy": self.policy,
-            "rows": self.rows.tolist(),
-            "miss_ratios": self.miss_ratios.tolist(),
-            "first_use_ratio": self.first_use_ratio,
-            "birth_ratio": self.birth_ratio,
-            "lookups": self.lookups,
-            "batches": self.batches,
-            "largest_batch": self.largest_batch,
-            "distinct_ids": self.distinct_ids,
-            "sampling_rate": self.sampling_rate,
-        }
+        return {**vars(self), "rows": self.rows.tolist(), "miss_ratios": self.miss_ratios.tolist()}
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
+    def from_dict(cls, given: dict[str, Any]) -> Self:
         """The curve that `as_dict` gave. `CorruptionError` for anything else."""
         try:
             made = cls(
-                policy=fields["policy"],
-                rows=np.array(fields["rows"], np.int64),
-                miss_ratios=np.array(fields["miss_ratios"], np.float64),
-                first_use_ratio=float(fields["first_use_ratio"]),
-                birth_ratio=float(fields["birth_ratio"]),
-                lookups=int(fields["lookups"]),
-                batches=int(fields["batches"]),
-                largest_batch=int(fields["largest_batch"]),
-                distinct_ids=int(fields["distinct_ids"]),
-                sampling_rate=float(fields["sampling_rate"]),
+                policy=given["policy"],
+                rows=np.array(given["rows"], np.int64),
+                miss_ratios=np.array(given["miss_ratios"], np.float64),
+                first_use_ratio=float(given["first_use_ratio"]),
+                birth_ratio=float(given["birth_ratio"]),
+                lookups=int(given["lookups"]),
+                batches=int(given["batches"]),
+                largest_batch=int(given["largest_batch"]),
+                distinct_ids=int(given["distinct_ids"]),
+                sampling_rate=float(given["sampling_rate"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as cause:
             raise CorruptionError(f"no miss ratio curve: expected the fields of as_dict(), found {cause!r}") from cause

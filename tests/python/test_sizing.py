@@ -203,6 +203,15 @@ def test_the_traffic_of_a_model_is_that_of_its_tables(tmp_path: Path):
     assert isinstance(advise(trained_model(), ram="8MiB"), Advice)
 
 
+def test_traffic_that_cannot_be_written_leaves_the_file_of_before(small_disk: str):
+    path = Path(small_disk) / "traffic.json"
+    write_traffic([ITEM], path)
+    with pytest.raises(OSError, match="No space left"):
+        write_traffic([ITEM] * 8_000, path)
+    assert [table.name for table in read_traffic(path)] == [ITEM.name]
+    assert [file.name for file in path.parent.iterdir()] == ["traffic.json"]
+
+
 def test_tables_that_measure_nothing_are_refused():
     with pytest.raises(StateError, match=r"table 'item' does not measure .* TierBudgets\(sizing=True\)"):
         advise(trained_model(sizing=False), ram="8MiB")

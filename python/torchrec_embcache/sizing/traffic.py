@@ -187,7 +187,8 @@ def traffic_of(model: nn.Module) -> list[TableTraffic]:
 
 
 def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str]) -> None:
-    """Write traffic to a JSON file, for `embcache advise` and `embcache plot`. It replaces a file of that name.
+    """Write traffic to a JSON file, for `embcache advise` and `embcache plot`. It replaces a file of that name, whole or
+    not at all.
 
     Raises `OSError` where the file cannot be written.
 
@@ -199,7 +200,13 @@ def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str])
         ['item']
     """
     text = json.dumps({"format": _FORMAT, "tables": [table.as_dict() for table in traffic]}, indent=1)
-    Path(path).write_text(text + "\n")
+    unfinished = Path(f"{os.fspath(path)}.unfinished")
+    try:
+        unfinished.write_text(text + "\n")
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read_traffic(path: str | os.PathLike[str]) -> list[TableTraffic]:
