@@ -1,9 +1,9 @@
 """Holds the split of `advise` against a sweep of twelve other splits of the same RAM, all of them measured.
 
 The model is TorchRec's DLRM over tables on SSD that differ in rows, in skew and in how often they are used. It is trained with an
-even split first, while its tables measure their traffic, and is then opened with each split in turn. One row is the rows that a
-step reads with the best of the twelve, divided by those with the split that `advise` names. The other is the same of the median
-step. 1.0 is as good, and more is better.
+even split first, while its tables measure their traffic. It is then opened with each split, and beside each with the split that
+`advise` names, over the same batches, because a run of minutes drifts. One row is the rows that a step reads with the best of the
+twelve, divided by those with the split of `advise`. The other is the same of the median step. 1.0 is as good, and more is better.
 
     python benches/python/advise.py [--smoke]
 
@@ -12,6 +12,7 @@ Shapes: B samples.
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -76,6 +77,11 @@ class Scale:
     steps: int
     rounds: int
 
+    @property
+    def rows(self) -> list[int]:
+        """The rows of each table."""
+        return [max(int(table.rows * self.share), 1000) for table in TABLES]
+
 
 class Batches:
     """Batches of new ids."""
@@ -83,7 +89,7 @@ class Batches:
     def __init__(self, scale: Scale) -> None:
         self._random = np.random.default_rng(11)
         self._samples = scale.samples
-        self.rows = [max(int(table.rows * scale.share), 1000) for table in TABLES]
+        self.rows = scale.rows
         weights = [np.arange(1, rows + 1.0) ** -table.exponent for rows, table in zip(self.rows, TABLES, strict=True)]
         self._cumulative = [np.cumsum(of_table) for of_table in weights]
         self._scattered = [self._random.permutation(rows) for rows in self.rows]
@@ -105,18 +111,18 @@ class Batches:
         return Batch(dense, features, torch.from_numpy(self._random.integers(0, 2, self._samples, dtype=np.int32)))
 
 
-def opened(folder: Path, batches: Batches, host: Sequence[int], *, sizing: bool = False) -> tuple[Any, Any]:
+def opened(folder: Path, rows: Sequence[int], host: Sequence[int], *, sizing: bool = False) -> tuple[Any, Any]:
     """The model with these budgets in RAM, and its pipeline. It goes on from the last flush."""
     configs = [
         EmbCacheEmbeddingBagConfig(
             name=table.name,
             embedding_dim=DIM,
-            num_embeddings=rows,
+            num_embeddings=of_table,
             feature_names=[table.name],
             initializer=initializers.Uniform(-0.001, 0.001),
             tiers=TierBudgets(host_bytes=size, ssd_bytes="1GiB", ssd_dir=folder, reopen="auto", sizing=sizing),
         )
-        for table, rows, size in zip(TABLES, batches.rows, host, strict=True)
+        for table, of_table, size in zip(TABLES, rows, host, strict=True)
     ]
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
     model = shard(
@@ -138,11 +144,9 @@ def reads(model: DistributedModelParallel) -> int:
     return sum(ssd.hits for ssd in stats if ssd is not None)
 
 
-def measured(folder: Path, scale: Scale, batches: Batches, host: Sequence[int]) -> tuple[float, float]:
+def measured(folder: Path, scale: Scale, ahead: Sequence[Batch], host: Sequence[int]) -> tuple[float, float]:
     """The seconds of a step with these budgets, the median, and the rows that a step reads."""
-    model, pipeline = opened(folder, batches, host)
-    source = iter(batches)
-    ahead = [next(source) for _ in range(scale.warm_steps + scale.steps + 4)]
+    model, pipeline = opened(folder, scale.rows, host)
     given = iter(ahead)
     for _ in range(scale.warm_steps):
         pipeline.progress(given)
@@ -157,6 +161,24 @@ def measured(folder: Path, scale: Scale, batches: Batches, host: Sequence[int]) 
     return statistics.median(seconds), read
 
 
+@dataclass(frozen=True)
+class Pair:
+    """One of the twelve splits and that of `advise`, measured in turn over the same batches."""
+
+    step: float  # seconds
+    advised_step: float
+    reads: float  # rows a step
+    advised_reads: float
+
+
+def pair(folder: Path, scale: Scale, source: Iterator[Batch], other: Sequence[int], advised: Sequence[int]) -> Pair:
+    """Measure one, the other twice, and the first again: a second run over the same batches takes longer, whichever it is."""
+    ahead = [next(source) for _ in range(scale.warm_steps + scale.steps + 4)]
+    runs = [measured(folder, scale, ahead, host) for host in (other, advised, advised, other)]
+    steps, read = [run[0] for run in runs], [run[1] for run in runs]
+    return Pair((steps[0] + steps[3]) / 2, (steps[1] + steps[2]) / 2, (read[0] + read[3]) / 2, (read[1] + read[2]) / 2)
+
+
 def splits(traffic: Sequence[TableTraffic], ram: int) -> dict[str, list[int]]:
     """Twelve ways to divide RAM: each table has what it needs at least, and the rest is divided by these shares."""
     least = [
@@ -165,7 +187,7 @@ def splits(traffic: Sequence[TableTraffic], ram: int) -> dict[str, list[int]]:
     ]
     free = ram - sum(least)
     count = len(traffic)
-    random = np.random.default_rng(3)
+    draws = np.random.default_rng(3)
     shares = {
         "even": np.ones(count),
         "by rows": np.array([table.rows for table in traffic], np.float64),
@@ -174,11 +196,29 @@ def splits(traffic: Sequence[TableTraffic], ram: int) -> dict[str, list[int]]:
     for favoured, table in enumerate(traffic):
         shares[f"most to {table.name}"] = np.where(np.arange(count) == favoured, 0.7 * count, 0.3)
     while len(shares) < SPLITS:
-        shares[f"at random {len(shares)}"] = random.dirichlet(np.ones(count))
+        shares[f"at random {len(shares)}"] = draws.dirichlet(np.ones(count))
     return {
         name: [size + int(free * part) for size, part in zip(least, share / share.sum(), strict=True)]
         for name, share in shares.items()
     }
+
+
+def measured_traffic(folder: Path, scale: Scale, batches: Batches, ram: int) -> list[TableTraffic]:
+    """Fill the tables, train with an even split, and return what the tables measured."""
+    model, pipeline = opened(folder, scale.rows, [ram // len(TABLES)] * len(TABLES), sizing=True)
+    tables = [table for module in cache_modules(model).values() for table in module.tables.values()]
+    for table, rows in zip(tables, batches.rows, strict=True):
+        table.import_rows(torch.arange(rows), torch.empty(rows, DIM).uniform_(-0.001, 0.001))
+    source = iter(batches)
+    for step in range(2 * scale.measured_steps):
+        if step == scale.measured_steps:  # the caches are warm
+            for table in tables:
+                table.miss_ratio_curve(reset=True)
+        pipeline.progress(source)
+    traffic = traffic_of(model)
+    pipeline.detach()
+    close(model)
+    return traffic
 
 
 def measure(scale: Scale, folder: Path, note: Any) -> list[dict[str, Any]]:
@@ -187,49 +227,39 @@ def measure(scale: Scale, folder: Path, note: Any) -> list[dict[str, Any]]:
     batches = Batches(scale)
     # A tenth of the bytes of all rows, and the index of those on SSD.
     ram = sum(rows * (DIM * 4 // 10 + 12) for rows in batches.rows) + len(TABLES) * (8 << 20)
-    model, pipeline = opened(folder, batches, [ram // len(TABLES)] * len(TABLES), sizing=True)
-    for module in cache_modules(model).values():
-        for table, rows in zip(module.tables.values(), batches.rows, strict=True):
-            table.import_rows(torch.arange(rows), torch.empty(rows, DIM).uniform_(-0.001, 0.001))
-    source = iter(batches)
-    for step in range(2 * scale.measured_steps):
-        if step == scale.measured_steps:  # the caches are warm
-            for module in cache_modules(model).values():
-                for table in module.tables.values():
-                    table.miss_ratio_curve(reset=True)
-        pipeline.progress(source)
-    traffic = traffic_of(model)
-    pipeline.detach()
-    close(model)
+    traffic = measured_traffic(folder, scale, batches, ram)
     advice = advise(traffic, ram=ram, ssd="4GiB", batches_in_flight=4)
     note(f"the tables were measured\n{advice}")
-    named = {**splits(traffic, ram), "advised": [table.host_bytes for table in advice.tables.values()]}
-    times: dict[str, list[float]] = {name: [] for name in named}
-    read: dict[str, float] = {}
-    for number in range(scale.rounds):
-        order = list(named) if number % 2 == 0 else list(reversed(named))
-        for name in order:
-            seconds, read[name] = measured(folder, scale, batches, named[name])
-            times[name].append(seconds)
-            note(f"{name}: {seconds * 1e3:.1f} ms, {read[name]:.0f} reads a step")
-    medians = {name: statistics.median(seconds) for name, seconds in times.items() if name != "advised"}
-    fewest = min(count for name, count in read.items() if name != "advised")
-    best = min(medians, key=lambda name: medians[name])
-    figures = {
-        "best_of_twelve": best,
-        "best_step_ms": round(medians[best] * 1e3, 1),
-        "worst_step_ms": round(max(medians.values()) * 1e3, 1),
-        "advised_step_ms": round(statistics.median(times["advised"]) * 1e3, 1),
-        "advised_reads": round(read["advised"]),
-        "fewest_reads": round(fewest),
-        "most_reads": round(max(read.values())),
-        "expected_reads": round(advice.reads_per_batch),
+    advised = [table.host_bytes for table in advice.tables.values()]
+    named = splits(traffic, ram)
+    pairs: dict[str, list[Pair]] = {name: [] for name in named}
+    source = iter(batches)
+    for _ in range(scale.rounds):
+        for name in random.sample(list(named), len(named)):
+            both = pair(folder, scale, source, named[name], advised)
+            pairs[name].append(both)
+            note(
+                f"{name}: {both.step * 1e3:.1f} ms, {both.reads:.0f} reads a step; "
+                f"advised: {both.advised_step * 1e3:.1f} ms, {both.advised_reads:.0f}"
+            )
+    return rows_of(pairs, round(advice.reads_per_batch))
+
+
+def rows_of(pairs: dict[str, list[Pair]], expected_reads: int) -> list[dict[str, Any]]:
+    """The rows of results.json. The best split is the one with the least median of its ratios."""
+    step = {name: [of.step / of.advised_step for of in measured] for name, measured in pairs.items()}
+    read = {name: [of.reads / max(of.advised_reads, 1.0) for of in measured] for name, measured in pairs.items()}
+    fastest = min(step, key=lambda name: statistics.median(step[name]))
+    fewest = min(read, key=lambda name: statistics.median(read[name]))
+    run = {
+        "fastest_of_twelve": fastest,
+        "fewest_reads_of_twelve": fewest,
+        "advised_reads": round(statistics.median(of.advised_reads for of in pairs[fewest])),
+        "expected_reads": expected_reads,
+        **{f"step: {name}": round(statistics.median(ratios), 3) for name, ratios in step.items()},
+        **{f"reads: {name}": round(statistics.median(ratios), 3) for name, ratios in read.items()},
     }
-    steps = [medians[best] / seconds for seconds in times["advised"]]
-    return [
-        row(READS, "ratio", "higher", [fewest / read["advised"]], run=figures),
-        row(STEP, "ratio", "higher", steps, run=figures),
-    ]
+    return [row(READS, "ratio", "higher", read[fewest], run=run), row(STEP, "ratio", "higher", step[fastest], run=run)]
 
 
 def main() -> int:
@@ -237,7 +267,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--smoke", action="store_true")
     smoke = parser.parse_args().smoke
-    scale = Scale(0.02, 256, 20, 2, 2, 1) if smoke else Scale(1.0, 2048, 60, 30, 15, 2)
+    scale = Scale(0.02, 256, 20, 2, 2, 1) if smoke else Scale(1.0, 2048, 60, 30, 20, 3)
     with one_rank() as (folder, note):
         rows = measure(scale, folder, note)
     for measured_row in rows:
