@@ -17,5 +17,6 @@ mod linked_paths;
 mod made;
 mod made_blocks;
 mod round_trip;
+mod serving;
 mod sweeps;
 mod sweeps_crash;
