@@ -18,5 +18,6 @@ mod made;
 mod made_blocks;
 mod round_trip;
 mod serving;
+mod serving_faults;
 mod sweeps;
 mod sweeps_crash;
