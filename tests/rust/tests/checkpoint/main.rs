@@ -16,6 +16,7 @@ mod linked_back;
 mod linked_paths;
 mod made;
 mod made_blocks;
+mod missing_reads;
 mod round_trip;
 mod serving;
 mod serving_faults;
