@@ -1,9 +1,9 @@
 //! The lookup of many ids: where their rows are, and the rows.
 
-use super::files::{Files, Place, RowFile};
+use super::files::{Files, Place, RowFile, Spot};
+use super::index::Home;
 use super::table::ServedTable;
 use crate::error::{Error, Result};
-use crate::prefetch::{prefetch_address, prefetch_range};
 use crate::types::Id;
 
 /// Ids that are looked up together, so that what they need arrives in the processor's cache at the same time.
@@ -43,57 +43,60 @@ impl<'a> Gather<'a> {
     /// Hand the bytes of the row of each id to `put`, with the position of the id; `None` where the id has no row. Rows that may have to be read
     /// from the disk come last, and are read together.
     pub(super) fn run(&mut self, ids: &[Id], mut put: impl FnMut(usize, Option<&[u8]>)) -> Result<()> {
+        let (table, files) = (self.table, self.files());
         let mut far: Vec<Far> = Vec::new();
-        let mut places = [Place::NONE; BLOCK];
-        self.table.index.prefetch_all(&ids[..ids.len().min(BLOCK)]);
+        let (mut homes, mut places, mut spots) = ([Home::default(); BLOCK], [Place::NONE; BLOCK], [Spot::NONE; BLOCK]);
+        table.index.homes(&ids[..ids.len().min(BLOCK)], &mut homes);
         for (number, block) in ids.chunks(BLOCK).enumerate() {
             let first = number * BLOCK;
+            let sure = self.places_of(block, &homes, &mut places);
             let next = (first + BLOCK).min(ids.len())..(first + 2 * BLOCK).min(ids.len());
-            self.table.index.prefetch_all(&ids[next]);
-            let sure = self.places_of(block, &mut places[..block.len()]);
-            self.prefetch_rows(&places[..block.len()]);
-            for (at, (&id, &place)) in block.iter().zip(&places).enumerate() {
+            table.index.homes(&ids[next], &mut homes);
+            for (spot, place) in spots.iter_mut().zip(&places[..block.len()]) {
+                *spot = files.spot(*place, self.generation);
+                spot.prefetch(files.row_bytes());
+            }
+            for (at, (&id, spot)) in block.iter().zip(&spots).enumerate() {
                 let (position, is_sure) = (first + at, sure & (1 << at) != 0);
-                match self.files().find(place) {
-                    None => put(position, None),
-                    Some((file, _, row))
-                        if !file.is_near(row, self.files().row_bytes(), self.rules, self.generation) =>
-                    {
-                        far.push(Far { position, place, is_sure });
+                if spot.is_none() {
+                    put(position, None);
+                    continue;
+                }
+                if spot.is_near && !self.rules {
+                    let (found, bytes) = files.at(spot);
+                    if is_sure || found == id {
+                        put(position, Some(bytes));
+                        continue;
                     }
-                    Some(_) => {
-                        let found = self.settle(id, place, is_sure)?;
-                        put(position, found.map(|found| self.bytes(&found)));
-                    }
+                }
+                let place = places[at];
+                if self.is_near(place) {
+                    let found = self.settle(id, place, is_sure)?;
+                    put(position, found.map(|found| self.bytes(&found)));
+                } else {
+                    far.push(Far { position, place, is_sure });
                 }
             }
         }
         if far.is_empty() { Ok(()) } else { self.run_far(ids, &far, put) }
     }
 
-    /// The places where ids may be. A bit of the result is set where a place is surely the id's.
-    fn places_of(&self, ids: &[Id], places: &mut [Place]) -> u64 {
-        places.fill(Place::NONE);
-        let mut sure = 0;
-        if !self.table.overlay.is_empty() {
-            self.table.overlay.places_of(ids, places);
-            for (at, place) in places.iter().enumerate() {
-                sure |= u64::from(*place != Place::NONE) << at;
-            }
-        }
-        self.table.index.first_of(ids, places);
-        sure
+    /// Whether all that a place needs was seen in memory lately.
+    fn is_near(&self, place: Place) -> bool {
+        let (files, bytes) = (self.files(), self.files().row_bytes());
+        files.find(place).is_none_or(|(file, _, row)| file.is_near(row, bytes, self.rules, self.generation))
     }
 
-    fn prefetch_rows(&self, places: &[Place]) {
-        let bytes = self.files().row_bytes();
-        for &place in places {
-            if let Some((file, _, row)) = self.files().find(place) {
-                let (id, weights) = file.addresses(row, bytes);
-                prefetch_address(id);
-                prefetch_range(weights, bytes);
-            }
+    /// The places where ids may be, whose homes were found before. A bit of the result is set where a place is surely the id's.
+    fn places_of(&self, ids: &[Id], homes: &[Home; BLOCK], places: &mut [Place; BLOCK]) -> u64 {
+        if self.table.overlay.is_empty() {
+            self.table.index.first_of(homes, &mut places[..ids.len()], 0);
+            return 0;
         }
+        self.table.overlay.places_of(ids, places);
+        let sure = (0..ids.len()).fold(0, |sure, at| sure | u64::from(places[at] != Place::NONE) << at);
+        self.table.index.first_of(homes, &mut places[..ids.len()], sure);
+        sure
     }
 
     fn bytes(&self, found: &Found<'a>) -> &'a [u8] {

@@ -64,11 +64,11 @@ impl Overlay {
     }
 
     /// Write the place of each id, [`Place::TOMBSTONE`] of one that left, and [`Place::NONE`] of one that no delta changed.
-    pub(super) fn places_of(&self, ids: &[Id], places: &mut [Place]) {
-        let mut slots: [CacheSlot; 64] = [NO_SLOT; 64];
-        for (ids, places) in ids.chunks(slots.len()).zip(places.chunks_mut(64)) {
-            self.places.get_batch(ids, &mut slots[..ids.len()]);
-            places.iter_mut().zip(&slots).for_each(|(place, slot)| *place = Place(*slot));
+    pub(super) fn places_of<const N: usize>(&self, ids: &[Id], places: &mut [Place; N]) {
+        let mut slots: [CacheSlot; N] = [NO_SLOT; N];
+        self.places.get_batch(ids, &mut slots[..ids.len()]);
+        for (place, slot) in places.iter_mut().zip(slots) {
+            *place = Place(slot);
         }
     }
 

@@ -53,8 +53,8 @@ impl Line {
 }
 
 /// Where an id belongs: the number of its home line, and its print.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Home {
+#[derive(Clone, Copy, Debug, Default)]
+pub(in super::super) struct Home {
     line: usize,
     print: u16,
 }

@@ -5,7 +5,8 @@ mod lines;
 
 pub(super) use file::{INDEX_FILE, IndexOfTable, read_index, write_index};
 
-use self::lines::{Home, Line, find, first, insert, lines_for};
+pub(super) use self::lines::Home;
+use self::lines::{Line, find, first, insert, lines_for};
 use super::files::Place;
 use crate::error::Result;
 use crate::index::IdHash;
@@ -64,24 +65,25 @@ impl RowIndex {
         Home::of(IdHash::new(self.seed), lines.len(), id).prefetch(lines);
     }
 
-    /// Write to each of `places` that is [`Place::NONE`] the place where the id may be. It is not yet known to be the id's: another id may
-    /// have the same print. Lines should have been prefetched.
+    /// Write the home of each id to `homes`, and start to load its line into the processor's cache.
     #[inline]
-    pub(super) fn first_of(&self, ids: &[Id], places: &mut [Place]) {
+    pub(super) fn homes(&self, ids: &[Id], homes: &mut [Home]) {
         let (lines, hash) = (self.lines(), IdHash::new(self.seed));
-        for (id, place) in ids.iter().zip(places) {
-            if *place == Place::NONE {
-                *place = first(lines, Home::of(hash, lines.len(), *id));
-            }
+        for (id, home) in ids.iter().zip(homes) {
+            *home = Home::of(hash, lines.len(), *id);
+            home.prefetch(lines);
         }
     }
 
-    /// Start to load the lines of ids into the processor's cache.
+    /// Write the place where each id may be to `places`, but for those whose bit is in `known`. It is not yet known to be the id's: another
+    /// id may have the same print.
     #[inline]
-    pub(super) fn prefetch_all(&self, ids: &[Id]) {
-        let (lines, hash) = (self.lines(), IdHash::new(self.seed));
-        for id in ids {
-            Home::of(hash, lines.len(), *id).prefetch(lines);
+    pub(super) fn first_of(&self, homes: &[Home], places: &mut [Place], known: u64) {
+        let lines = self.lines();
+        for (at, (home, place)) in homes.iter().zip(places).enumerate() {
+            if known >> at & 1 == 0 {
+                *place = first(lines, *home);
+            }
         }
     }
 
@@ -124,9 +126,11 @@ mod tests {
             assert_eq!(index.find(id(n), |place| place == Place(n as u32)), Place(n as u32));
         }
         let ids: Vec<Id> = (0..count).map(id).collect();
-        let mut places = vec![Place::NONE; ids.len()];
-        index.prefetch_all(&ids[..64]);
-        index.first_of(&ids, &mut places);
+        let (mut homes, mut places) = (vec![Home::default(); ids.len()], vec![Place::NONE; ids.len()]);
+        index.homes(&ids, &mut homes);
+        for (homes, places) in homes.chunks(64).zip(places.chunks_mut(64)) {
+            index.first_of(homes, places, 0);
+        }
         let right = (0..count as u32).zip(&places).filter(|(n, place)| place.0 == *n).count();
         assert!(right as u64 > count * 999 / 1000, "only {right} places come first");
         let wrong = (0..count).filter(|&n| index.find(id(n) + 1, |_| true) != Place::NONE).count();
@@ -136,9 +140,12 @@ mod tests {
     #[test]
     fn an_id_whose_print_is_zero_is_absent_from_an_empty_line() {
         let index = RowIndex::with_room_for(10, 1).expect("memory");
-        let mut places = vec![Place::NONE; 100_000];
-        let ids: Vec<Id> = (0..100_000).collect();
-        index.first_of(&ids, &mut places);
+        let mut places = vec![Place(3); 60];
+        for first in 0..2000 {
+            let (ids, mut homes): (Vec<Id>, _) = ((first * 60..first * 60 + 60).collect(), [Home::default(); 60]);
+            index.homes(&ids, &mut homes);
+            index.first_of(&homes, &mut places, 0);
+        }
         assert!(places.iter().all(|place| *place == Place::NONE));
     }
 }
