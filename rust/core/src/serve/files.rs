@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use super::pages::{PAGE_BITS, Pages};
 use crate::checkpoint::{FileOfRows, TableReader};
 use crate::error::{Error, Kind, Result};
-use crate::io::{FileMapping, IoEngine, Open};
-use crate::prefetch::{prefetch_address, prefetch_range};
+use crate::io::{Access, FileMapping, IoEngine, Open};
+use crate::prefetch::prefetch_range;
 use crate::rows::RowHeader;
 use crate::types::Id;
 
@@ -41,7 +41,7 @@ pub(super) struct RowFile {
 
 impl RowFile {
     fn open(engine: &dyn IoEngine, file: &FileOfRows, row_bytes: usize) -> Result<Self> {
-        let mapping = engine.open(&file.path, Open::Read)?.map()?;
+        let mapping = engine.open(&file.path, Open::Read)?.map(Access::Scattered)?;
         let length = mapping.bytes().len();
         if length as u64 != file.bytes {
             return Err(Error::corruption(&file.path, 0, "the file's length", file.bytes, length));
@@ -90,19 +90,15 @@ impl RowFile {
     /// The byte ranges that a lookup of a row reads. With `rules`, those too that rules of eviction look at.
     pub(super) fn ranges(&self, row: usize, bytes: usize, rules: bool) -> impl Iterator<Item = Range<usize>> + use<> {
         let cell = |start: usize, width: usize| start + row * width..start + (row + 1) * width;
-        let ruled = rules.then(|| [cell(self.last_steps, 8), cell(self.scores, 4)]);
-        [cell(self.ids, 8), cell(self.weights, bytes)].into_iter().chain(ruled.into_iter().flatten())
+        let ruled = rules.then(|| [cell(self.ids, 8), cell(self.last_steps, 8), cell(self.scores, 4)]);
+        [cell(self.weights, bytes)].into_iter().chain(ruled.into_iter().flatten())
     }
 
     /// Whether all that a lookup of a row reads was seen in memory lately.
     #[inline]
     pub(super) fn is_near(&self, row: usize, bytes: usize, rules: bool, generation: usize) -> bool {
-        let id = self.ids + row * 8;
-        let weights = self.weights + row * bytes;
-        let near = self.pages.are_near(weights, bytes, generation) && self.pages.are_near(id, 8, generation);
-        near && (!rules
-            || self.pages.are_near(self.last_steps + row * 8, 8, generation)
-                && self.pages.are_near(self.scores + row * 4, 4, generation))
+        let near = |start: usize, width: usize| self.pages.are_near(start + row * width, width, generation);
+        near(self.weights, bytes) && (!rules || near(self.ids, 8) && near(self.last_steps, 8) && near(self.scores, 4))
     }
 
     pub(super) fn mapping(&self) -> &FileMapping {
@@ -114,7 +110,6 @@ impl RowFile {
 #[derive(Clone, Copy, Debug)]
 struct View {
     start: *const u8,
-    ids: usize,
     weights: usize,
     rows: usize,
     /// The words of the pages that were seen, of both generations; null where all bytes are always near.
@@ -129,31 +124,29 @@ unsafe impl Sync for View {}
 impl View {
     fn of(file: &RowFile) -> Self {
         let (start, seen) = (file.mapping.bytes().as_ptr(), file.pages.words());
-        Self { start, ids: file.ids, weights: file.weights, rows: file.rows, seen }
+        Self { start, weights: file.weights, rows: file.rows, seen }
     }
 }
 
-/// Where the row of a place lies in memory, which may have to be read from the disk first.
+/// Where the weights of a row lie in memory, which may have to be read from the disk first.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Spot {
-    id: *const u8,
     weights: *const u8,
-    /// Whether the pages of both were seen in memory in this generation.
+    /// Whether their pages were seen in memory in this generation.
     pub(super) is_near: bool,
 }
 
 impl Spot {
     /// No row.
-    pub(super) const NONE: Self = Self { id: ptr::null(), weights: ptr::null(), is_near: false };
+    pub(super) const NONE: Self = Self { weights: ptr::null(), is_near: false };
 
     #[inline]
     pub(super) fn is_none(&self) -> bool {
-        self.id.is_null()
+        self.weights.is_null()
     }
 
     #[inline]
     pub(super) fn prefetch(&self, row_bytes: usize) {
-        prefetch_address(self.id);
         prefetch_range(self.weights, row_bytes);
     }
 }
@@ -261,7 +254,7 @@ impl Files {
         if row >= view.rows {
             return Spot::NONE;
         }
-        let (id, weights) = (view.ids + row * 8, view.weights + row * self.row_bytes);
+        let weights = view.weights + row * self.row_bytes;
         let seen = view.seen[generation & 1];
         let is_near = seen.is_null() || {
             let is_seen = |byte: usize| {
@@ -271,21 +264,18 @@ impl Files {
                 word >> (page % 64) & 1 != 0
             };
             // A row of more than two pages has others between, which the longer way looks at.
-            (self.row_bytes <= 1 << PAGE_BITS) & is_seen(id) & is_seen(weights) & is_seen(weights + self.row_bytes - 1)
+            (self.row_bytes <= 1 << PAGE_BITS) & is_seen(weights) & is_seen(weights + self.row_bytes - 1)
         };
-        Spot { id: view.start.wrapping_add(id), weights: view.start.wrapping_add(weights), is_near }
+        Spot { weights: view.start.wrapping_add(weights), is_near }
     }
 
-    /// The id and the bytes of the weights at a spot that is not none.
+    /// The bytes of the weights at a spot that is not none.
     #[inline]
-    pub(super) fn at(&self, spot: &Spot) -> (Id, &[u8]) {
-        debug_assert!(!spot.is_none(), "there is a row");
+    pub(super) fn at(&self, spot: &Spot) -> &[u8] {
+        assert!(!spot.is_none(), "there is a row");
         // SAFETY: the spot came from a view of one of these files, which are held as long as `self`, with a row that the file has.
         // `RowFile::open` checked that the columns of all rows lie in the mapping.
-        unsafe {
-            let id = spot.id.cast::<[u8; 8]>().read_unaligned();
-            (Id::from_le_bytes(id), std::slice::from_raw_parts(spot.weights, self.row_bytes))
-        }
+        unsafe { std::slice::from_raw_parts(spot.weights, self.row_bytes) }
     }
 
     /// The number of the first file of a checkpoint.
