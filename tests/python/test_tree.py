@@ -25,6 +25,7 @@ RUST_LAYERS = [
     {"device", "host", "ssd"},
     {"cache"},
     {"checkpoint"},
+    {"serve"},
 ]
 # Module: the modules of the package it may import, those that these import included.
 _BASE = {

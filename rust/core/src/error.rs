@@ -35,6 +35,8 @@ pub enum Kind {
     ReadOnly,
     /// What was asked for is not supported.
     Unsupported,
+    /// What is served was published too long ago.
+    Stale,
 }
 
 /// `Result` with this crate's [`Error`].

@@ -16,6 +16,7 @@ pub mod memory;
 pub mod paths;
 pub mod policy;
 pub mod rows;
+pub mod serve;
 pub mod signals;
 pub mod sizing;
 pub mod slots;

@@ -19,6 +19,7 @@ fn class_name(kind: Kind) -> &'static str {
         Kind::Mismatch => "MismatchError",
         Kind::ReadOnly => "ReadOnlyError",
         Kind::Unsupported => "UnsupportedError",
+        Kind::Stale => "StaleError",
         _ => "EmbCacheError",
     }
 }

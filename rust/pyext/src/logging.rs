@@ -43,7 +43,8 @@ const LEVELS_EVERY: Duration = Duration::from_secs(1);
 const MOST_WAIT_AT_EXIT: Duration = Duration::from_secs(5);
 
 /// The modules of the core that log, with the level of each one's logger.
-static MODULES: [Module; 4] = [Module::new("cache"), Module::new("checkpoint"), Module::new("io"), Module::new("ssd")];
+static MODULES: [Module; 5] =
+    [Module::new("cache"), Module::new("checkpoint"), Module::new("io"), Module::new("serve"), Module::new("ssd")];
 /// The level of the logger above them.
 static CORE_LEVEL: AtomicU8 = AtomicU8::new(0);
 

@@ -25,6 +25,11 @@ impl IdHash {
         Self(seed | 1)
     }
 
+    /// A number that makes the same hash again.
+    pub(crate) fn seed(self) -> u64 {
+        self.0
+    }
+
     #[cfg(test)]
     pub(crate) fn multiplier(self) -> u64 {
         self.0

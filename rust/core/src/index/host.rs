@@ -145,6 +145,17 @@ impl HostIndex {
         Self { mapping: None, lines: 0, limit: 0, len: 0, capacity, hash: IdHash::random() }
     }
 
+    /// The same ids and slots in memory of its own. `Kind::Memory` where the system refuses.
+    pub fn copied(&self) -> Result<Self> {
+        let mut copy = Self { mapping: None, lines: 0, limit: 0, len: 0, capacity: self.capacity, hash: self.hash };
+        if self.len > 0 {
+            copy.mapping = Some(Mapping::new(self.bytes())?);
+            (copy.lines, copy.limit, copy.len) = (self.lines, self.limit, self.len);
+            copy.lines_mut().copy_from_slice(self.lines());
+        }
+        Ok(copy)
+    }
+
     /// The number of ids in the index.
     pub fn len(&self) -> usize {
         self.len

@@ -5,11 +5,12 @@ use std::any::Any;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink};
+use super::{DirLock, FileMapping, Hold, IoEngine, IoFile, Open, Read, ReadSink};
 use crate::error::{Error, Kind, Result};
 
 /// An engine that holds one directory open. For an operation on a path below, it walks there from the directory's descriptor, one
@@ -142,6 +143,12 @@ impl IoFile for BeneathFile {
     }
     fn links(&self) -> Result<u64> {
         self.inner.links().map_err(|error| self.named(error))
+    }
+    fn modified(&self) -> Result<SystemTime> {
+        self.inner.modified().map_err(|error| self.named(error))
+    }
+    fn map(&self) -> Result<FileMapping> {
+        Ok(self.inner.map().map_err(|error| self.named(error))?.renamed(&self.path))
     }
     fn as_any(&self) -> &dyn Any {
         // The inner engine recognises its own files by this.

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use crate::error::{Error, Kind, Result};
 
@@ -22,6 +22,7 @@ mod fault;
 mod link;
 mod lock;
 mod lock_fork;
+mod mapped;
 mod memory;
 mod psync;
 mod select;
@@ -34,6 +35,7 @@ pub use disk::DiskEngine;
 pub use fault::{Fault, FaultEngine, Operation};
 pub use link::link_or_copy;
 pub use lock::{DirLock, Hold, LOCK_FILE};
+pub use mapped::FileMapping;
 pub use memory::MemoryEngine;
 pub use psync::PsyncEngine;
 pub use select::default_engine;
@@ -91,6 +93,16 @@ pub trait IoFile: Send + Sync + fmt::Debug {
     fn sync(&self) -> Result<()>;
     /// The number of the file's names (hard links). A file with names besides this package's is never written again.
     fn links(&self) -> Result<u64>;
+    /// When the file was written last. An engine whose files have no times says the time of the call.
+    fn modified(&self) -> Result<SystemTime> {
+        Ok(SystemTime::now())
+    }
+    /// Map the whole file to read it; it must not be written again. An engine whose files cannot be mapped gives a copy.
+    fn map(&self) -> Result<FileMapping> {
+        let mut bytes = crate::memory::zeros("hold a file", self.len()? as usize)?;
+        self.read_at(0, &mut bytes)?;
+        Ok(FileMapping::copy(self.path(), bytes))
+    }
     /// The concrete type, by which an engine recognises its own files.
     fn as_any(&self) -> &dyn std::any::Any;
 }

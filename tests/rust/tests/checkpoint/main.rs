@@ -18,5 +18,7 @@ mod made;
 mod made_blocks;
 mod missing_reads;
 mod round_trip;
+mod serving;
+mod serving_faults;
 mod sweeps;
 mod sweeps_crash;

@@ -77,3 +77,8 @@ pub(crate) fn unseal(sealed: &[u8], path: &Path) -> Result<Vec<u8>> {
     }
     Err(Error::corruption(path, at.unwrap_or(0) as u64, "the manifest's checksum", said, found))
 }
+
+/// Something as JSON with the seal of a manifest.
+pub(crate) fn seal_text<T: Serialize>(value: &T) -> Result<Vec<u8>> {
+    Ok(seal(&render(value)?))
+}

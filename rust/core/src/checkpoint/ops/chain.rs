@@ -98,7 +98,7 @@ impl Chain {
 }
 
 /// The checkpoint that `child` builds on.
-fn open_parent(root: &Directory, child: &Checkpoint, named: &Parent) -> Result<Checkpoint> {
+pub(crate) fn open_parent(root: &Directory, child: &Checkpoint, named: &Parent) -> Result<Checkpoint> {
     let (path, manifest) = (child.directory().path(), child.manifest());
     let damaged = |what: &str, expected: String, got: String| Error::corruption(path, 0, what, expected, got);
     let name = named.name.parse().map_err(|e: Error| damaged("its parent", "a checkpoint".into(), e.to_string()))?;

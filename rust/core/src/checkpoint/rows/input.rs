@@ -374,6 +374,33 @@ impl GroupReader {
     }
 }
 
+/// A data file that was checked, and where the columns start in it that a row is served from, in bytes.
+#[derive(Clone, Debug)]
+pub(crate) struct FileOfRows {
+    pub(crate) path: PathBuf,
+    pub(crate) bytes: u64,
+    pub(crate) rows: usize,
+    pub(crate) ids: usize,
+    pub(crate) last_steps: usize,
+    pub(crate) weights: usize,
+    pub(crate) scores: usize,
+}
+
+impl GroupReader {
+    pub(super) fn file_of_rows(&self) -> FileOfRows {
+        let start = |field| self.header_bytes + self.layout.column(field).start;
+        FileOfRows {
+            path: self.path.clone(),
+            bytes: self.file_bytes,
+            rows: self.layout.column(Field::Id).shape[0],
+            ids: start(Field::Id),
+            last_steps: start(Field::LastStep),
+            weights: start(Field::Vector(0)),
+            scores: start(Field::Score),
+        }
+    }
+}
+
 /// A byte range of a column of `bytes` with the rest of the chunks that it begins and ends in.
 fn chunks_of(range: &Range<usize>, bytes: usize) -> Range<usize> {
     range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES).min(bytes)

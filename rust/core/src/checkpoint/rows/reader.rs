@@ -7,7 +7,8 @@ use std::thread::Builder;
 
 use super::counts::CountsSink;
 use super::counts_input::CountsReader;
-use super::input::{GroupReader, Staged};
+use super::format::{GROUP_BYTES, group_rows};
+use super::input::{FileOfRows, GroupReader, Staged};
 use super::segment_rows::read_segments;
 use super::source::RowSink;
 use crate::cache::{PickedRows, RowColumns};
@@ -250,6 +251,17 @@ impl TableReader {
     pub fn rows(&self) -> u64 {
         let in_files: u64 = self.groups.iter().map(|group| group.rows.len() as u64).sum();
         in_files + self.segments.iter().map(SegmentFiles::rows).sum::<u64>()
+    }
+
+    /// The files with rows, in the order in which [`TableReader::read_columns`] hands their rows over where all buckets are read.
+    pub(crate) fn files_of_rows(&self) -> Vec<FileOfRows> {
+        self.groups.iter().filter(|group| !group.rows.is_empty()).map(GroupReader::file_of_rows).collect()
+    }
+
+    /// No fewer rows than any file of the table has, also in later checkpoints.
+    pub(crate) fn most_rows_of_a_file(&self) -> usize {
+        let here = self.groups.iter().map(|group| group.rows.len()).max().unwrap_or(0);
+        here.max(group_rows(self.optimizer, self.spec.dim as usize, GROUP_BYTES))
     }
 
     /// Tombstones of the files that hold some of the buckets: no fewer than [`TableReader::read_tombstones`] will hand over.

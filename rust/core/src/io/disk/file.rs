@@ -6,12 +6,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::error::{Error, Kind, Result};
 use crate::io::cover::{Cover, Step};
-use crate::io::{ALIGNMENT, BufPool, IoFile, Open, check_aligned, open_error, short_file};
+use crate::io::{ALIGNMENT, BufPool, FileMapping, IoFile, Open, check_aligned, open_error, short_file};
 
 /// Mode of the files that are made, less the bits of the process's umask.
 const FILE_MODE: u32 = 0o640;
@@ -307,6 +308,16 @@ impl IoFile for DiskFile {
 
     fn links(&self) -> Result<u64> {
         Ok(self.file.metadata().map_err(|e| Error::io("inspect", &self.path, &e))?.nlink())
+    }
+
+    fn modified(&self) -> Result<SystemTime> {
+        let inspected = self.file.metadata().and_then(|metadata| metadata.modified());
+        inspected.map_err(|e| Error::io("inspect", &self.path, &e))
+    }
+
+    fn map(&self) -> Result<FileMapping> {
+        self.check_process()?;
+        FileMapping::of_file(&self.path, &self.file, self.len()? as usize)
     }
 
     fn as_any(&self) -> &dyn std::any::Any {

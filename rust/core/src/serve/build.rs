@@ -1,0 +1,107 @@
+//! Makes the index of a table from the files of its chain.
+
+use super::files::{Files, LinkOfFiles};
+use super::index::RowIndex;
+use crate::cache::RowColumns;
+use crate::checkpoint::{Checkpoint, CheckpointKind, TableReader};
+use crate::error::{Error, Result};
+use crate::io::IoEngine;
+use crate::lifecycle::Sweep;
+use crate::types::Id;
+use std::collections::HashSet;
+
+use crate::index::IdHash;
+
+/// Check the files of a table in one checkpoint, and get ready to read all of its rows.
+pub(super) fn reader_of(link: &Checkpoint, module: &str, table: &str) -> Result<TableReader> {
+    if link.manifest().kind == CheckpointKind::Linked {
+        return Err(link.only_for_same_ranks("a server reads files of rows"));
+    }
+    let buckets = link.table(module, table)?.spec.total_num_buckets;
+    Ok(link.table_reader(module, table, 0..buckets)?.without_slots())
+}
+
+/// A checkpoint, as the files of a table name it.
+pub(super) fn link_of(link: &Checkpoint) -> LinkOfFiles {
+    let identity = link.identity();
+    LinkOfFiles { name: identity.name, manifest_xxh3: identity.manifest_xxh3, files_end: 0 }
+}
+
+/// Map the files of a table in a chain, whose checkpoints and readers are given with the oldest first.
+pub(super) fn map_files(engine: &dyn IoEngine, links: &[(&Checkpoint, &TableReader)]) -> Result<Files> {
+    let most = links.iter().map(|(_, reader)| reader.most_rows_of_a_file()).max().unwrap_or(1);
+    let spec = links.last().expect("a chain has a checkpoint").1.spec();
+    let mut files = Files::new(most, spec.dim as usize * 4);
+    for (link, reader) in links {
+        files.push(engine, link_of(link), reader)?;
+    }
+    Ok(files)
+}
+
+/// Read and verify every row of a chain, and index those that the newest checkpoint has. Checkpoints come with the oldest first, each with
+/// its sweeps.
+pub(super) fn build_index(
+    files: &Files,
+    links: &[(&TableReader, &[Sweep])],
+    (rows, seed): (u64, u64),
+    path: &std::path::Path,
+) -> Result<RowIndex> {
+    let wrong = |got: u64| Error::corruption(path, 0, "the rows of a table", rows, got);
+    let mut building = Building { files, index: RowIndex::with_room_for(rows, seed)?, left: HashSet::default(), rows };
+    for (number, (reader, _)) in links.iter().enumerate().rev() {
+        let newer: Vec<&Sweep> = links[number + 1..].iter().flat_map(|(_, sweeps)| sweeps.iter()).collect();
+        let mut file = files.first_of(number);
+        reader.read_columns(&mut |rows| {
+            if !building.add(file, rows, &newer) {
+                return Err(wrong(building.rows + 1));
+            }
+            file += 1;
+            Ok(())
+        })?;
+        reader.read_tombstones(&mut |ids| {
+            building.left.extend(ids);
+            Ok(())
+        })?;
+    }
+    let index = building.index;
+    if index.len() == rows { Ok(index) } else { Err(wrong(index.len())) }
+}
+
+struct Building<'a> {
+    files: &'a Files,
+    index: RowIndex,
+    /// Ids that left since the checkpoints that are still to be read.
+    left: HashSet<Id, IdHash>,
+    /// How many rows there are to be.
+    rows: u64,
+}
+
+/// How many ids ahead the line of an id is asked for.
+const AHEAD: usize = 24;
+
+impl Building<'_> {
+    /// Add the rows of a file that no newer checkpoint has or took. `false` where there are more than there are to be.
+    fn add(&mut self, file: usize, rows: &RowColumns<'_>, newer: &[&Sweep]) -> bool {
+        let dim = rows.parts[0].len() / rows.len().max(1);
+        for (row, &id) in rows.ids.iter().enumerate() {
+            if let Some(&later) = rows.ids.get(row + AHEAD) {
+                self.index.prefetch(later);
+            }
+            let weights = &rows.parts[0][row * dim..][..dim];
+            let is_dead = || newer.iter().any(|sweep| sweep.kills(&rows.header(row), weights));
+            if self.is_known(id) || is_dead() {
+                continue;
+            }
+            if self.index.len() == self.rows {
+                return false;
+            }
+            self.index.insert(id, self.files.place(file, row));
+        }
+        true
+    }
+
+    fn is_known(&self, id: Id) -> bool {
+        let has = |place| self.files.find(place).is_some_and(|(file, _, row)| file.id(row) == id);
+        (!self.left.is_empty() && self.left.contains(&id)) || self.index.find(id, has) != super::files::Place::NONE
+    }
+}

@@ -1,0 +1,194 @@
+//! The file `serve.idx` of a checkpoint: the indexes of all its tables, which all processes of a machine share.
+//!
+//! It starts with the length of its header in 8 bytes, and the header: sealed JSON, as manifests are. The lines of each table follow, each at
+//! a multiple of 4096. Everything in it can be made again from the checkpoint, so it is no part of the checkpoint's format: a file of another
+//! version is made anew.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::{LINE_BYTES, Lines, RowIndex, lines_for};
+use crate::checkpoint::{Directory, seal_text, unseal_text};
+use crate::error::{Error, Kind, Result};
+use crate::io::{ALIGNMENT, AlignedBuf, FileMapping, IoFile, Open};
+use crate::mapping::Zeroed;
+use crate::serve::files::LinkOfFiles;
+
+/// The name of the file in the directory of a checkpoint.
+pub(in super::super) const INDEX_FILE: &str = "serve.idx";
+/// The version of the file.
+const VERSION: u32 = 1;
+/// A header larger than this is refused before it is read.
+const MAX_HEADER_BYTES: u64 = 64 << 20;
+/// How many bytes are written, read or verified at a time.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// One table of the file, and what it was made from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(in super::super) struct IndexOfTable {
+    pub(in super::super) module: String,
+    pub(in super::super) table: String,
+    /// The chain, the oldest checkpoint first.
+    pub(in super::super) links: Vec<LinkOfFiles>,
+    pub(in super::super) row_bits: u32,
+    seed: u64,
+    len: u64,
+    start: u64,
+    lines: u64,
+    /// CRC-32C of the lines.
+    crc32c: u32,
+}
+
+impl IndexOfTable {
+    /// The description of an index that is about to be written.
+    pub(in super::super) fn new(module: &str, table: &str, links: &[LinkOfFiles], row_bits: u32) -> Self {
+        let (module, table, links) = (module.to_owned(), table.to_owned(), links.to_vec());
+        Self { module, table, links, row_bits, seed: 0, len: 0, start: 0, lines: 0, crc32c: 0 }
+    }
+
+    fn range(&self) -> Option<Range<usize>> {
+        let start = usize::try_from(self.start).ok()?;
+        let bytes = usize::try_from(self.lines).ok()?.checked_mul(LINE_BYTES)?;
+        Some(start..start.checked_add(bytes)?)
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Header {
+    version: u32,
+    tables: Vec<IndexOfTable>,
+}
+
+/// Write the file of a checkpoint, all of it or nothing.
+pub(in super::super) fn write_index(directory: &Directory, tables: &[(IndexOfTable, &RowIndex)]) -> Result<u64> {
+    let temporary = directory.join(format!("{INDEX_FILE}.tmp"));
+    let engine = directory.engine();
+    if engine.exists(&temporary)? {
+        engine.remove_file(&temporary)?;
+    }
+    let file = engine.open(&temporary, Open::Create { preallocate: 0 })?;
+    let written = write_all(&*file, tables).and_then(|bytes| {
+        file.sync()?;
+        engine.rename(&temporary, &directory.join(INDEX_FILE))?;
+        directory.sync()?;
+        Ok(bytes)
+    });
+    if written.is_err() {
+        // What could not be written must not take room. Where it cannot be removed either, the first error is the one to tell.
+        let _ = engine.remove_file(&temporary);
+    }
+    written
+}
+
+fn write_all(file: &dyn IoFile, tables: &[(IndexOfTable, &RowIndex)]) -> Result<u64> {
+    let mut header = Header { version: VERSION, tables: tables.iter().map(|(table, _)| table.clone()).collect() };
+    // Numbers take more text the larger they are. With the largest ones the header is as long as it can get.
+    for table in &mut header.tables {
+        (table.seed, table.len, table.start, table.lines) = (u64::MAX, u64::MAX, u64::MAX, u64::MAX);
+        table.crc32c = u32::MAX;
+    }
+    let mut at = (8 + seal_text(&header)?.len() as u64).next_multiple_of(ALIGNMENT as u64);
+    let header_bytes = at as usize;
+    for (entry, (_, index)) in header.tables.iter_mut().zip(tables) {
+        let bytes: &[u8] = bytemuck::cast_slice(index.lines());
+        (entry.seed, entry.len, entry.start) = (index.seed, index.len, at);
+        (entry.lines, entry.crc32c) = (index.lines().len() as u64, 0);
+        for piece in bytes.chunks(PIECE_BYTES) {
+            entry.crc32c = crc32c::crc32c_append(entry.crc32c, piece);
+            write_padded(file, at, piece)?;
+            at += (piece.len() as u64).next_multiple_of(ALIGNMENT as u64);
+        }
+    }
+    let text = seal_text(&header)?;
+    let mut first = AlignedBuf::try_zeroed(header_bytes)?;
+    first[..8].copy_from_slice(&(text.len() as u64).to_le_bytes());
+    first[8..8 + text.len()].copy_from_slice(&text);
+    file.write_at(0, &first)?;
+    Ok(at)
+}
+
+fn write_padded(file: &dyn IoFile, at: u64, bytes: &[u8]) -> Result<()> {
+    if bytes.len().is_multiple_of(ALIGNMENT) {
+        return file.write_at(at, bytes);
+    }
+    let mut padded = AlignedBuf::try_zeroed(bytes.len().next_multiple_of(ALIGNMENT))?;
+    padded[..bytes.len()].copy_from_slice(bytes);
+    file.write_at(at, &padded)
+}
+
+/// Read the file of a checkpoint; `None` where there is none, or one of another version.
+///
+/// Errors: `Corruption` where it was damaged, `Storage`.
+pub(in super::super) fn read_index(directory: &Directory) -> Result<Option<Vec<(IndexOfTable, RowIndex)>>> {
+    let path = directory.join(INDEX_FILE);
+    if !directory.has(INDEX_FILE)? {
+        return Ok(None);
+    }
+    let file = directory.engine().open(&path, Open::Read)?;
+    let damaged = |what: &str| Error::corruption(&path, 0, what, "as it was written", "something else");
+    let mut length = [0; 8];
+    file.read_at(0, &mut length)?;
+    let length = u64::from_le_bytes(length);
+    if length > MAX_HEADER_BYTES || 8 + length > file.len()? {
+        return Err(damaged("the length of the header"));
+    }
+    let mut text = crate::memory::zeros("read the header of an index", length as usize)?;
+    file.read_at(8, &mut text)?;
+    let Some(header) = header_of(&text, &path)? else { return Ok(None) };
+    let mapping = Arc::new(file.map()?);
+    let open = |table: IndexOfTable| {
+        let index = open_table(&mapping, &table)?.ok_or_else(|| damaged("the lines of a table"))?;
+        Ok((table, index))
+    };
+    header.tables.into_iter().map(open).collect::<Result<_>>().map(Some)
+}
+
+fn header_of(text: &[u8], path: &Path) -> Result<Option<Header>> {
+    #[derive(Deserialize)]
+    struct Head {
+        version: u32,
+    }
+    let text = unseal_text(text, path)?;
+    let damaged = |error: serde_json::Error| Error::corruption(path, 8, "the header", "valid", error);
+    let head: Head = serde_json::from_slice(&text).map_err(damaged)?;
+    if head.version != VERSION {
+        return Ok(None);
+    }
+    serde_json::from_slice(&text).map_err(damaged).map(Some)
+}
+
+/// The index of a table, verified; `None` where the file does not hold what its header says.
+fn open_table(file: &Arc<FileMapping>, table: &IndexOfTable) -> Result<Option<RowIndex>> {
+    let Some(range) = table.range() else { return Ok(None) };
+    let fits = range.end <= file.bytes().len() && range.start.is_multiple_of(ALIGNMENT);
+    if !fits || table.lines != lines_for(table.len) || !(1..32).contains(&table.row_bits) {
+        return Ok(None);
+    }
+    file.ask_for(&range);
+    let mut found = 0;
+    for start in range.clone().step_by(PIECE_BYTES) {
+        let piece = start..range.end.min(start + PIECE_BYTES);
+        file.bring_in(&piece)?;
+        found = crc32c::crc32c_append(found, &file.bytes()[piece]);
+    }
+    if found != table.crc32c {
+        return Err(Error::new(
+            Kind::Corruption,
+            format!("{} is damaged: remove it, and it is made again", file.path().display()),
+        )
+        .at(file.path()));
+    }
+    let lines = if file.is_copy() {
+        let mut lines = Zeroed::new("hold the index of a served table", table.lines as usize)?;
+        bytemuck::cast_slice_mut(&mut lines).copy_from_slice(&file.bytes()[range]);
+        Lines::Private(lines)
+    } else {
+        Lines::Shared(Arc::clone(file), range)
+    };
+    Ok(Some(RowIndex { lines, seed: table.seed, len: table.len }))
+}

@@ -1,0 +1,99 @@
+//! What the deltas after an index changed: the newest place of each of their ids, and the rules of eviction that were applied since.
+
+use super::files::{Files, Place};
+use crate::checkpoint::TableReader;
+use crate::error::Result;
+use crate::index::HostIndex;
+use crate::lifecycle::Sweep;
+use crate::rows::RowHeader;
+use crate::types::{CacheSlot, Id, NO_SLOT};
+
+const _: () = assert!(NO_SLOT == Place::NONE.0, "an index of slots says NO_SLOT where it has no place");
+
+/// A sweep of a delta. It takes rows of the checkpoints before that delta.
+#[derive(Clone, Debug)]
+struct SweepOfLink {
+    link: usize,
+    sweep: Sweep,
+}
+
+/// The changes of the deltas after an index, as one map. It is never changed: the next delta makes another one.
+#[derive(Debug)]
+pub(super) struct Overlay {
+    places: HostIndex,
+    sweeps: Vec<SweepOfLink>,
+}
+
+impl Overlay {
+    /// Of no deltas.
+    pub(super) fn empty() -> Self {
+        Self { places: HostIndex::new(1 << 32), sweeps: Vec::new() }
+    }
+
+    /// This overlay with one more delta, whose files are the last of `files`. Every row and tombstone of the delta is read and verified.
+    pub(super) fn with(&self, files: &Files, reader: &TableReader, sweeps: &[Sweep]) -> Result<Self> {
+        let mut places = self.places.copied()?;
+        places.reserve((reader.rows() + reader.tombstones()) as usize)?;
+        let mut set = |id: Id, place: Place| {
+            if !places.insert_new(id, place.0) {
+                places.replace(id, place.0);
+            }
+        };
+        // An id with both a row and a tombstone in a delta is back.
+        reader.read_tombstones(&mut |ids| {
+            for &id in ids {
+                set(id, Place::TOMBSTONE);
+            }
+            Ok(())
+        })?;
+        let link = files.links().len() - 1;
+        let mut file = files.first_of(link);
+        reader.read_columns(&mut |rows| {
+            for (row, &id) in rows.ids.iter().enumerate() {
+                set(id, files.place(file, row));
+            }
+            file += 1;
+            Ok(())
+        })?;
+        let mut all = self.sweeps.clone();
+        for sweep in sweeps {
+            all.retain(|before| !sweep.covers(&before.sweep));
+            all.push(SweepOfLink { link, sweep: sweep.clone() });
+        }
+        Ok(Self { places, sweeps: all })
+    }
+
+    /// Write the place of each id, [`Place::TOMBSTONE`] of one that left, and [`Place::NONE`] of one that no delta changed.
+    pub(super) fn places_of(&self, ids: &[Id], places: &mut [Place]) {
+        let mut slots: [CacheSlot; 64] = [NO_SLOT; 64];
+        for (ids, places) in ids.chunks(slots.len()).zip(places.chunks_mut(64)) {
+            self.places.get_batch(ids, &mut slots[..ids.len()]);
+            places.iter_mut().zip(&slots).for_each(|(place, slot)| *place = Place(*slot));
+        }
+    }
+
+    /// Whether a rule of eviction took a row of a checkpoint since.
+    pub(super) fn is_dead(&self, link: usize, header: &RowHeader, weights: &[f32]) -> bool {
+        self.sweeps.iter().any(|each| link < each.link && each.sweep.kills(header, weights))
+    }
+
+    /// Whether no id was changed.
+    pub(super) fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// Whether there are rules of eviction to hold rows against.
+    pub(super) fn has_rules(&self) -> bool {
+        !self.sweeps.is_empty()
+    }
+
+    /// How many ids were changed.
+    pub(super) fn len(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Bytes of memory.
+    pub(super) fn bytes(&self) -> usize {
+        self.places.bytes()
+    }
+}

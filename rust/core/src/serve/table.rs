@@ -1,0 +1,194 @@
+//! A table as a server sees it: one version of it, which never changes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::files::Files;
+use super::gather::Gather;
+use super::index::RowIndex;
+use super::missing::Missing;
+use super::near::Near;
+use super::overlay::Overlay;
+use crate::checkpoint::TableSpec;
+use crate::error::{Error, Kind, Result};
+use crate::kernels::{TensorRows, forward_pooled};
+use crate::rows::RowLayout;
+use crate::types::{CacheSlot, Id};
+
+/// How the rows of a bag become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pooling {
+    /// Their sum.
+    Sum,
+    /// Their sum divided by their number. An empty bag is zeros.
+    Mean,
+}
+
+/// What all versions of all tables count together.
+#[derive(Debug, Default)]
+pub(super) struct LookupCounts {
+    pub(super) lookups: AtomicU64,
+    pub(super) ids: AtomicU64,
+    pub(super) missing: AtomicU64,
+    pub(super) far: AtomicU64,
+}
+
+/// Ids whose rows are pooled at a time; a bag is never divided.
+const POOLED_AT_ONCE: usize = 2048;
+
+/// One version of a table.
+#[derive(Debug)]
+pub struct ServedTable {
+    pub(super) spec: TableSpec,
+    pub(super) rows: u64,
+    pub(super) files: Files,
+    pub(super) index: Arc<RowIndex>,
+    /// How many checkpoints of the chain the index covers.
+    pub(super) indexed_links: usize,
+    pub(super) overlay: Overlay,
+    pub(super) missing: Missing,
+    pub(super) near: Arc<Near>,
+    pub(super) counts: Arc<LookupCounts>,
+}
+
+impl ServedTable {
+    /// The path of the table's module in the model.
+    pub fn module(&self) -> &str {
+        &self.spec.module
+    }
+
+    /// The table's name in its module.
+    pub fn name(&self) -> &str {
+        &self.spec.table
+    }
+
+    /// Columns of a row.
+    pub fn dim(&self) -> usize {
+        self.spec.dim as usize
+    }
+
+    /// How many rows the checkpoint says that the table has.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Training steps that the table had made.
+    pub fn step(&self) -> u64 {
+        self.spec.step
+    }
+
+    /// Write the row of each id to `out`, which is `[N, D]`, and to `found`, `[N]`, whether the id has one. What an id without a row reads, the
+    /// server's options say. Returns how many ids have none.
+    ///
+    /// Errors: `Input` where lengths do not fit; `Corruption` and `Storage` where a row cannot be read.
+    pub fn lookup(&self, ids: &[Id], out: &mut [f32], found: &mut [bool]) -> Result<usize> {
+        self.check_lengths(ids.len(), (out.len(), found.len()))?;
+        let missing = self.gather(ids, out, |position, has_row| found[position] = has_row)?;
+        Ok(missing)
+    }
+
+    /// Pool the rows of each bag: `out`, `[B, D]`, in row-major order. `offsets`, `[B + 1]`, say where in `ids` each bag starts and the last one
+    /// ends. `weights`, `[N]`, multiply the rows. The sums are those of training's forward, bit for bit. Returns how many ids have no row.
+    ///
+    /// Errors: `Input` where lengths or offsets do not fit; `Corruption` and `Storage` where a row cannot be read.
+    pub fn lookup_pooled(
+        &self,
+        ids: &[Id],
+        offsets: &[i64],
+        pooling: Pooling,
+        weights: Option<&[f32]>,
+        out: &mut [f32],
+    ) -> Result<usize> {
+        self.check_bags(ids.len(), offsets, weights)?;
+        self.check_lengths(offsets.len() - 1, (out.len(), offsets.len() - 1))?;
+        let (dim, mut missing, mut first) = (self.dim(), 0, 0);
+        let mut rows: Vec<f32> = Vec::new();
+        while first < offsets.len() - 1 {
+            let start = offsets[first] as usize;
+            let fits = offsets[first + 1..].partition_point(|&end| end as usize - start <= POOLED_AT_ONCE);
+            let last = first + fits.max(1);
+            let end = offsets[last] as usize;
+            rows.clear();
+            rows.resize((end - start) * dim, 0.0);
+            missing += self.gather(&ids[start..end], &mut rows, |_, _| ())?;
+            let bags: Vec<i64> = offsets[first..=last].iter().map(|&offset| offset - start as i64).collect();
+            let weights = weights.map(|weights| &weights[start..end]);
+            self.pool(&mut rows, &bags, pooling, weights, &mut out[first * dim..last * dim]);
+            first = last;
+        }
+        Ok(missing)
+    }
+
+    /// Pool rows that were gathered, `[N, D]`.
+    #[allow(unsafe_code)]
+    fn pool(&self, rows: &mut [f32], bags: &[i64], pooling: Pooling, weights: Option<&[f32]>, out: &mut [f32]) {
+        let dim = self.dim();
+        let slots: Vec<CacheSlot> = (0..(rows.len() / dim) as CacheSlot).collect();
+        let rows = TensorRows {
+            layout: RowLayout { dim, vector_slots: 0, scalar_slot: false },
+            weights: rows.as_mut_ptr(),
+            vector_slots: [std::ptr::null_mut(); 2],
+            scalars: std::ptr::null_mut(),
+        };
+        // SAFETY: the slots are the numbers of the rows in `rows`, which is borrowed exclusively and not written meanwhile.
+        unsafe { forward_pooled(&rows, &slots, None, bags, weights, pooling == Pooling::Mean, out, dim, 0, 1) };
+    }
+
+    /// Write the row of each id to `out`. `note` is told the position of each id and whether it has a row. Returns how many have none.
+    fn gather(&self, ids: &[Id], out: &mut [f32], mut note: impl FnMut(usize, bool)) -> Result<usize> {
+        let (dim, mut missing) = (self.dim(), 0);
+        let mut gather = Gather::new(self);
+        let work = || {
+            gather.run(ids, |position, row| {
+                let to = &mut out[position * dim..][..dim];
+                note(position, row.is_some());
+                if let Some(bytes) = row {
+                    bytemuck::cast_slice_mut(to).copy_from_slice(bytes);
+                } else {
+                    missing += 1;
+                    self.missing.fill(ids[position], to);
+                }
+            })
+        };
+        self.near.watch(&self.files, work)?;
+        let far = gather.far as u64;
+        for (count, more) in [
+            (&self.counts.lookups, 1),
+            (&self.counts.ids, ids.len() as u64),
+            (&self.counts.missing, missing as u64),
+            (&self.counts.far, far),
+        ] {
+            count.fetch_add(more, Ordering::Relaxed);
+        }
+        Ok(missing)
+    }
+
+    fn refused(&self, what: &str) -> Error {
+        Error::new(Kind::Input, format!("table {:?} of module {:?}: {what}", self.spec.table, self.spec.module))
+    }
+
+    fn check_lengths(&self, rows: usize, (out, found): (usize, usize)) -> Result<()> {
+        if rows.checked_mul(self.dim()) != Some(out) || found != rows {
+            return Err(self.refused(&format!(
+                "the output of {rows} rows of {} columns has room for {out} numbers and {found} flags",
+                self.dim()
+            )));
+        }
+        Ok(())
+    }
+
+    fn check_bags(&self, ids: usize, offsets: &[i64], weights: Option<&[f32]>) -> Result<()> {
+        let (first, last) = (offsets.first().copied(), offsets.last().copied());
+        if first != Some(0) || last != i64::try_from(ids).ok() || !offsets.is_sorted() {
+            return Err(
+                self.refused(&format!("offsets must begin with 0, not fall, and end with {ids}, the number of ids"))
+            );
+        }
+        match weights {
+            Some(weights) if weights.len() != ids => {
+                Err(self.refused(&format!("{ids} ids come with {} weights: give one for each id", weights.len())))
+            }
+            _ => Ok(()),
+        }
+    }
+}

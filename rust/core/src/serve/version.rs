@@ -1,0 +1,289 @@
+//! Versions: what one checkpoint holds, opened for lookups.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use super::build::{build_index, link_of, map_files, reader_of};
+use super::files::{Files, LinkOfFiles};
+use super::index::{INDEX_FILE, IndexOfTable, RowIndex, read_index, write_index};
+use super::missing::Missing;
+use super::near::Near;
+use super::overlay::Overlay;
+use super::table::{LookupCounts, ServedTable};
+use crate::checkpoint::{Checkpoint, CheckpointName, Directory, MANIFEST_FILE, Manifest, TableReader};
+use crate::config::MissingRead;
+use crate::error::{Error, Kind, Result};
+use crate::io::Open;
+use crate::lifecycle::Sweep;
+
+/// One checkpoint, opened for lookups in all its tables. It never changes.
+#[derive(Debug)]
+pub struct Version {
+    pub(super) name: CheckpointName,
+    pub(super) manifest: Manifest,
+    /// The checkpoint and all that it builds on, the oldest first.
+    pub(super) links: Vec<LinkOfFiles>,
+    pub(super) published: SystemTime,
+    pub(super) tables: Vec<Arc<ServedTable>>,
+    /// Counts the versions that somebody holds.
+    pub(super) alive: Arc<()>,
+}
+
+impl Version {
+    /// The name of the checkpoint.
+    pub fn name(&self) -> CheckpointName {
+        self.name
+    }
+
+    /// When the checkpoint was published.
+    pub fn published(&self) -> SystemTime {
+        self.published
+    }
+
+    /// The tables, by (module, table).
+    pub fn tables(&self) -> &[Arc<ServedTable>] {
+        &self.tables
+    }
+
+    /// A table: by its name where only one module has a table of that name, or by "module/table".
+    ///
+    /// Errors: `Mismatch`, which lists the tables that there are.
+    pub fn table(&self, name: &str) -> Result<&Arc<ServedTable>> {
+        let whole = |table: &&Arc<ServedTable>| format!("{}/{}", table.module(), table.name()) == name;
+        let mut named = self.tables.iter().filter(|table| table.name() == name);
+        let by_name = named.next().filter(|_| named.next().is_none());
+        by_name.or_else(|| self.tables.iter().find(whole)).ok_or_else(|| {
+            let all: Vec<String> =
+                self.tables.iter().map(|table| format!("{}/{}", table.module(), table.name())).collect();
+            let what = format!(
+                "checkpoint {} has no table {name:?}, or several of that name; it has [{}]: give \"module/table\"",
+                self.name,
+                all.join(", ")
+            );
+            Error::new(Kind::Mismatch, what)
+        })
+    }
+}
+
+/// What all versions of a server have in common.
+#[derive(Debug)]
+pub(super) struct Opening {
+    pub(super) missing: Option<MissingRead>,
+    pub(super) counts: Arc<LookupCounts>,
+    pub(super) alive: Arc<()>,
+}
+
+/// One checkpoint of a chain, with the readers of its tables in the order of the manifest.
+pub(super) struct OpenedLink<'a> {
+    pub(super) link: &'a Checkpoint,
+    pub(super) readers: Vec<TableReader>,
+}
+
+impl<'a> OpenedLink<'a> {
+    /// Check the headers of all files of a checkpoint.
+    pub(super) fn new(link: &'a Checkpoint) -> Result<Self> {
+        let tables = link.manifest().tables.iter();
+        let readers = tables.map(|table| reader_of(link, &table.spec.module, &table.spec.table));
+        Ok(Self { link, readers: readers.collect::<Result<_>>()? })
+    }
+
+    pub(super) fn sweeps(&self, table: usize) -> &'a [Sweep] {
+        &self.link.manifest().tables[table].sweeps
+    }
+}
+
+/// The indexes of the tables of a chain up to one of its checkpoints.
+pub(super) struct Indexed {
+    /// How many checkpoints of the chain they cover.
+    pub(super) links: usize,
+    pub(super) indexes: Vec<Arc<RowIndex>>,
+}
+
+/// The newest index file of a chain that fits it, whose checkpoints come with the oldest first. A file that is damaged is passed over.
+pub(super) fn find_indexes(links: &[OpenedLink<'_>], files: &[Files]) -> Result<Option<Indexed>> {
+    for count in (1..=links.len()).rev() {
+        let directory = links[count - 1].link.directory();
+        match read_index(directory) {
+            Ok(Some(found)) => {
+                if let Some(indexes) = fitting(found, links, files, count) {
+                    return Ok(Some(Indexed { links: count, indexes }));
+                }
+            }
+            Ok(None) => {}
+            Err(error) if error.kind() == Kind::Corruption => {
+                tracing::warn!("{INDEX_FILE} of {} is not used: {error}", directory.path().display());
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+/// The indexes in the order of the tables, where the file is of these tables and of the first `count` checkpoints.
+fn fitting(
+    found: Vec<(IndexOfTable, RowIndex)>,
+    links: &[OpenedLink<'_>],
+    files: &[Files],
+    count: usize,
+) -> Option<Vec<Arc<RowIndex>>> {
+    let tables = &links[count - 1].link.manifest().tables;
+    if found.len() != tables.len() {
+        return None;
+    }
+    let fits = |((of, _), (entry, files)): (&(IndexOfTable, RowIndex), (&crate::checkpoint::TableEntry, &Files))| {
+        (&of.module, &of.table) == (&entry.spec.module, &entry.spec.table)
+            && of.row_bits == files.row_bits()
+            && of.links == files.links()[..count]
+    };
+    let all = found.iter().zip(tables.iter().zip(files)).all(fits);
+    all.then(|| found.into_iter().map(|(_, index)| Arc::new(index)).collect())
+}
+
+/// The indexes of a file that fits all of a chain, whose checkpoints come with the oldest first.
+pub(super) fn indexes_of_file(
+    found: Vec<(IndexOfTable, RowIndex)>,
+    links: &[OpenedLink<'_>],
+    files: &[Files],
+) -> Option<Indexed> {
+    fitting(found, links, files, links.len()).map(|indexes| Indexed { links: links.len(), indexes })
+}
+
+/// The mapped files of each table of a chain, whose checkpoints come with the oldest first.
+pub(super) fn files_of(links: &[OpenedLink<'_>]) -> Result<Vec<Files>> {
+    let newest = links.last().expect("a chain has a checkpoint");
+    let engine = newest.link.directory().engine();
+    let tables = 0..newest.readers.len();
+    tables
+        .map(|table| {
+            let of_table: Vec<_> = links.iter().map(|opened| (opened.link, &opened.readers[table])).collect();
+            map_files(engine, &of_table)
+        })
+        .collect()
+}
+
+/// Make the indexes of a chain from all its files.
+pub(super) fn build_indexes(links: &[OpenedLink<'_>], files: &[Files]) -> Result<Indexed> {
+    let newest = links.last().expect("a chain has a checkpoint");
+    let build = |(table, entry): (usize, &crate::checkpoint::TableEntry)| {
+        let of_table: Vec<(&TableReader, &[Sweep])> =
+            links.iter().map(|opened| (&opened.readers[table], opened.sweeps(table))).collect();
+        // It says nothing that anybody could foresee, so that nobody can choose ids that collide.
+        let seed = crate::index::IdHash::random().seed();
+        let path = newest.link.directory().path();
+        build_index(&files[table], &of_table, (entry.total_rows, seed), path).map(Arc::new)
+    };
+    let indexes = newest.link.manifest().tables.iter().enumerate().map(build).collect::<Result<_>>()?;
+    Ok(Indexed { links: links.len(), indexes })
+}
+
+/// Write the indexes of a chain beside its newest checkpoint, in `directory`, and return how many bytes the file has.
+pub(super) fn write_indexes(
+    directory: &Directory,
+    manifest: &Manifest,
+    files: &[Files],
+    indexed: &Indexed,
+) -> Result<u64> {
+    let tables = manifest.tables.iter().zip(files).zip(&indexed.indexes);
+    let tables: Vec<(IndexOfTable, &RowIndex)> = tables
+        .map(|((entry, files), index)| {
+            let links = &files.links()[..indexed.links];
+            (IndexOfTable::new(&entry.spec.module, &entry.spec.table, links, files.row_bits()), &**index)
+        })
+        .collect();
+    write_index(directory, &tables)
+}
+
+/// Open a version from a chain whose files are mapped, and indexes of some of its checkpoints. The deltas after these are read and verified.
+pub(super) fn open_version(
+    opening: &Opening,
+    links: &[OpenedLink<'_>],
+    files: Vec<Files>,
+    indexed: &Indexed,
+) -> Result<Version> {
+    let newest = links.last().expect("a chain has a checkpoint").link;
+    let mut tables = Vec::new();
+    for (number, (files, entry)) in files.into_iter().zip(&newest.manifest().tables).enumerate() {
+        let mut overlay = Overlay::empty();
+        for (count, opened) in links.iter().enumerate().skip(indexed.links) {
+            overlay = overlay.with(&files.truncated(count + 1), &opened.readers[number], opened.sweeps(number))?;
+        }
+        tables.push(Arc::new(ServedTable {
+            spec: entry.spec.clone(),
+            rows: entry.total_rows,
+            index: Arc::clone(&indexed.indexes[number]),
+            indexed_links: indexed.links,
+            overlay,
+            missing: Missing::of(&entry.spec, opening.missing)?,
+            near: Arc::new(Near::new()),
+            counts: Arc::clone(&opening.counts),
+            files,
+        }));
+    }
+    version_of(opening, newest, links.iter().map(|opened| link_of(opened.link)).collect(), tables)
+}
+
+/// The version before with one more delta after it. The delta is read and verified.
+pub(super) fn extended(opening: &Opening, before: &Version, links: &[OpenedLink<'_>]) -> Result<Version> {
+    let newest = links.last().expect("one delta at least").link;
+    let mut tables = Vec::new();
+    for (number, (table, entry)) in before.tables.iter().zip(&newest.manifest().tables).enumerate() {
+        let (mut files, mut overlay) = (table.files.clone(), None);
+        for opened in links {
+            let reader = &opened.readers[number];
+            files.push(opened.link.directory().engine(), link_of(opened.link), reader)?;
+            let last = overlay.as_ref().unwrap_or(&table.overlay);
+            overlay = Some(last.with(&files, reader, opened.sweeps(number))?);
+        }
+        tables.push(Arc::new(ServedTable {
+            spec: entry.spec.clone(),
+            rows: entry.total_rows,
+            files,
+            index: Arc::clone(&table.index),
+            indexed_links: table.indexed_links,
+            overlay: overlay.expect("one delta at least"),
+            missing: Missing::of(&entry.spec, opening.missing)?,
+            near: Arc::clone(&table.near),
+            counts: Arc::clone(&opening.counts),
+        }));
+    }
+    let all = before.links.iter().cloned().chain(links.iter().map(|opened| link_of(opened.link)));
+    version_of(opening, newest, all.collect(), tables)
+}
+
+/// The same version with indexes of all its checkpoints, and so without overlays.
+pub(super) fn merged(version: &Version, indexed: &Indexed) -> Version {
+    let with = |(table, index): (&Arc<ServedTable>, &Arc<RowIndex>)| {
+        Arc::new(ServedTable {
+            spec: table.spec.clone(),
+            rows: table.rows,
+            files: table.files.clone(),
+            index: Arc::clone(index),
+            indexed_links: indexed.links,
+            overlay: Overlay::empty(),
+            missing: table.missing.clone(),
+            near: Arc::clone(&table.near),
+            counts: Arc::clone(&table.counts),
+        })
+    };
+    Version {
+        name: version.name,
+        manifest: version.manifest.clone(),
+        links: version.links.clone(),
+        published: version.published,
+        tables: version.tables.iter().zip(&indexed.indexes).map(with).collect(),
+        alive: Arc::clone(&version.alive),
+    }
+}
+
+fn version_of(
+    opening: &Opening,
+    newest: &Checkpoint,
+    links: Vec<LinkOfFiles>,
+    tables: Vec<Arc<ServedTable>>,
+) -> Result<Version> {
+    let directory = newest.directory();
+    let manifest = newest.manifest().clone();
+    let published = directory.engine().open(&directory.join(MANIFEST_FILE), Open::Read)?.modified()?;
+    let name = manifest.name.parse()?;
+    Ok(Version { name, manifest, links, published, tables, alive: Arc::clone(&opening.alive) })
+}
