@@ -1,0 +1,118 @@
+//! The rows of a data file as they were read and verified, and where they lie in the file.
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use super::format::{Column, Field};
+use super::input::GroupReader;
+use crate::cache::RowColumns;
+use crate::error::Result;
+use crate::io::PooledBuf;
+use crate::kernels::threads::for_each;
+use crate::memory;
+use crate::rows::{Precision, RowLayout};
+
+/// How many rows one thread turns into float32 at a time.
+const ROWS_PER_TASK: usize = 4096;
+
+/// A data file that was checked, and where the columns start in it that a row is served from, in bytes.
+#[derive(Clone, Debug)]
+pub(crate) struct FileOfRows {
+    pub(crate) path: PathBuf,
+    pub(crate) bytes: u64,
+    pub(crate) rows: usize,
+    pub(crate) ids: usize,
+    pub(crate) last_steps: usize,
+    pub(crate) weights: usize,
+    pub(crate) scores: usize,
+}
+
+impl GroupReader {
+    pub(super) fn file_of_rows(&self) -> FileOfRows {
+        let start = |field| self.header_bytes + self.layout.column(field).start;
+        FileOfRows {
+            path: self.path.clone(),
+            bytes: self.file_bytes,
+            rows: self.layout.column(Field::Id).shape[0],
+            ids: start(Field::Id),
+            last_steps: start(Field::LastStep),
+            weights: start(Field::Vector(0)),
+            scores: start(Field::Score),
+        }
+    }
+}
+
+/// A range of whole blocks of a file, and where its bytes lie in the staging buffer.
+pub(super) struct Extent {
+    pub(super) offset: usize,
+    pub(super) len: usize,
+    pub(super) staged_at: usize,
+}
+
+/// Verified bytes of some columns of one group.
+pub(crate) struct Staged<'a> {
+    pub(super) group: &'a GroupReader,
+    pub(super) buffer: PooledBuf,
+    pub(super) extents: Vec<Extent>,
+}
+
+impl Staged<'_> {
+    /// A byte range of a column that was read.
+    pub(super) fn bytes(&self, column: &Column, range: &Range<usize>) -> &[u8] {
+        let offset = self.group.header_bytes + column.start + range.start;
+        let after = self.extents.partition_point(|extent| extent.offset <= offset);
+        // Nothing of an empty column was read.
+        let Some(extent) = self.extents.get(after.wrapping_sub(1)) else { return &[] };
+        let start = extent.staged_at + (offset - extent.offset);
+        &self.buffer[start..start + range.len()]
+    }
+
+    /// The values there. They are aligned: extents are staged at whole blocks, and columns of wide values lie first in a file.
+    pub(super) fn values<T: bytemuck::Pod>(&self, column: &Column, range: Range<usize>) -> &[T] {
+        bytemuck::cast_slice(self.bytes(column, &range))
+    }
+
+    /// The values of the wanted rows in one of their columns.
+    pub(super) fn rows<T: bytemuck::Pod>(&self, field: Field) -> &[T] {
+        let column = self.group.layout.column(field);
+        let (row, rows) = (column.bytes_per_row(), &self.group.rows);
+        self.values(column, rows.start * row..rows.end * row)
+    }
+
+    /// The weights of the wanted rows of a serving checkpoint, as float32.
+    pub(crate) fn weights(&self, precision: Precision, dim: usize) -> Result<Vec<f32>> {
+        let mut weights = memory::zeros("read rows", self.group.rows.len() * dim)?;
+        let column = self.group.layout.column(Field::Vector(0));
+        let (row, rows) = (column.bytes_per_row(), &self.group.rows);
+        let stored = self.bytes(column, &(rows.start * row..rows.end * row));
+        for_each(
+            stored.chunks(row * ROWS_PER_TASK).zip(weights.chunks_mut(dim * ROWS_PER_TASK)),
+            |(stored, weights)| {
+                stored
+                    .chunks_exact(row)
+                    .zip(weights.chunks_exact_mut(dim))
+                    .for_each(|(stored, into)| precision.load(stored, into));
+            },
+        );
+        Ok(weights)
+    }
+
+    /// The wanted rows. `weights` are those of a serving checkpoint.
+    pub(crate) fn columns<'a>(&'a self, layout: RowLayout, weights: Option<&'a [f32]>) -> RowColumns<'a> {
+        let slots = self.group.slots;
+        RowColumns {
+            ids: self.rows(Field::Id),
+            last_steps: self.rows(Field::LastStep),
+            counts: self.rows(Field::Count),
+            scores: self.rows(Field::Score),
+            scalars: (slots && layout.scalar_slot).then(|| self.rows(Field::Scalar)),
+            modified_epochs: self.rows(Field::ModifiedEpoch),
+            parts: match weights {
+                Some(weights) => vec![weights],
+                None => (0..=if slots { layout.vector_slots } else { 0 })
+                    .map(|part| self.rows(Field::Vector(part)))
+                    .collect(),
+            },
+        }
+    }
+}
