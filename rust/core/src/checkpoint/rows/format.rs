@@ -14,8 +14,8 @@
 //! | `checksums` | U32 | CRC-32C of each 16 KiB of each tensor above, from its start, in file order |
 //! | `__pad` | U8 | fills the file to a multiple of 4096; zeros |
 //!
-//! A serving checkpoint has no slots, and its weights in the [`Precision`] that its tables are described with: `weight` is F32, F16 or BF16
-//! `[n, D]`, or U8 `[n, D + 4]`, and comes after `modified_epoch`.
+//! A serving checkpoint has no slots and no `modified_epoch`, and its weights come last, in the [`Precision`] that its tables are described
+//! with: `weight` is F32, F16 or BF16 `[n, D]`, or U8 `[n, D + 4]`.
 //!
 //! A file of counts holds those of ids that wait for rows, in the same way:
 //!
@@ -156,14 +156,11 @@ impl FileLayout {
             (Field::Tombstone, "tombstone", Dtype::I64, vec![shape.tombstones]),
         ];
         let weight = (Field::Vector(0), "weight", dtype_of(stored), vec![n, stored.columns(dim)]);
-        let metadata = [
-            (Field::Count, "count", Dtype::U32, vec![n]),
-            (Field::Score, "score", Dtype::F32, vec![n]),
-            (Field::ModifiedEpoch, "modified_epoch", Dtype::U32, vec![n]),
-        ];
+        let uses = [(Field::Count, "count", Dtype::U32, vec![n]), (Field::Score, "score", Dtype::F32, vec![n])];
         if precision.is_some() {
-            // Weights come last, because their values may be narrower than the others, which are to stay aligned.
-            wanted.extend(metadata);
+            // Weights come last, because their values may be narrower than the others, which are to stay aligned: together the columns before
+            // them have a multiple of 8 bytes.
+            wanted.extend(uses);
             wanted.push(weight);
             return Self::of(wanted, Field::Vector(0));
         }
@@ -176,7 +173,8 @@ impl FileLayout {
                 (Field::Scalar, name, Dtype::F32, vec![n])
             });
         }
-        wanted.extend(metadata);
+        wanted.extend(uses);
+        wanted.push((Field::ModifiedEpoch, "modified_epoch", Dtype::U32, vec![n]));
         Self::of(wanted, Field::Vector(0))
     }
 

@@ -320,8 +320,8 @@ impl TableReader {
         let staging = Arc::new(BufPool::new(largest, AHEAD + 1));
         let dim = self.spec.dim as usize;
         let mut hand_over = |staged: Staged<'_>| {
-            let weights = self.spec.precision.map(|precision| staged.weights(precision, dim)).transpose()?;
-            sink(&staged.columns(self.optimizer.layout(dim), weights.as_deref()))
+            let served = self.spec.precision.map(|precision| staged.served(precision, dim)).transpose()?;
+            sink(&staged.columns(self.optimizer.layout(dim), served.as_ref()))
         };
         let has_room = groups.len() > 1 && room_for_threads();
         std::thread::scope(|scope| {

@@ -49,6 +49,14 @@ pub(super) struct Extent {
     pub(super) staged_at: usize,
 }
 
+/// What a file of a serving checkpoint has in another form than a row does, or not at all.
+pub(crate) struct Served {
+    /// `[n, D]`, as float32.
+    weights: Vec<f32>,
+    /// Zeros: nothing is modified since such a checkpoint.
+    modified_epochs: Vec<u32>,
+}
+
 /// Verified bytes of some columns of one group.
 pub(crate) struct Staged<'a> {
     pub(super) group: &'a GroupReader,
@@ -79,26 +87,25 @@ impl Staged<'_> {
         self.values(column, rows.start * row..rows.end * row)
     }
 
-    /// The weights of the wanted rows of a serving checkpoint, as float32.
-    pub(crate) fn weights(&self, precision: Precision, dim: usize) -> Result<Vec<f32>> {
-        let mut weights = memory::zeros("read rows", self.group.rows.len() * dim)?;
+    /// What is made of the wanted rows of a serving checkpoint, so that they are columns as those of any other.
+    pub(crate) fn served(&self, precision: Precision, dim: usize) -> Result<Served> {
+        let rows = &self.group.rows;
+        let mut weights = memory::zeros("read rows", rows.len() * dim)?;
         let column = self.group.layout.column(Field::Vector(0));
-        let (row, rows) = (column.bytes_per_row(), &self.group.rows);
+        let row = column.bytes_per_row();
         let stored = self.bytes(column, &(rows.start * row..rows.end * row));
         for_each(
             stored.chunks(row * ROWS_PER_TASK).zip(weights.chunks_mut(dim * ROWS_PER_TASK)),
             |(stored, weights)| {
-                stored
-                    .chunks_exact(row)
-                    .zip(weights.chunks_exact_mut(dim))
-                    .for_each(|(stored, into)| precision.load(stored, into));
+                let rows = stored.chunks_exact(row).zip(weights.chunks_exact_mut(dim));
+                rows.for_each(|(stored, into)| precision.load(stored, into));
             },
         );
-        Ok(weights)
+        Ok(Served { weights, modified_epochs: memory::zeros("read rows", rows.len())? })
     }
 
-    /// The wanted rows. `weights` are those of a serving checkpoint.
-    pub(crate) fn columns<'a>(&'a self, layout: RowLayout, weights: Option<&'a [f32]>) -> RowColumns<'a> {
+    /// The wanted rows. `served` is what was made of those of a serving checkpoint.
+    pub(crate) fn columns<'a>(&'a self, layout: RowLayout, served: Option<&'a Served>) -> RowColumns<'a> {
         let slots = self.group.slots;
         RowColumns {
             ids: self.rows(Field::Id),
@@ -106,9 +113,9 @@ impl Staged<'_> {
             counts: self.rows(Field::Count),
             scores: self.rows(Field::Score),
             scalars: (slots && layout.scalar_slot).then(|| self.rows(Field::Scalar)),
-            modified_epochs: self.rows(Field::ModifiedEpoch),
-            parts: match weights {
-                Some(weights) => vec![weights],
+            modified_epochs: served.map_or_else(|| self.rows(Field::ModifiedEpoch), |served| &served.modified_epochs),
+            parts: match served {
+                Some(served) => vec![&served.weights],
                 None => (0..=if slots { layout.vector_slots } else { 0 })
                     .map(|part| self.rows(Field::Vector(part)))
                     .collect(),
