@@ -223,11 +223,11 @@ def _convert(given: argparse.Namespace) -> Report:
         step=given.step,
         total_num_buckets=given.buckets,
         rename=dict(given.rename),
-        skip=given.skip,
+        skip=tuple(given.skip),
         model_key=given.model_key,
         optimizer_key=given.optimizer_key,
         rows=dict(given.rows),
-        sequences=given.sequence,
+        sequences=tuple(given.sequence),
     )
     if given.to_layout == "serving":
         refuse_settings(settings, given.from_layout)

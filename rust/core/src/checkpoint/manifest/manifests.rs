@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 use super::dense::{DenseEntry, DenseShare};
 use super::digest::RankDigest;
 use super::latest::CheckpointName;
-pub(crate) use super::merge::merge;
 use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_A_FILE, VERSION_WITHOUT_COUNTS};
 use super::spec::MAX_COUNT;
 use super::versions::{Needs, check_version, version_of};
@@ -342,40 +341,9 @@ impl Manifest {
             None => Ok(()),
         }
     }
-
-    /// Whether the ranks' manifests are of this checkpoint, agree with it, and together hold every bucket of every table once.
-    pub(crate) fn check_ranks(&self, ranks: &[RankManifest]) -> Result<(), String> {
-        for (rank, manifest) in ranks.iter().enumerate() {
-            if manifest.name != self.name
-                || manifest.rank as usize != rank
-                || manifest.world as usize != self.ranks.len()
-            {
-                return Err(format!(
-                    "the manifest of rank {rank} belongs to rank {} of {}",
-                    manifest.rank, manifest.name
-                ));
-            }
-        }
-        if merge(ranks, self.kind)? != self.tables {
-            return Err("the ranks' manifests hold other tables, settings or counts".into());
-        }
-        for (rank, manifest) in ranks.iter().enumerate() {
-            check_version(manifest.version, needs(&manifest.tables))?;
-            let checked = manifest.dense.as_ref().map_or(Ok(()), DenseShare::check);
-            checked.map_err(|what| format!("rank {rank}: {what}"))?;
-            if manifest.dense.is_some() != self.dense.is_some() {
-                return Err(format!("one of rank {rank} and the coordinator has extents"));
-            }
-        }
-        if dense_bytes(ranks) == self.dense.map_or(0, |dense| dense.bytes) {
-            Ok(())
-        } else {
-            Err("the ranks' manifests have other extents".into())
-        }
-    }
 }
 
-fn needs(shares: &[Share]) -> Needs {
+pub(super) fn needs(shares: &[Share]) -> Needs {
     shares.iter().fold(Needs::default(), |needs, share| Needs {
         counts: needs.counts || share.counts.is_some(),
         sweeps: needs.sweeps || !share.sweeps.is_empty(),

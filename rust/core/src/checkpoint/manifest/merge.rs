@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::manifests::{CheckpointKind, RankManifest, Share, TableEntry};
+use super::dense::DenseShare;
+use super::manifests::{CheckpointKind, Manifest, RankManifest, Share, TableEntry, dense_bytes, needs};
+use super::versions::check_version;
 use crate::lifecycle::StepClock;
 
 /// How many ids have counts in these shares; `None` where none of them has counts.
@@ -62,4 +64,37 @@ pub(crate) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<
             })
         })
         .collect()
+}
+
+impl Manifest {
+    /// Whether the ranks' manifests are of this checkpoint, agree with it, and together hold every bucket of every table once.
+    pub(crate) fn check_ranks(&self, ranks: &[RankManifest]) -> Result<(), String> {
+        for (rank, manifest) in ranks.iter().enumerate() {
+            if manifest.name != self.name
+                || manifest.rank as usize != rank
+                || manifest.world as usize != self.ranks.len()
+            {
+                return Err(format!(
+                    "the manifest of rank {rank} belongs to rank {} of {}",
+                    manifest.rank, manifest.name
+                ));
+            }
+        }
+        if merge(ranks, self.kind)? != self.tables {
+            return Err("the ranks' manifests hold other tables, settings or counts".into());
+        }
+        for (rank, manifest) in ranks.iter().enumerate() {
+            check_version(manifest.version, needs(&manifest.tables))?;
+            let checked = manifest.dense.as_ref().map_or(Ok(()), DenseShare::check);
+            checked.map_err(|what| format!("rank {rank}: {what}"))?;
+            if manifest.dense.is_some() != self.dense.is_some() {
+                return Err(format!("one of rank {rank} and the coordinator has extents"));
+            }
+        }
+        if dense_bytes(ranks) == self.dense.map_or(0, |dense| dense.bytes) {
+            Ok(())
+        } else {
+            Err("the ranks' manifests have other extents".into())
+        }
+    }
 }

@@ -10,8 +10,9 @@ use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::holds::{lock_root, make_held};
 use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, Latest};
 use crate::checkpoint::manifest::manifests::{
-    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, Parent, dense_bytes, merge, render, seal,
+    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, Parent, dense_bytes, render, seal,
 };
+use crate::checkpoint::manifest::merge::merge;
 use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, MANIFEST_FILE, VERSION};
 use crate::checkpoint::manifest::read::{read_manifest, read_ranks};
 use crate::checkpoint::manifest::versions::version_of;

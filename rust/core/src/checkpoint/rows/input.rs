@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::format::{Column, Field, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
-use super::staged::{Extent, Staged};
+use super::staged::{Extent, FileOfRows, Staged};
 use crate::checkpoint::manifest::manifests::{DataFile, Share};
 use crate::checkpoint::manifest::names::CHUNK_BYTES;
 use crate::checkpoint::output::each_piece;
@@ -26,9 +26,9 @@ const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
 /// One data file whose header, checksums and bucket offsets are checked.
 #[derive(Debug)]
 pub(crate) struct GroupReader {
-    pub(super) path: PathBuf,
-    pub(super) file_bytes: u64,
-    pub(super) header_bytes: usize,
+    path: PathBuf,
+    file_bytes: u64,
+    header_bytes: usize,
     pub(super) layout: FileLayout,
     checksums_crc32c: u32,
     /// The buckets that are wanted of this file.
@@ -292,7 +292,14 @@ impl GroupReader {
             rest = later;
         }
         each_piece(READERS, pieces, |(offset, part)| file.read_at(offset, part))?;
-        let staged = Staged { group: self, buffer, extents };
+        let staged = Staged {
+            layout: &self.layout,
+            header_bytes: self.header_bytes,
+            rows: &self.rows,
+            slots: self.slots,
+            buffer,
+            extents,
+        };
         self.verify(&staged, wanted, checksums)?;
         Ok(staged)
     }
@@ -375,6 +382,21 @@ impl GroupReader {
             before = Some(key);
         }
         Ok(before)
+    }
+}
+
+impl GroupReader {
+    pub(super) fn file_of_rows(&self) -> FileOfRows {
+        let start = |field| self.header_bytes + self.layout.column(field).start;
+        FileOfRows {
+            path: self.path.clone(),
+            bytes: self.file_bytes,
+            rows: self.layout.column(Field::Id).shape[0],
+            ids: start(Field::Id),
+            last_steps: start(Field::LastStep),
+            weights: start(Field::Vector(0)),
+            scores: start(Field::Score),
+        }
     }
 }
 

@@ -3,8 +3,7 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use super::format::{Column, Field};
-use super::input::GroupReader;
+use super::format::{Column, Field, FileLayout};
 use crate::cache::RowColumns;
 use crate::error::Result;
 use crate::io::PooledBuf;
@@ -27,21 +26,6 @@ pub(crate) struct FileOfRows {
     pub(crate) scores: usize,
 }
 
-impl GroupReader {
-    pub(super) fn file_of_rows(&self) -> FileOfRows {
-        let start = |field| self.header_bytes + self.layout.column(field).start;
-        FileOfRows {
-            path: self.path.clone(),
-            bytes: self.file_bytes,
-            rows: self.layout.column(Field::Id).shape[0],
-            ids: start(Field::Id),
-            last_steps: start(Field::LastStep),
-            weights: start(Field::Vector(0)),
-            scores: start(Field::Score),
-        }
-    }
-}
-
 /// A range of whole blocks of a file, and where its bytes lie in the staging buffer.
 pub(super) struct Extent {
     pub(super) offset: usize,
@@ -59,7 +43,12 @@ pub(crate) struct Served {
 
 /// Verified bytes of some columns of one group.
 pub(crate) struct Staged<'a> {
-    pub(super) group: &'a GroupReader,
+    pub(super) layout: &'a FileLayout,
+    pub(super) header_bytes: usize,
+    /// The wanted rows of the file.
+    pub(super) rows: &'a Range<usize>,
+    /// Whether the optimizer's slots were read.
+    pub(super) slots: bool,
     pub(super) buffer: PooledBuf,
     pub(super) extents: Vec<Extent>,
 }
@@ -67,7 +56,7 @@ pub(crate) struct Staged<'a> {
 impl Staged<'_> {
     /// A byte range of a column that was read.
     pub(super) fn bytes(&self, column: &Column, range: &Range<usize>) -> &[u8] {
-        let offset = self.group.header_bytes + column.start + range.start;
+        let offset = self.header_bytes + column.start + range.start;
         let after = self.extents.partition_point(|extent| extent.offset <= offset);
         // Nothing of an empty column was read.
         let Some(extent) = self.extents.get(after.wrapping_sub(1)) else { return &[] };
@@ -82,16 +71,16 @@ impl Staged<'_> {
 
     /// The values of the wanted rows in one of their columns.
     pub(super) fn rows<T: bytemuck::Pod>(&self, field: Field) -> &[T] {
-        let column = self.group.layout.column(field);
-        let (row, rows) = (column.bytes_per_row(), &self.group.rows);
+        let column = self.layout.column(field);
+        let (row, rows) = (column.bytes_per_row(), self.rows);
         self.values(column, rows.start * row..rows.end * row)
     }
 
     /// What is made of the wanted rows of a serving checkpoint, so that they are columns as those of any other.
     pub(crate) fn served(&self, precision: Precision, dim: usize) -> Result<Served> {
-        let rows = &self.group.rows;
+        let rows = self.rows;
         let mut weights = memory::zeros("read rows", rows.len() * dim)?;
-        let column = self.group.layout.column(Field::Vector(0));
+        let column = self.layout.column(Field::Vector(0));
         let row = column.bytes_per_row();
         let stored = self.bytes(column, &(rows.start * row..rows.end * row));
         for_each(
@@ -106,7 +95,7 @@ impl Staged<'_> {
 
     /// The wanted rows. `served` is what was made of those of a serving checkpoint.
     pub(crate) fn columns<'a>(&'a self, layout: RowLayout, served: Option<&'a Served>) -> RowColumns<'a> {
-        let slots = self.group.slots;
+        let slots = self.slots;
         RowColumns {
             ids: self.rows(Field::Id),
             last_steps: self.rows(Field::LastStep),
