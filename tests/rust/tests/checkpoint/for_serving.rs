@@ -32,7 +32,9 @@ fn tables(ids: &[Id], salt: u64) -> Vec<Table> {
     let small = |mut table: Table| {
         // The values of `Table::new` are beyond fp16.
         for (_, vector) in table.rows.values_mut() {
-            vector.iter_mut().for_each(|value| *value *= 1e-5);
+            for value in vector {
+                *value *= 1e-5;
+            }
         }
         table
     };
