@@ -227,3 +227,33 @@ fn a_follower_swaps_by_itself_and_ends_when_it_is_stopped() {
     assert_eq!(serving.pin().expect("a version").name().seq, 5, "nobody looks any more");
     assert!(serving.follow(std::time::Duration::ZERO).is_err());
 }
+
+#[test]
+fn many_changes_are_merged_into_an_index_that_all_share() {
+    let memory = memory();
+    let engine: Arc<dyn IoEngine> = Arc::new(memory);
+    let ids: Vec<Id> = (0..90_000).map(|n| n * 3).collect();
+    let table = |salt| vec![Table::new("m", "a", OptimizerKind::Sgd, 1, &ids, salt)];
+    let small = || {
+        let mut now = table(1);
+        now[0].rows.extend(Table::new("", "", OptimizerKind::Sgd, 1, &ids[..50_000], 2).rows);
+        now
+    };
+    let first = save(&engine, root(), &table(1), 1, 1 << 20, 1).expect("saved").identity;
+    let serving = open(&engine);
+    let other = open(&engine);
+    let second =
+        save_delta(&engine, root(), (&table(1), &small()), (1, 1 << 20), 2, on(&first)).expect("saved").identity;
+    serving.poll().expect("a look");
+    check(&serving, &small());
+    assert!(serving.stats().overlay_ids >= 50_000, "few changes stay beside the index");
+    save_delta(&engine, root(), (&small(), &table(3)), (1, 1 << 20), 3, on(&second)).expect("saved");
+    serving.poll().expect("a look");
+    check(&serving, &table(3));
+    assert_eq!(serving.stats().overlay_ids, 0, "many are merged");
+    // Another server comes later, and takes the index that the first one made.
+    other.poll().expect("a look");
+    check(&other, &table(3));
+    assert_eq!(other.stats().overlay_ids, 0);
+    check(&open(&engine), &table(3));
+}
