@@ -198,6 +198,31 @@ fn a_delta_does_not_build_on_it_and_a_full_save_follows_it() {
 }
 
 #[test]
+fn deltas_on_what_it_was_made_from_are_changes_of_it_and_no_others() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let (from, now) = chain(&engine);
+    serve(&engine, &from, Precision::Int8).expect("made");
+    let served = newest(&engine, SERVED).expect("opened");
+    assert!(from.manifest().check_fits_served(served.manifest()).is_err(), "it does not build on itself");
+    let mut next = now.clone();
+    next[1].spec.seed = 1;
+    let parent = from.identity();
+    let later = save_delta(&engine, Path::new(ROOT), (&now, &next), (2, 9000), 9, on(&parent)).expect("saved");
+    let delta = newest(&engine, ROOT).expect("opened");
+    assert_eq!(delta.manifest().check_fits_served(served.manifest()), Ok(()));
+    let mut other = delta.manifest().clone();
+    other.tables.pop();
+    assert!(other.check_fits_served(served.manifest()).is_err(), "another number of tables");
+    let mut other = delta.manifest().clone();
+    other.tables[0].spec.dim = 17;
+    assert!(other.check_fits_served(served.manifest()).is_err(), "another table");
+    save_delta(&engine, Path::new(ROOT), (&next, &now), (2, 9000), 10, on(&later.identity)).expect("saved");
+    let refused = newest(&engine, ROOT).expect("opened").manifest().check_fits_served(served.manifest());
+    assert!(refused.expect_err("refused").contains("another checkpoint than"));
+    assert!(delta.manifest().check_fits_served(from.manifest()).is_err(), "that is no serving checkpoint");
+}
+
+#[test]
 fn what_ids_without_rows_read_comes_along() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let mut tables = tables(&ids()[..50], 1);

@@ -324,19 +324,35 @@ impl Manifest {
         if parent.kind == CheckpointKind::Serving {
             return Err("on a serving checkpoint, and a delta builds on what that was made from".into());
         }
-        if self.next_epoch < parent.next_epoch {
-            return Err(format!("of epochs up to {}, below its parent's {}", self.next_epoch, parent.next_epoch));
+        self.check_changes(parent)
+    }
+
+    /// Whether this delta is changes of the serving checkpoint `served`: whether it builds on what that was made from. The message says what does
+    /// not fit.
+    pub fn check_fits_served(&self, served: &Self) -> Result<(), String> {
+        match (&self.parent, &served.made_from) {
+            (Some(parent), Some(source)) if parent == source => self.check_changes(served),
+            (_, source) => {
+                let source = source.as_ref().map_or("none", |source| &source.name);
+                Err(format!("on another checkpoint than {}, which {} was made from", source, served.name))
+            }
+        }
+    }
+
+    /// Whether epochs and tables follow those of `before`, where weights may be stored in any precision.
+    fn check_changes(&self, before: &Self) -> Result<(), String> {
+        if self.next_epoch < before.next_epoch {
+            return Err(format!("of epochs up to {}, below its parent's {}", self.next_epoch, before.next_epoch));
         }
         // Hyperparameters, seed, initializer and what ids without rows read may change as training goes on.
         let lasting = |TableEntry { spec, .. }: &TableEntry| {
-            let TableSpec { module, table, key, dim, dtype, optimizer, total_num_buckets, bucket_hash, .. } =
-                spec.clone();
-            (module, table, key, dim, dtype, optimizer.name, total_num_buckets, bucket_hash)
+            let TableSpec { module, table, key, dim, optimizer, total_num_buckets, bucket_hash, .. } = spec.clone();
+            (module, table, key, dim, optimizer.name, total_num_buckets, bucket_hash)
         };
-        match self.tables.iter().zip(&parent.tables).find(|(new, old)| lasting(new) != lasting(old)) {
+        match self.tables.iter().zip(&before.tables).find(|(new, old)| lasting(new) != lasting(old)) {
             Some((new, _)) => Err(format!("of a table {:?} that is not its parent's", new.spec.table)),
-            None if self.tables.len() != parent.tables.len() => {
-                Err(format!("of {} tables, of which its parent has {}", self.tables.len(), parent.tables.len()))
+            None if self.tables.len() != before.tables.len() => {
+                Err(format!("of {} tables, of which its parent has {}", self.tables.len(), before.tables.len()))
             }
             None => Ok(()),
         }
