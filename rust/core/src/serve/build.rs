@@ -7,6 +7,7 @@ use crate::checkpoint::{Checkpoint, CheckpointKind, TableReader};
 use crate::error::{Error, Result};
 use crate::io::IoEngine;
 use crate::lifecycle::Sweep;
+use crate::rows::Precision;
 use crate::types::Id;
 use std::collections::HashSet;
 
@@ -31,7 +32,8 @@ pub(super) fn link_of(link: &Checkpoint) -> LinkOfFiles {
 pub(super) fn map_files(engine: &dyn IoEngine, links: &[(&Checkpoint, &TableReader)]) -> Result<Files> {
     let most = links.iter().map(|(_, reader)| reader.most_rows_of_a_file()).max().unwrap_or(1);
     let spec = links.last().expect("a chain has a checkpoint").1.spec();
-    let mut files = Files::new(most, spec.dim as usize * 4);
+    let precision = spec.precision.unwrap_or(Precision::Fp32);
+    let mut files = Files::new(most, precision, spec.dim as usize);
     for (link, reader) in links {
         files.push(engine, link_of(link), reader)?;
     }

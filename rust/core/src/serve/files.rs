@@ -13,7 +13,7 @@ use crate::checkpoint::{FileOfRows, TableReader};
 use crate::error::{Error, Kind, Result};
 use crate::io::{Access, FileMapping, IoEngine, Open};
 use crate::prefetch::prefetch_address;
-use crate::rows::RowHeader;
+use crate::rows::{Precision, RowHeader};
 use crate::types::Id;
 
 /// Where a row lies: the number of its file, then the number of the row in the file, in as many bits as the table's files need.
@@ -173,19 +173,32 @@ pub(super) struct Files {
     links: Vec<LinkOfFiles>,
     /// Bits of a place that are the number of a row.
     row_bits: u32,
+    /// How weights are stored.
+    precision: Precision,
     /// Bytes of the weights of a row.
     row_bytes: usize,
 }
 
 impl Files {
-    /// No files, of a table whose files have at most so many rows of so many bytes.
-    pub(super) fn new(most_rows: usize, row_bytes: usize) -> Self {
+    /// No files, of a table of width `dim` whose files have at most so many rows.
+    pub(super) fn new(most_rows: usize, precision: Precision, dim: usize) -> Self {
         let row_bits = usize::BITS - most_rows.saturating_sub(1).leading_zeros();
-        Self { all: Vec::new(), views: Vec::new(), links: Vec::new(), row_bits: row_bits.max(1), row_bytes }
+        let (all, views, links) = (Vec::new(), Vec::new(), Vec::new());
+        Self { all, views, links, row_bits: row_bits.max(1), precision, row_bytes: precision.row_bytes(dim) }
     }
 
     /// Map the files of one more checkpoint of the chain. With an error nothing was added.
     pub(super) fn push(&mut self, engine: &dyn IoEngine, link: LinkOfFiles, reader: &TableReader) -> Result<()> {
+        let stored = reader.spec().precision.unwrap_or(Precision::Fp32);
+        if stored != self.precision {
+            let what = format!(
+                "checkpoint {} has weights in {} and the one before it in {}: serve the trainer's own checkpoints, or convert the newest one",
+                link.name,
+                stored.name(),
+                self.precision.name()
+            );
+            return Err(Error::new(Kind::Mismatch, what));
+        }
         let files = reader.files_of_rows();
         let end = self.all.len() + files.len();
         if let Some(file) = files.iter().find(|file| file.rows > 1 << self.row_bits) {
@@ -223,6 +236,11 @@ impl Files {
 
     pub(super) fn row_bits(&self) -> u32 {
         self.row_bits
+    }
+
+    /// How weights are stored.
+    pub(super) fn precision(&self) -> Precision {
+        self.precision
     }
 
     pub(super) fn row_bytes(&self) -> usize {

@@ -1,7 +1,8 @@
 //! The lookup of many ids: where their rows are, and the rows.
 
 use super::files::{Files, Place, RowFile, Spot};
-use super::table::ServedTable;
+use super::index::RowIndex;
+use super::overlay::Overlay;
 use crate::error::Result;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
@@ -20,8 +21,12 @@ struct Far {
 
 /// Looks ids up in one version of a table.
 pub(super) struct Gather<'a> {
-    table: &'a ServedTable,
     files: &'a Files,
+    index: &'a RowIndex,
+    overlay: &'a Overlay,
+    /// Columns of a row.
+    dim: usize,
+    /// The generation of pages.
     generation: usize,
     /// Whether rows are held against rules of eviction.
     rules: bool,
@@ -30,9 +35,13 @@ pub(super) struct Gather<'a> {
 }
 
 impl<'a> Gather<'a> {
-    pub(super) fn new(table: &'a ServedTable) -> Self {
-        let (generation, rules) = (table.near.generation(), table.overlay.has_rules());
-        Self { table, files: &table.files, generation, rules, far: 0 }
+    pub(super) fn new(
+        files: &'a Files,
+        (index, overlay): (&'a RowIndex, &'a Overlay),
+        dim: usize,
+        generation: usize,
+    ) -> Self {
+        Self { files, index, overlay, dim, generation, rules: overlay.has_rules(), far: 0 }
     }
 
     /// Hand the bytes of the row of each id to `put`, with the position of the id; `None` where the id has no row. Rows that may have to be read
@@ -42,9 +51,9 @@ impl<'a> Gather<'a> {
         let mut slots = vec![NO_SLOT; ids.len().min(IDS_AT_ONCE)];
         for (number, ids) in ids.chunks(IDS_AT_ONCE).enumerate() {
             let slots = &mut slots[..ids.len()];
-            self.table.index.get_batch(ids, slots);
-            if !self.table.overlay.is_empty() {
-                self.table.overlay.change(ids, slots);
+            self.index.get_batch(ids, slots);
+            if !self.overlay.is_empty() {
+                self.overlay.change(ids, slots);
             }
             self.gather(number * IDS_AT_ONCE, slots, &mut far, &mut put);
         }
@@ -106,8 +115,9 @@ impl<'a> Gather<'a> {
         let (file, number, row) = self.files.find(place)?;
         let bytes = file.weights(row, self.files.row_bytes());
         let is_dead = || {
-            let weights: Vec<f32> = bytemuck::pod_collect_to_vec(bytes);
-            self.table.overlay.is_dead(self.files.link_of(number), &file.header(row), &weights)
+            let mut weights = vec![0.0; self.dim];
+            self.files.precision().load(bytes, &mut weights);
+            self.overlay.is_dead(self.files.link_of(number), &file.header(row), &weights)
         };
         (!self.rules || !is_dead()).then_some(bytes)
     }

@@ -1,7 +1,7 @@
 //! Serving: read-only tables from checkpoints, which follow a trainer's deltas. There is no table of training here: no pins, no optimizer, and
 //! no tiers.
 //!
-//! Rows are read from the checkpoint's own files, which are mapped, so that all processes of a machine share them. An index of about 9 bytes a
+//! Rows are read from the checkpoint's own files, which are mapped, so that all processes of a machine share them. An index of about 17 bytes a
 //! row says where the row of an id lies. It lies in a file beside the checkpoint, which whoever comes first makes.
 //!
 //! A [`Version`] is what one checkpoint holds: for each table an index, and an *overlay*, which has the changes of the deltas after the index.
@@ -10,8 +10,8 @@
 //! a trainer removes.
 //!
 //! The files, from the bottom up: `pages`, `faults` and `near` know which pages are in memory; `files` maps data files; `index` finds places; `build`
-//! makes an index; `overlay` has what changed since; `missing` says what an id without a row reads; `gather` and `table` look ids up; `version` opens
-//! checkpoints; `serving` replaces versions, and `follow` does so regularly.
+//! makes an index; `overlay` has what changed since; `missing` says what an id without a row reads; `gather` and `table` look ids up; `version` and
+//! `opening` open checkpoints; `serving` replaces versions, and `follow` does so regularly.
 
 mod build;
 mod faults;
@@ -21,6 +21,7 @@ mod gather;
 mod index;
 mod missing;
 mod near;
+mod opening;
 mod overlay;
 mod pages;
 mod serving;
@@ -30,7 +31,8 @@ mod version;
 
 pub use crate::config::MissingRead;
 pub use follow::Follower;
-pub use serving::{IndexMade, Polled, ServeOptions, Serving, make_index};
+pub use opening::{IndexMade, make_index};
+pub use serving::{Polled, ServeOptions, Serving};
 pub use stats::ServingStats;
 pub use table::{Pooling, ServedTable};
 pub use version::Version;

@@ -136,14 +136,14 @@ impl ServedTable {
 
     /// Write the row of each id to `out`. `note` is told the position of each id and whether it has a row. Returns how many have none.
     fn gather(&self, ids: &[Id], out: &mut [f32], mut note: impl FnMut(usize, bool)) -> Result<usize> {
-        let (dim, mut missing) = (self.dim(), 0);
-        let mut gather = Gather::new(self);
+        let (dim, precision, mut missing) = (self.dim(), self.files.precision(), 0);
+        let mut gather = Gather::new(&self.files, (&self.index, &self.overlay), dim, self.near.generation());
         let work = || {
             gather.run(ids, |position, row| {
                 let to = &mut out[position * dim..][..dim];
                 note(position, row.is_some());
                 if let Some(bytes) = row {
-                    bytemuck::cast_slice_mut(to).copy_from_slice(bytes);
+                    precision.load(bytes, to);
                 } else {
                     missing += 1;
                     self.missing.fill(ids[position], to);

@@ -12,6 +12,7 @@ use embcache::config::{Eviction, EvictionRule, MissingRead, OptimizerKind, Table
 use embcache::io::{IoEngine, publish, read_file};
 use embcache::lifecycle::Sweep;
 use embcache::rows::Precision;
+use embcache::serve::{ServeOptions, Serving};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Kind, Result};
 use embcache_tests::{Rig, config, directory_in};
@@ -87,6 +88,32 @@ fn expected(row: &[f32], dim: usize, precision: Precision) -> Vec<u32> {
     precision.store(&row[..dim], dim, &mut stored).expect("held");
     precision.load(&stored, &mut read);
     read.iter().map(|value| value.to_bits()).chain(std::iter::repeat_n(0, row.len() - dim)).collect()
+}
+
+#[test]
+fn a_server_reads_what_a_serving_checkpoint_stores() {
+    for precision in Precision::ALL {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        let (from, tables) = chain(&engine);
+        serve(&engine, &from, precision).expect("made");
+        let serving = Serving::open(directory_in(&engine, SERVED), ServeOptions::default()).expect("opened");
+        // Made again, as a newer checkpoint, which the server finds.
+        serve(&engine, &from, Precision::Fp16).expect("made");
+        let first = serving.pin().expect("a version");
+        serving.poll().expect("a look");
+        for (version, precision) in [(first, precision), (serving.pin().expect("a version"), Precision::Fp16)] {
+            for table in &tables {
+                let (dim, ids) = (table.spec.dim as usize, table.rows.keys().copied().collect::<Vec<Id>>());
+                let (mut out, mut found) = (vec![0.0_f32; ids.len() * dim], vec![false; ids.len()]);
+                let served = version.table(&table.spec.table).expect("the table");
+                assert_eq!(served.lookup(&ids, &mut out, &mut found).expect("served"), 0);
+                for (row, (_, vector)) in out.chunks(dim).zip(table.rows.values()) {
+                    let bits: Vec<u32> = row.iter().map(|value| value.to_bits()).collect();
+                    assert_eq!(bits, expected(vector, dim, precision)[..dim], "{precision:?} {}", table.spec.table);
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,205 @@
+//! Opens a checkpoint for a server: its files, and its index, which is found, waited for, or made.
+
+use std::time::{Duration, Instant};
+
+use super::files::Files;
+use super::index::read_index;
+use super::table::ServedTable;
+use super::version::{
+    Indexed, OpenedLink, Opening, Version, build_indexes, files_of, find_indexes, indexes_of_file, open_version,
+    write_indexes,
+};
+use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, MANIFEST_FILE};
+use crate::error::{Error, Kind, Result};
+use crate::io::DirLock;
+use crate::paths::Checks;
+
+/// An overlay is merged into an index where it has more than one of so many of the index's ids, and more than [`SMALL_OVERLAY`].
+const OVERLAY_SHARE: u64 = 4;
+/// Ids of an overlay that is not merged, whatever the index has.
+const SMALL_OVERLAY: u64 = 1 << 16;
+/// How often a process looks whether another one has made the index that both need.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// How often an open begins again because a save removed the checkpoint that `LATEST` named.
+const OPENS: usize = 10;
+
+/// What [`make_index`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexMade {
+    /// The checkpoint.
+    pub checkpoint: CheckpointName,
+    /// Rows of all its tables.
+    pub rows: u64,
+    /// Bytes of the lines of all indexes.
+    pub bytes: u64,
+    /// Whether the file was there already.
+    pub was_there: bool,
+}
+
+/// Make the index of a checkpoint beside it, unless it is there: of the newest one, or of the one that `at` names.
+///
+/// Errors: those of [`Serving::open`]; `State` where `root` was opened to load from.
+pub fn make_index(root: &Directory, at: Option<&str>) -> Result<IndexMade> {
+    root.check_to_save()?;
+    let name = name_of(root, at)?;
+    let chain = Chain::open(root, Latest { name })?;
+    let opened = opened(chain.links().iter().rev())?;
+    let files = files_of(&opened)?;
+    let (indexed, was_there) = make_or_take(&opened, &files, Some(root))?;
+    Ok(IndexMade {
+        checkpoint: name,
+        rows: indexed.indexes.iter().map(|index| index.len()).sum(),
+        bytes: indexed.indexes.iter().map(|index| index.bytes() as u64).sum(),
+        was_there,
+    })
+}
+
+/// The directory, where something may be written to it.
+pub(super) fn writable(root: &Directory) -> Option<Directory> {
+    if root.check_to_save().is_ok() {
+        return Some(root.clone());
+    }
+    match Directory::to_save(root.path(), Checks::Basic) {
+        Ok(directory) => Some(directory),
+        Err(error) => {
+            tracing::info!("indexes are made in this process's own memory, because none can be written: {error}");
+            None
+        }
+    }
+}
+
+fn name_of(root: &Directory, at: Option<&str>) -> Result<CheckpointName> {
+    let Some(at) = at else { return Ok(Latest::read(root)?.name) };
+    let mut there = root.named::<CheckpointName>()?;
+    there.sort_unstable();
+    let is_it = |name: &&CheckpointName| name.to_string() == at || at.parse() == Ok(name.seq);
+    let mut complete = there.iter().filter(|name| root.below(name).has(MANIFEST_FILE).unwrap_or(false));
+    complete.by_ref().find(is_it).copied().ok_or_else(|| {
+        let all: Vec<String> = there.iter().map(ToString::to_string).collect();
+        let what = format!("{} has no checkpoint {at:?}; it has [{}]", root.path().display(), all.join(", "));
+        Error::new(Kind::Path, what).at(root.path())
+    })
+}
+
+pub(super) fn first_version(
+    root: &Directory,
+    writable: Option<&Directory>,
+    at: Option<&str>,
+    opening: &Opening,
+) -> Result<Version> {
+    let mut name = name_of(root, at)?;
+    for _ in 1..OPENS {
+        match open_named(root, name, writable, opening) {
+            // A save may have removed it since its name was read.
+            Err(error) if error.is_damage_or_absence() && at.is_none() => {
+                let newest = Latest::read(root)?.name;
+                if newest == name {
+                    return Err(error);
+                }
+                name = newest;
+            }
+            opened => return opened,
+        }
+    }
+    open_named(root, name, writable, opening)
+}
+
+fn open_named(
+    root: &Directory,
+    name: CheckpointName,
+    writable: Option<&Directory>,
+    opening: &Opening,
+) -> Result<Version> {
+    let chain = Chain::open(root, Latest { name })?;
+    open_links(&opened(chain.links().iter().rev())?, writable, opening)
+}
+
+pub(super) fn opened<'a>(links: impl Iterator<Item = &'a Checkpoint>) -> Result<Vec<OpenedLink<'a>>> {
+    links.map(OpenedLink::new).collect()
+}
+
+/// Open a version from a chain, whose checkpoints come with the oldest first.
+pub(super) fn open_links(
+    opened: &[OpenedLink<'_>],
+    writable: Option<&Directory>,
+    opening: &Opening,
+) -> Result<Version> {
+    let files = files_of(opened)?;
+    if let Some(indexed) = find_indexes(opened, &files)? {
+        let version = open_version(opening, opened, files.clone(), &indexed)?;
+        if !version.tables.iter().any(|table| is_large(table)) {
+            return Ok(version);
+        }
+    }
+    let indexed = make_or_take(opened, &files, writable)?.0;
+    open_version(opening, opened, files, &indexed)
+}
+
+/// The indexes of all of a chain: those of the file beside the newest checkpoint, which is made if it is not there. The second is whether it was.
+pub(super) fn make_or_take(
+    opened: &[OpenedLink<'_>],
+    files: &[Files],
+    writable: Option<&Directory>,
+) -> Result<(Indexed, bool)> {
+    let newest = opened.last().expect("a chain has a checkpoint").link;
+    let Some(directory) = writable.map(|root| root.below(&newest.manifest().name)) else {
+        return Ok((build_indexes(opened, files)?, false));
+    };
+    let _alone = match wait_for_lock(&directory, || take(&directory, opened, files))? {
+        Waited::Taken(indexed) => return Ok((indexed, true)),
+        Waited::Locked(held) => held,
+    };
+    let indexed = build_indexes(opened, files)?;
+    let written = write_indexes(&directory, newest.manifest(), files, &indexed);
+    let taken = written.and_then(|_| take(&directory, opened, files));
+    match taken {
+        Ok(Some(shared)) => Ok((shared, false)),
+        // It serves as well from this process's own memory.
+        other => {
+            let why = other.err().map_or_else(|| "it was not as it was written".into(), |error| error.to_string());
+            tracing::warn!("the index of {} is not shared: {why}", newest.manifest().name);
+            Ok((indexed, false))
+        }
+    }
+}
+
+fn take(directory: &Directory, opened: &[OpenedLink<'_>], files: &[Files]) -> Result<Option<Indexed>> {
+    match read_index(directory) {
+        Ok(found) => Ok(found.and_then(|found| indexes_of_file(found, opened, files))),
+        Err(error) if error.kind() == Kind::Corruption => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+enum Waited {
+    Taken(Indexed),
+    Locked(Option<DirLock>),
+}
+
+/// Take what another process made, or hold the directory to make it.
+fn wait_for_lock(directory: &Directory, mut take: impl FnMut() -> Result<Option<Indexed>>) -> Result<Waited> {
+    let began = Instant::now();
+    loop {
+        if let Some(indexed) = take()? {
+            return Ok(Waited::Taken(indexed));
+        }
+        match directory.lock() {
+            Ok(held) => {
+                // Whoever held it before may have made the file meanwhile.
+                return Ok(take()?.map_or(Waited::Locked(Some(held)), Waited::Taken));
+            }
+            Err(error) if error.kind() == Kind::InUse => {
+                tracing::debug!(waited = ?began.elapsed(), "another process makes the index");
+                std::thread::sleep(LOOK_AGAIN);
+            }
+            // Without a lock several processes may make the file, which is right though not quick.
+            Err(_) => return Ok(Waited::Locked(None)),
+        }
+    }
+}
+
+/// Whether an overlay is to be merged into an index.
+pub(super) fn is_large(table: &ServedTable) -> bool {
+    let changed = table.overlay.len() as u64;
+    changed > SMALL_OVERLAY && changed > table.index.len() / OVERLAY_SHARE
+}
