@@ -169,9 +169,14 @@ impl Served {
 
     /// Publish a delta, and answer requests before, until one sees it, and after.
     fn delta(&mut self, requests: &mut Requests, tenth: u64, version: u64, poll: Duration) -> Delta {
-        let of_delta = (tenth..self.rows).step_by(DELTA_SHARE as usize).map(scattered_id);
+        let of_tenth = |tenth: u64| (tenth..self.rows).step_by(DELTA_SHARE as usize).map(scattered_id);
+        // The rows of the delta before are new files, which requests read from the disk once.
+        let before: Vec<Id> = of_tenth(tenth).chain(of_tenth(tenth.saturating_sub(1))).collect();
+        for ids in before.chunks(REQUEST_IDS) {
+            requests.answer(ids);
+        }
         let seen_by = scattered_id(tenth);
-        let written = self.publisher.write_delta(version, of_delta);
+        let written = self.publisher.write_delta(version, of_tenth(tenth));
         let follower = requests.serving().follow(poll).expect("a thread");
         settle();
         let ids = &self.ids;
