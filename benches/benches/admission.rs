@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use embcache::cache::{Lookup, PlanMode, Table};
-use embcache::config::{Admission, NotAdmitted, OptimizerKind, TableConfig};
+use embcache::config::{Admission, MissingRead, OptimizerKind, TableConfig};
 use embcache_benches::{
     BATCH_IDS, Bench, Better, DIM, Ids, PlainCounts, PlainDedupe, PlainIndex, Rounds, Scale, TrainedInTurn, huge_pages,
     prefetch, run, scattered_id, table_config, table_in_ram, uniform_ranks, zipf_ranks,
@@ -33,7 +33,7 @@ fn count(threshold: u32) -> Admission {
 
 fn in_ram(optimizer: OptimizerKind, rows: u64, admission: Admission) -> Table {
     table_in_ram(
-        TableConfig { not_admitted: NotAdmitted::Zeros, admission, ..table_config(optimizer, rows + rows / 100) },
+        TableConfig { not_admitted: MissingRead::Zeros, admission, ..table_config(optimizer, rows + rows / 100) },
         rows,
     )
 }

@@ -1,7 +1,7 @@
 //! The settings of a table to measure.
 
 use embcache::cache::host_row_bytes;
-use embcache::config::{Admission, NotAdmitted, OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::rows::Initializer;
 use embcache::types::{BucketHash, DEFAULT_SCORE_HALF_LIFE_STEPS, DEFAULT_TOTAL_NUM_BUCKETS};
 
@@ -27,7 +27,8 @@ pub fn table_config(optimizer: OptimizerKind, rows: u64) -> TableConfig {
         policy,
         on_full: OnFull::Error,
         admission: Admission::All,
-        not_admitted: NotAdmitted::Initial,
+        not_admitted: MissingRead::Initial,
+        missing_read: MissingRead::Initial,
         score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: None,
     }

@@ -338,6 +338,7 @@ class Table:
         ssd_root: str | None = None,  # the user's directory, which is checked, and held open as long as the table is
         admission: RowAdmission | None = None,  # None: every id gets a row
         not_admitted: Literal["zeros", "initial", "shared"] | float | None = None,  # None: "initial"
+        missing_read: Literal["zeros", "initial", "shared"] | float | None = None,  # None: as `not_admitted`
         score_half_life_steps: int | None = None,
         eviction: SweepRule | None = None,  # None: rows leave by `remove_rows` and `on_full` alone
         sizing: bool = False,  # measure miss ratios

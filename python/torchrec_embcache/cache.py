@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .admission import Admission, NotAdmitted
 from .buckets import BucketHash
-from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets
+from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets, Unseen
 from .eviction import Policy as EvictionPolicy
 from .exceptions import StateError
 from .initializers import Initializer
@@ -69,10 +69,10 @@ class CacheTable(MeasuredTable):
         admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
         not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
             "shared": one row of the table, which the gradients of all such ids train. Only with `admission`.
+        unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
-        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for `drain_evicted`.
-            None: nobody.
+        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`; "keep", for `drain_evicted`; or None.
         total_num_buckets: how many buckets ids are spread over, from 1 to 2^20.
         buckets: the buckets [begin, end) of this shard; by default the share of `rank`.
         rank: of this shard, from 0.
@@ -126,6 +126,7 @@ class CacheTable(MeasuredTable):
         on_full: OnFull = "error",
         admission: Admission | None = None,
         not_admitted: NotAdmitted = "zeros",
+        unseen: Unseen | None = None,
         score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: EvictionPolicy | None = None,
         on_evict: OnEvict | None = None,
@@ -150,6 +151,7 @@ class CacheTable(MeasuredTable):
                 not_admitted=not_admitted,
                 score_half_life_steps=score_half_life_steps,
                 eviction=eviction,
+                unseen=unseen,
             ),
             on_evict=on_evict,
             total_num_buckets=total_num_buckets,

@@ -7,7 +7,7 @@ from typing import Literal, Self, TypedDict
 
 from . import _native
 from .admission import Admission, Count, NotAdmitted, ShowClick, check_not_admitted
-from .config import check_int
+from .config import Unseen, check_choice, check_int
 from .eviction import Policy
 from .exceptions import ConfigError
 
@@ -23,6 +23,7 @@ class NativeLifecycle(TypedDict, total=False):
 
     admission: _native.RowAdmission | None
     not_admitted: NotAdmitted
+    missing_read: NotAdmitted
     score_half_life_steps: int
     eviction: _native.SweepRule
     evict_every_steps: int | None
@@ -30,12 +31,16 @@ class NativeLifecycle(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Lifecycle:
-    """What is set of the life of a table's rows. `admission=None`: every id gets a row. `eviction=None`: no rule takes one."""
+    """What is set of the life of a table's rows. `admission=None`: every id gets a row. `eviction=None`: no rule takes one.
+
+    `unseen=None`: evaluation reads what training reads for an id without a row.
+    """
 
     admission: Admission | None = None
     not_admitted: NotAdmitted = "zeros"
     score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
     eviction: Policy | None = None
+    unseen: Unseen | None = None
 
     @classmethod
     def checked(
@@ -45,6 +50,7 @@ class Lifecycle:
         not_admitted: object,
         score_half_life_steps: object,
         eviction: object,
+        unseen: Unseen | None,
         of: str = "",
     ) -> Self:
         """From what a user gave. `ConfigError` for a value out of range, which begins with `of`, the table."""
@@ -56,6 +62,8 @@ class Lifecycle:
             raise ConfigError(
                 f"{of}eviction={eviction!r} is not known: use torchrec_embcache.eviction.Policy([...]), or None"
             )
+        if unseen is not None:
+            check_choice(f"{of}unseen", unseen, Unseen)
         value = check_not_admitted(f"{of}not_admitted", not_admitted)
         if admission is None and value != "zeros":
             raise ConfigError(
@@ -69,6 +77,7 @@ class Lifecycle:
                 f"{of}score_half_life_steps", score_half_life_steps, 1, LONGEST_SCORE_HALF_LIFE_STEPS
             ),
             eviction=eviction,
+            unseen=unseen,
         )
 
     @property
@@ -101,6 +110,7 @@ class Lifecycle:
         given: NativeLifecycle = {
             "admission": None if self.admission is None else self.admission.native(),
             "not_admitted": self.absent,
+            "missing_read": self.unseen or self.absent,
             "score_half_life_steps": self.score_half_life_steps,
         }
         if self.eviction is not None:

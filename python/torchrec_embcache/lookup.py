@@ -24,7 +24,6 @@ from torch import Tensor
 
 from . import _native, lifetime
 from .bags import check_offsets
-from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
@@ -55,7 +54,6 @@ class LookupGroup:
         feature_tables: Sequence[int],
         param_groups: ParamGroups,
         *,
-        unseen: Unseen | None = None,
         kernels: str | None = None,
         after_backward: Callable[[Exception | None], None] | None = None,
         add_up: Callable[[Tensor], None] | None = None,
@@ -64,12 +62,11 @@ class LookupGroup:
 
         `add_up` adds up a tensor of all ranks that share the tables, in place; None where this rank has them alone.
         """
-        if unseen is not None:
-            check_choice("unseen", unseen, Unseen)
         self.tables = list(tables)
         self.feature_tables = list(feature_tables)
         self.param_groups = param_groups
-        self.unseen = unseen
+        # One plan is for all tables, which read alike for ids without a row.
+        self.unseen = self.tables[0].settings.lifecycle.unseen
         self.device = self.tables[0].device
         self._kernels = kernels
         self.after_backward = after_backward
@@ -242,9 +239,7 @@ class LookupGroup:
         parts = []
         for feature, table in enumerate(self.feature_tables):
             begin, end = int(splits[feature]), int(splits[feature + 1])
-            single = LookupGroup(
-                [self.tables[table]], [0], self.param_groups, unseen=self.unseen, kernels=self._kernels
-            )
+            single = LookupGroup([self.tables[table]], [0], self.param_groups, kernels=self._kernels)
             rows = single.sequence(ids[begin:end], np.array([0, end - begin]), train=False, anchor=weights)
             bounds = pooled.offsets[feature * pooled.bags : (feature + 1) * pooled.bags + 1]
             bag = torch.from_numpy(np.repeat(np.arange(pooled.bags), np.diff(bounds))).to(self.device)

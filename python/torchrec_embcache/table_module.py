@@ -123,6 +123,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
             on_full=on_full,
             admission=admission,
             not_admitted=not_admitted,
+            unseen=unseen,
             score_half_life_steps=score_half_life_steps,
             eviction=eviction,
             on_evict=on_evict,
@@ -131,7 +132,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         )
         self.weight: nn.Parameter = nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
         self.optimizer: FusedOptimizer = FusedOptimizer([self.weight], [optimizer])
-        self._group = _group_of(self.table, self.optimizer, unseen)
+        self._group = _group_of(self.table, self.optimizer)
         self._warned_state_dict = False
         self._replicated = replicated
         self._flushes = FlushSchedule([tiers.flush_interval], collective=False)
@@ -270,7 +271,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         for name, value in self.__dict__.items():
             if name != "_group":
                 made.__dict__[name] = copy.deepcopy(value, memo)
-        made.__dict__["_group"] = _group_of(made.table, made.optimizer, self._group.unseen)
+        made.__dict__["_group"] = _group_of(made.table, made.optimizer)
         return made
 
     def extra_repr(self) -> str:
@@ -316,6 +317,6 @@ def import_pretrained(module: TableModule, ids: Ids, weights: Values, *, freeze:
     module.weight.requires_grad_(not freeze)
 
 
-def _group_of(table: CacheTable, optimizer: FusedOptimizer, unseen: Unseen | None) -> LookupGroup:
+def _group_of(table: CacheTable, optimizer: FusedOptimizer) -> LookupGroup:
     """The lookup of a module's one table. It holds no reference to the module: without a cycle, deleting frees at once."""
-    return LookupGroup([internals(table)], [0], lambda: optimizer.param_groups, unseen=unseen)
+    return LookupGroup([internals(table)], [0], lambda: optimizer.param_groups)

@@ -390,7 +390,7 @@ def test_a_load_without_slots_keeps_its_weights(tmp_path):
     assert not state[DIM:].any()
 
 
-@pytest.mark.parametrize(("given", "version"), [("zeros", 2), ("shared", 5)])
+@pytest.mark.parametrize(("given", "version"), [("initial", 2), ("shared", 5)])
 def test_a_checkpoint_with_it_is_of_another_version_and_files_without_it_are_as_before(tmp_path, given, version):
     made = embedding(admission=admission.ReadOnly(), not_admitted=given)
     Saver(0).save(made, tmp_path)

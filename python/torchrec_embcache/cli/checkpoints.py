@@ -25,6 +25,8 @@ __all__ = ["Opened", "compact", "inspect", "reshard", "verify"]
 
 #: What `inspect` shows of a table.
 _COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_buckets")
+#: How what a table has beside its rows is called where it is shown.
+_BESIDE_ROWS = {**BESIDE_ROWS, "missing_read": "ids without a row read"}
 _WINDOW_BYTES = 8 << 20
 _NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
 
@@ -127,12 +129,13 @@ def inspect(path: str) -> Report:
         table["sweeps"] = [sweep for link in links for sweep in sweeps_of(link, table["module"], table["table"])]
         # Whether there is one. Its numbers would fill pages.
         table["shared_row"] = "yes" if "shared_row" in table else None
+        table["missing_read"] = _missing_read(table.get("missing_read"))
         table["hyperparameters"] = table["optimizer"]["hyperparameters"]
         table["optimizer"] = table["optimizer"]["name"]
     counted = any(table["pending"] is not None for table in tables)
     columns = (*_COLUMNS, "pending") if counted else _COLUMNS
-    columns = (*columns, *(name for name in BESIDE_ROWS if any(table[name] for table in tables)))
-    titles = {"pending": "pending since parent" if opened.is_delta else "pending", **BESIDE_ROWS}
+    columns = (*columns, *(name for name in _BESIDE_ROWS if any(table[name] for table in tables)))
+    titles = {"pending": "pending since parent" if opened.is_delta else "pending", **_BESIDE_ROWS}
     shown = [titles.get(name, name) for name in columns]
     grids = [
         Grid(
@@ -169,6 +172,11 @@ def inspect(path: str) -> Report:
     }
     notes = [f"{entry['name']}: {entry['error']}" for entry in found if "error" in entry]
     return Report(data, grids, notes=notes)
+
+
+def _missing_read(said: str | dict[str, float] | None) -> str | float | None:
+    """What the manifest says that ids without a row read; None where it says nothing, because a reader derives it."""
+    return said["value"] if isinstance(said, dict) else said
 
 
 def _sweeps_grid(opened: Opened, tables: list[dict[str, Any]]) -> Grid:

@@ -198,6 +198,8 @@ def _spec(table: StoredTable, settings: Settings) -> tuple[dict[str, Any], dict[
     }
     if "shared_row" in described and described.get("dim") == table.dim:
         spec["shared_row"] = _shared_row(described, wanted, table.dim)
+    if "missing_read" in described:
+        spec["missing_read"] = described["missing_read"]
     return spec, dict(zip(names, present, strict=True))
 
 

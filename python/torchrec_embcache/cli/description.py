@@ -4,7 +4,7 @@ Anybody can edit that file, so it is read as hostile input: every field is check
 """
 
 import json
-import math
+import sys
 from typing import Any
 
 from torchrec_embcache.config import MAX_NUM_BUCKETS
@@ -43,6 +43,8 @@ def parse_description(data: bytes, path: str) -> dict[str, Any]:
             _check_integer(path, name, found[name], low, high)
     if "shared_row" in found:
         _check_text(path, "shared_row", found["shared_row"])
+    if "missing_read" in found:
+        _check_missing_read(path, found["missing_read"])
     if "initializer" in found:
         _check_object(path, "initializer", found["initializer"])
     if "optimizer" in found:
@@ -75,12 +77,25 @@ def _check_object(path: str, field: str, value: object) -> None:
         raise _wrong(path, field, "an object", repr(value))
 
 
+def _check_missing_read(path: str, value: object) -> None:
+    """What evaluation reads for an id without a row: its name, or a number in every column."""
+    number = value.get("value") if isinstance(value, dict) and len(value) == 1 else None
+    if not _is_finite(number) and value not in ("zeros", "initial", "shared_row"):
+        raise _wrong(
+            path, "missing_read", '"zeros", "initial", "shared_row" or {"value": a finite number}', repr(value)
+        )
+
+
+def _is_finite(value: object) -> bool:
+    # Of an integer that no float can hold, `math.isfinite` raises OverflowError.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def _check_optimizer(path: str, optimizer: Any) -> None:
     _check_object(path, "optimizer", optimizer)
     _check_text(path, "optimizer.name", optimizer.get("name"))
     hyperparameters = optimizer.get("hyperparameters", {})
     _check_object(path, "optimizer.hyperparameters", hyperparameters)
     for name, value in hyperparameters.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
+        if not _is_finite(value):
             raise _wrong(path, f"optimizer.hyperparameters.{name}", "a finite number", repr(value))

@@ -217,8 +217,6 @@ def _check(config: CacheConfig) -> None:
         raise ConfigError(f"{table}tiers={config.tiers!r}: give a TierBudgets")
     check_choice(f"{table}policy", config.policy, Policy)
     check_choice(f"{table}on_full", config.on_full, OnFull)
-    if config.unseen is not None:
-        check_choice(f"{table}unseen", config.unseen, Unseen)
     check_on_evict(table, config.on_evict)
     lifecycle_of(config)
 
@@ -257,6 +255,7 @@ def lifecycle_of(config: CacheConfig) -> Lifecycle:
         not_admitted=recsdks.not_admitted if recsdks != Translated() else config.not_admitted,
         score_half_life_steps=half_life,
         eviction=recsdks.eviction or eviction,
+        unseen=config.unseen,
         of=of,
     )
 

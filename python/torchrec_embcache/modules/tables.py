@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.optim.fused import EmptyFusedOptimizer
 
 from torchrec_embcache.cache import CacheTable, RowChunk, RowMetadata, internals
-from torchrec_embcache.config import TierBudgets, Unseen, bucket_range
+from torchrec_embcache.config import TierBudgets, bucket_range
 from torchrec_embcache.exceptions import ConfigError, EmbCacheWarning, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.lookup import LookupGroup
@@ -134,8 +134,7 @@ class ModuleTables(Mapping[str, CacheTable]):
         `shards` has the tables of this rank; `specs` has their optimizers, where they are known.
         """
         self.device = device
-        self.unseen: Unseen | None = configs[0].unseen
-        if any(config.unseen != self.unseen for config in configs):
+        if any(config.unseen != configs[0].unseen for config in configs):
             raise UnsupportedError(
                 f"module {module!r}: tables differ in unseen, which is not supported yet: give all the same, or two modules"
             )
@@ -161,6 +160,7 @@ class ModuleTables(Mapping[str, CacheTable]):
                 on_full=config.on_full,
                 admission=lives[config.name].admission,
                 not_admitted=lives[config.name].not_admitted,
+                unseen=lives[config.name].unseen,
                 score_half_life_steps=lives[config.name].score_half_life_steps,
                 eviction=lives[config.name].eviction,
                 on_evict=config.on_evict,
@@ -287,9 +287,7 @@ class ModuleTables(Mapping[str, CacheTable]):
 
         features = [index for index, config in enumerate(configs) for _ in config.feature_names]
         tables = [internals(self._tables[name]) for name in names]
-        return LookupGroup(
-            tables, features, param_groups, unseen=self.unseen, after_backward=after_backward, add_up=add_up
-        )
+        return LookupGroup(tables, features, param_groups, after_backward=after_backward, add_up=add_up)
 
     def flush_schedule(self, *, collective: bool) -> FlushSchedule:
         """When these tables are flushed while they train; `collective`: by all ranks together."""

@@ -4,6 +4,8 @@ use std::num::NonZeroU64;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Kind, Result};
 use crate::rows::{Initializer, RowLayout};
 use crate::types::{BucketHash, Bucketing};
@@ -212,18 +214,20 @@ impl Admission {
     }
 }
 
-/// What a training batch reads for an id that gets no row. Its gradient is dropped, but where it trains the shared row.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub enum NotAdmitted {
+/// What is read for an id that has no row.
+///
+/// Its serde form is part of a checkpoint's manifest.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MissingRead {
     /// Zeros.
-    #[default]
     Zeros,
     /// This number in every column.
     Value(f32),
-    /// The row that it would be born with.
+    /// The weights that a row of the id would be born with.
     Initial,
-    /// The one row that all such ids of the table share, and which their gradients train.
-    Shared,
+    /// The weights of the one row that such ids of the table share; see [`SharedRow`](crate::lifecycle::SharedRow).
+    SharedRow,
 }
 
 /// Which rows leave a table by a rule of their own columns, and when. A sweep takes those that the rule names.
@@ -352,8 +356,11 @@ pub struct TableConfig {
     pub on_full: OnFull,
     /// Which ids get a row.
     pub admission: Admission,
-    /// What a training batch reads for an id that gets none.
-    pub not_admitted: NotAdmitted,
+    /// What a training batch reads for an id that gets none. The gradient of such an id is dropped, but where it trains the shared row.
+    pub not_admitted: MissingRead,
+    /// What an evaluation reads for an id without a row. Each plan is told by its [`PlanMode`](crate::cache::PlanMode); this is for
+    /// checkpoints, which say it to those who read the rows without this configuration.
+    pub missing_read: MissingRead,
     /// The steps over which the score of a row halves: 1 to [`Decay::LONGEST`](crate::rows::Decay::LONGEST).
     pub score_half_life_steps: u64,
     /// Which rows leave by a rule. `None`: none do.

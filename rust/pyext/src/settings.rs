@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 
 use embcache::cache::{PlanMode, Unseen};
-use embcache::config::{Admission, EvictionRule, NotAdmitted, OnFull, OptimizerKind, PolicyKind, Reopen};
+use embcache::config::{Admission, EvictionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen};
 use embcache::rows::Initializer;
 use embcache::types::BucketHash;
 use embcache::{Error, Kind};
@@ -149,24 +149,25 @@ impl PySweepRule {
     }
 }
 
-/// What a training batch reads for an id that gets no row: "zeros", "initial", "shared" or a number.
+/// What is read for an id that has no row: "zeros", "initial", "shared" or a number.
 #[derive(FromPyObject)]
-pub(crate) enum PyNotAdmitted {
+pub(crate) enum PyMissingRead {
     Value(f32),
     Name(String),
 }
 
-impl PyNotAdmitted {
-    pub(crate) fn core(&self) -> PyResult<NotAdmitted> {
+impl PyMissingRead {
+    /// As the core has it; the error names `field`.
+    pub(crate) fn core(&self, field: &str) -> PyResult<MissingRead> {
         match self {
-            Self::Value(value) if value.is_finite() => Ok(NotAdmitted::Value(*value)),
-            Self::Value(value) => Err(config_error(format!("not_admitted={value}: give a finite number"))),
+            Self::Value(value) if value.is_finite() => Ok(MissingRead::Value(*value)),
+            Self::Value(value) => Err(config_error(format!("{field}={value}: give a finite number"))),
             Self::Name(name) => match name.as_str() {
-                "zeros" => Ok(NotAdmitted::Zeros),
-                "initial" => Ok(NotAdmitted::Initial),
-                "shared" => Ok(NotAdmitted::Shared),
+                "zeros" => Ok(MissingRead::Zeros),
+                "initial" => Ok(MissingRead::Initial),
+                "shared" => Ok(MissingRead::SharedRow),
                 other => Err(config_error(format!(
-                    "not_admitted={other:?} is not known: use \"zeros\", \"initial\", \"shared\" or a number"
+                    "{field}={other:?} is not known: use \"zeros\", \"initial\", \"shared\" or a number"
                 ))),
             },
         }

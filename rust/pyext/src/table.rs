@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table};
-use embcache::config::{Admission, Eviction, NotAdmitted, SsdConfig, TableConfig};
+use embcache::config::{Admission, Eviction, MissingRead, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::lifecycle::SharedRow;
 use embcache::ssd::SsdTier;
@@ -26,7 +26,7 @@ use crate::records::PyAncestor;
 use crate::rows::{PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata};
 use crate::segments::PySegments;
 use crate::settings::{
-    PyAdmission, PyInitializer, PyNotAdmitted, PySweepRule, PyTableCounters, bucket_hash_from, on_full_from,
+    PyAdmission, PyInitializer, PyMissingRead, PySweepRule, PyTableCounters, bucket_hash_from, on_full_from,
     optimizer_from, policy_from, reopen_from,
 };
 use crate::stats::PyTableStats;
@@ -35,6 +35,12 @@ use crate::stats::PyTableStats;
 struct PythonGather {
     callable: Py<PyAny>,
     vector_floats: usize,
+}
+
+impl PythonGather {
+    fn of(callable: Py<PyAny>, config: &TableConfig) -> Arc<dyn DeviceRows> {
+        Arc::new(Self { callable, vector_floats: config.layout().vector_floats() })
+    }
 }
 
 impl DeviceRows for PythonGather {
@@ -88,9 +94,10 @@ fn open_table(
     config: TableConfig,
     gather: Option<Arc<dyn DeviceRows>>,
     ssd_root: Option<&Path>,
-    segments: Option<&PySegments>,
+    segments: Option<&Py<PySegments>>,
     sizing: bool,
 ) -> embcache::Result<Table> {
+    let segments = segments.map(Py::get);
     let source = segments.map(|from| (&*from.files, from.counters));
     let table = Table::open_from(config, gather, engine_beneath(ssd_root)?, source)?;
     let counts = segments.into_iter().flat_map(|from| &from.counts);
@@ -110,8 +117,8 @@ impl PyTable {
     #[new]
     #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_hash, bucket_begin, bucket_end,
         host_bytes, device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None,
-        unfinished=None, ssd_root=None, admission=None, not_admitted=None, score_half_life_steps=None, eviction=None,
-        evict_every_steps=None, sizing=false))]
+        unfinished=None, ssd_root=None, admission=None, not_admitted=None, missing_read=None, score_half_life_steps=None,
+        eviction=None, evict_every_steps=None, sizing=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn new(
@@ -139,13 +146,15 @@ impl PyTable {
         unfinished: Option<u64>,
         ssd_root: Option<PathBuf>,
         admission: Option<Py<PyAdmission>>,
-        not_admitted: Option<PyNotAdmitted>,
+        not_admitted: Option<PyMissingRead>,
+        missing_read: Option<PyMissingRead>,
         score_half_life_steps: Option<u64>,
         eviction: Option<Py<PySweepRule>>,
         evict_every_steps: Option<NonZeroU64>,
         sizing: bool,
     ) -> PyResult<Self> {
         let reopen = reopen_from(reopen, unfinished)?;
+        let not_admitted = not_admitted.map_or(Ok(MissingRead::Initial), |given| given.core("not_admitted"))?;
         let config = TableConfig {
             key: key.unwrap_or_else(|| table_key(&name)),
             name,
@@ -162,16 +171,14 @@ impl PyTable {
             policy: policy_from(policy)?,
             on_full: on_full_from(on_full)?,
             admission: admission.map_or(Admission::All, |admission| admission.get().core),
-            not_admitted: not_admitted.map_or(Ok(NotAdmitted::Initial), |given| given.core())?,
+            not_admitted,
+            missing_read: missing_read.map_or(Ok(not_admitted), |given| given.core("missing_read"))?,
             score_half_life_steps: score_half_life_steps.unwrap_or(DEFAULT_SCORE_HALF_LIFE_STEPS),
             eviction: eviction.map(|rule| Eviction { rule: rule.get().core.clone(), every_steps: evict_every_steps }),
         };
         follow_levels(py)?;
-        let vector_floats = config.layout().vector_floats();
-        let gather =
-            device_gather.map(|callable| Arc::new(PythonGather { callable, vector_floats }) as Arc<dyn DeviceRows>);
-        let source = segments.as_ref().map(Py::get);
-        let opened = py.detach(|| open_table(config, gather, ssd_root.as_deref(), source, sizing));
+        let gather = device_gather.map(|callable| PythonGather::of(callable, &config));
+        let opened = py.detach(|| open_table(config, gather, ssd_root.as_deref(), segments.as_ref(), sizing));
         opened.map(|inner| Self { inner }).map_err(to_python)
     }
 
@@ -221,7 +228,7 @@ impl PyTable {
     }
     #[getter]
     fn has_shared_row(&self) -> bool {
-        self.inner.config().not_admitted == NotAdmitted::Shared
+        self.inner.config().not_admitted == MissingRead::SharedRow
     }
     fn shared_row<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray1<f32>>>> {
         let row = py.detach(|| self.inner.shared_row()).map_err(to_python)?;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, PlanMode, RowBlock, Table, Unseen};
 use embcache::checkpoint::Directory;
-use embcache::config::{Admission, NotAdmitted, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{FaultEngine, IoEngine, MemoryEngine};
 use embcache::kernels::Hyperparameters;
 use embcache::rows::{Initializer, RowHeader, RowLayout};
@@ -158,7 +158,8 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
         policy,
         on_full: OnFull::Error,
         admission: Admission::All,
-        not_admitted: NotAdmitted::Initial,
+        not_admitted: MissingRead::Initial,
+        missing_read: MissingRead::Initial,
         score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: None,
     }

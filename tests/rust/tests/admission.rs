@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 
 use embcache::Kind;
 use embcache::cache::{Plan, PlanMode, Unseen};
-use embcache::config::{Admission, NotAdmitted, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{Admission, MissingRead, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::types::Id;
 use embcache_tests::dice::{Dice, bits};
 use embcache_tests::{Contents, Rig, config, hyperparameters, three_tiers};
@@ -171,7 +171,7 @@ fn count(threshold: u32) -> Admission {
     Admission::Count { threshold, window_steps: None, memory: MEMORY }
 }
 
-fn settings(number: usize, admission: Admission, not_admitted: NotAdmitted) -> TableConfig {
+fn settings(number: usize, admission: Admission, not_admitted: MissingRead) -> TableConfig {
     let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: Reopen::Never, resume_token: None };
     let made = match number {
         0 => config(DIM, OptimizerKind::RowWiseAdagrad, 100_000),
@@ -186,9 +186,9 @@ fn the_same_ids_get_the_same_rows_for_any_tiers_and_any_lookahead() {
     for (tiers, depth, threshold) in
         [(0, 0, 3), (0, 3, 2), (1, 0, 4), (1, 1, 3), (1, 8, 3), (2, 0, 3), (2, 2, 5), (0, 1, 1)]
     {
-        let (rig, _) = Rig::with_faults(settings(tiers, count(threshold), NotAdmitted::Zeros));
+        let (rig, _) = Rig::with_faults(settings(tiers, count(threshold), MissingRead::Zeros));
         let model = Model {
-            rig: Rig::with_faults(settings(0, Admission::All, NotAdmitted::Initial)).0,
+            rig: Rig::with_faults(settings(0, Admission::All, MissingRead::Initial)).0,
             ..Model::new(threshold)
         };
         let mut pair = Pair { rig, model, ahead: Ahead::new(), salt: 0 };
@@ -211,8 +211,8 @@ fn the_same_ids_get_the_same_rows_for_any_tiers_and_any_lookahead() {
 
 #[test]
 fn ids_that_wait_take_no_room_of_rows() {
-    let mut config = settings(0, count(2), NotAdmitted::Zeros);
-    config.host_bytes = settings(0, count(2), NotAdmitted::Zeros).host_bytes / 1000;
+    let mut config = settings(0, count(2), MissingRead::Zeros);
+    config.host_bytes = settings(0, count(2), MissingRead::Zeros).host_bytes / 1000;
     let (rig, _) = Rig::with_faults(config);
     for step in 0..50 {
         let ids: Vec<Id> = (step * 200..(step + 1) * 200).collect();
@@ -226,7 +226,7 @@ fn ids_that_wait_take_no_room_of_rows() {
 fn an_id_that_is_not_admitted_reads_what_was_asked_for_and_is_not_trained() {
     for tiers in 0..3 {
         for (not_admitted, expected) in
-            [(NotAdmitted::Zeros, Some(0.0)), (NotAdmitted::Value(0.25), Some(0.25)), (NotAdmitted::Initial, None)]
+            [(MissingRead::Zeros, Some(0.0)), (MissingRead::Value(0.25), Some(0.25)), (MissingRead::Initial, None)]
         {
             let (rig, _) = Rig::with_faults(settings(tiers, Admission::ReadOnly, not_admitted));
             rig.import(&[(5, row_of(5))].into_iter().collect()).expect("imported");
@@ -259,7 +259,7 @@ fn out_of(rig: &Rig, id: Id, expected: Option<f32>) -> Vec<f32> {
 #[test]
 fn a_mean_counts_the_ids_that_are_not_admitted() {
     for tiers in 0..3 {
-        let (rig, _) = Rig::with_faults(settings(tiers, Admission::ReadOnly, NotAdmitted::Value(2.0)));
+        let (rig, _) = Rig::with_faults(settings(tiers, Admission::ReadOnly, MissingRead::Value(2.0)));
         rig.import(&[(5, row_of(5))].into_iter().collect()).expect("imported");
         let plan = rig.plan(&[5, 6, 7, 8], PlanMode::TRAIN).expect("a plan");
         rig.place(&plan).expect("a place");
@@ -276,7 +276,7 @@ fn coins_are_thrown_alike_for_any_tiers_and_any_lookahead() {
     let admission = Admission::Probability { p: 0.2 };
     let mut found = Vec::new();
     for (tiers, depth) in [(0, 0), (1, 4), (2, 2)] {
-        let (rig, _) = Rig::with_faults(settings(tiers, admission, NotAdmitted::Zeros));
+        let (rig, _) = Rig::with_faults(settings(tiers, admission, MissingRead::Zeros));
         let mut dice = Dice(3);
         let mut ahead: Ahead = Ahead::new();
         for step in 0..60 {
@@ -299,7 +299,7 @@ fn coins_are_thrown_alike_for_any_tiers_and_any_lookahead() {
 #[test]
 fn shows_and_clicks_add_up() {
     let admission = Admission::ShowClick { alpha: 0.25, beta: 1.0, threshold: 1.0, window_steps: None, memory: MEMORY };
-    let (rig, _) = Rig::with_faults(settings(0, admission, NotAdmitted::Zeros));
+    let (rig, _) = Rig::with_faults(settings(0, admission, MissingRead::Zeros));
     let step = |ids: &[Id], clicks: &[u32]| {
         let plan = rig.lookup.plan_with_clicks(ids, &[0, ids.len() as i64], PlanMode::TRAIN, clicks).expect("a plan");
         rig.finish(&plan, ids.len(), BAG, 1).expect("a step");
@@ -316,7 +316,7 @@ fn shows_and_clicks_add_up() {
 
 #[test]
 fn a_row_that_was_removed_starts_to_be_counted_anew() {
-    let (rig, _) = Rig::with_faults(settings(1, count(3), NotAdmitted::Zeros));
+    let (rig, _) = Rig::with_faults(settings(1, count(3), MissingRead::Zeros));
     let has = |id: Id| rig.table.read_rows(&[id]).expect("rows").found[0];
     rig.train(&[1, 1, 1], 1, 0).expect("a step");
     assert!(has(1));
@@ -330,7 +330,7 @@ fn a_row_that_was_removed_starts_to_be_counted_anew() {
 #[test]
 fn two_batches_in_flight_that_both_admit_an_id_train_one_row() {
     for tiers in 0..3 {
-        let (rig, _) = Rig::with_faults(settings(tiers, count(2), NotAdmitted::Zeros));
+        let (rig, _) = Rig::with_faults(settings(tiers, count(2), MissingRead::Zeros));
         let plans = [(); 3].map(|()| rig.plan(&[1, 1, 2], PlanMode::TRAIN).expect("a plan"));
         // All three are forwarded before the first backward.
         let outs = plans.each_ref().map(|plan| {
@@ -351,7 +351,7 @@ fn two_batches_in_flight_that_both_admit_an_id_train_one_row() {
 
 #[test]
 fn an_id_that_another_batch_gave_its_row_meanwhile_is_not_counted() {
-    let (rig, _) = Rig::with_faults(settings(0, count(3), NotAdmitted::Zeros));
+    let (rig, _) = Rig::with_faults(settings(0, count(3), MissingRead::Zeros));
     let refused = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
     rig.place(&refused).expect("a place");
     let out = rig.forward(&refused, 1, 1).expect("a forward");
@@ -365,7 +365,7 @@ fn an_id_that_another_batch_gave_its_row_meanwhile_is_not_counted() {
 fn counts_move_to_shards_in_which_ids_fall_into_other_buckets() {
     let counted = Admission::Count { threshold: 4, window_steps: NonZeroU64::new(20), memory: MEMORY };
     let open = |total: u32, buckets: std::ops::Range<u32>| {
-        let settings = settings(0, counted, NotAdmitted::Zeros);
+        let settings = settings(0, counted, MissingRead::Zeros);
         Rig::with_faults(TableConfig { total_num_buckets: total, buckets, ..settings }).0
     };
     let counts = |rig: &Rig| {
@@ -416,7 +416,7 @@ fn numbers_out_of_range_are_refused() {
         show_click(0.0, 0.0, 1.0),
     ] {
         let engine = std::sync::Arc::new(embcache::io::MemoryEngine::default());
-        let opened = Rig::open(settings(0, admission, NotAdmitted::Zeros), engine);
+        let opened = Rig::open(settings(0, admission, MissingRead::Zeros), engine);
         assert_eq!(opened.map(|_| ()).expect_err("out of range").kind(), Kind::Config, "{admission:?}");
     }
 }
@@ -426,7 +426,7 @@ fn refused_ids_train_the_shared_row_once_its_sums_are_said_and_not_before() {
     for device_rows in [None, Some(64)] {
         let shared = TableConfig {
             admission: Admission::ReadOnly,
-            not_admitted: NotAdmitted::Shared,
+            not_admitted: MissingRead::SharedRow,
             device_rows,
             ..config(DIM, OptimizerKind::Sgd, 100)
         };

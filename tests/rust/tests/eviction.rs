@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use embcache::cache::{EvictedQueue, Plan, PlanMode};
-use embcache::config::{Admission, Eviction, EvictionRule, NotAdmitted, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{Admission, Eviction, EvictionRule, MissingRead, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::lifecycle::rising;
 use embcache::rows::{Decay, RowHeader};
 use embcache::types::Id;
@@ -394,7 +394,7 @@ fn a_row_that_died_is_counted_from_nothing_before_it_is_admitted_again() {
     for tiers in 0..3 {
         let eviction = Eviction { rule: EvictionRule::Unused { steps: 2 }, every_steps: NonZeroU64::new(1) };
         let admission = Admission::Count { threshold: 3, window_steps: None, memory: 1 << 20 };
-        let wanted = TableConfig { admission, not_admitted: NotAdmitted::Zeros, ..settings(tiers, Some(eviction)) };
+        let wanted = TableConfig { admission, not_admitted: MissingRead::Zeros, ..settings(tiers, Some(eviction)) };
         let (rig, _) = Rig::with_faults(wanted);
         let has = |id: Id| rig.table.read_rows(&[id]).expect("rows").found[0];
         rig.train(&[1, 1, 1], 1, 0).expect("a step");

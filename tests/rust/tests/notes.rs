@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::cache::Ancestor;
-use embcache::config::{Admission, Eviction, EvictionRule, NotAdmitted, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{Admission, Eviction, EvictionRule, MissingRead, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::MemoryEngine;
 use embcache::lifecycle::SharedRow;
 use embcache::rows::RowHeader;
@@ -21,7 +21,7 @@ fn settings(dim: usize, shared: bool, timed: bool, ssd_bytes: u64) -> TableConfi
     TableConfig {
         ssd: Some(ssd),
         admission: Admission::ReadOnly,
-        not_admitted: if shared { NotAdmitted::Shared } else { NotAdmitted::Zeros },
+        not_admitted: if shared { MissingRead::SharedRow } else { MissingRead::Zeros },
         eviction: timed.then_some(Eviction { rule: EvictionRule::GivenInTime, every_steps: None }),
         ..config(dim, OptimizerKind::Adam, 5000)
     }

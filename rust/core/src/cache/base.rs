@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::config::{NotAdmitted, TableConfig};
+use crate::config::{MissingRead, TableConfig};
 use crate::device::DeviceRows;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::deal;
@@ -64,7 +64,7 @@ impl TableBase {
 
     /// Whether ids that are refused a row share one.
     pub(crate) fn has_shared_row(&self) -> bool {
-        self.config.not_admitted == NotAdmitted::Shared
+        self.config.not_admitted == MissingRead::SharedRow
     }
 
     /// Floats of the vector part of a row.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Chunk, Lookup, Plan, PlanMode, PreImages, RowBlock, Table};
-use crate::config::{Admission, NotAdmitted, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use crate::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use crate::io::{IoEngine, MemoryEngine};
 use crate::kernels::Hyperparameters;
 use crate::rows::{Initializer, RowHeader};
@@ -31,7 +31,8 @@ fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
         policy: PolicyKind::Lru,
         on_full: OnFull::Error,
         admission: Admission::All,
-        not_admitted: NotAdmitted::Initial,
+        not_admitted: MissingRead::Initial,
+        missing_read: MissingRead::Initial,
         score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: None,
     };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Lookup, PlanMode, RowBlock, Table};
-use crate::config::{Admission, NotAdmitted, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use crate::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use crate::io::MemoryEngine;
 use crate::rows::{Initializer, RowHeader};
 use crate::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
@@ -29,7 +29,8 @@ fn table(dim: usize) -> Table {
         policy: PolicyKind::S3Fifo,
         on_full: OnFull::Error,
         admission: Admission::All,
-        not_admitted: NotAdmitted::Initial,
+        not_admitted: MissingRead::Initial,
+        missing_read: MissingRead::Initial,
         score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: None,
     };

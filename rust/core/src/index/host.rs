@@ -17,9 +17,9 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 const WIDTH: usize = 5;
 
 /// A cache line of entries. The entries in use come first.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-struct Line {
+pub(crate) struct Line {
     ids: [Id; WIDTH],
     /// For each entry its *tag*: the slot plus one, or 0 for a free entry (whose id may be anything, so that a line of zeros is
     /// empty). The last number belongs to no entry: it counts the ids that lie past this line although their home is this line or one before
@@ -75,7 +75,7 @@ impl Line {
 
     /// How many ids lie past this line although their home is this line or one before it.
     #[inline]
-    fn passed(&self) -> u32 {
+    pub(crate) fn passed(&self) -> u32 {
         self.tags[WIDTH]
     }
 
@@ -202,12 +202,12 @@ impl HostIndex {
         if self.len == 0 {
             return slots.fill(NO_SLOT);
         }
-        match Isa::best() {
-            // SAFETY: `Isa::best` found that the processor has AVX-512 F.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => unsafe { slots_at_once(self.hash, self.lines(), ids, slots) },
-            _ => slots_ahead(self.hash, self.lines(), ids, slots, Line::tag),
-        }
+        slots_of(self.hash, self.lines(), ids, slots);
+    }
+
+    /// The lines, and the hash by which ids have their homes in them.
+    pub(crate) fn parts(&self) -> (&[Line], IdHash) {
+        (self.lines(), self.hash)
     }
 
     /// Add an absent id at a slot that is not `NO_SLOT`.
@@ -377,6 +377,17 @@ fn slot_from(lines: &[Line], mut line: usize, id: Id) -> CacheSlot {
             return tag.wrapping_sub(1);
         }
         line = following(line, lines.len());
+    }
+}
+
+/// Write the slot of `ids[i]` to `slots[i]`, or `NO_SLOT` where the lines, of which there is one at least, lack the id. Lines are prefetched.
+/// They may come from a file. Whatever they hold, this ends where one of them says that no id has passed it.
+pub(crate) fn slots_of(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
+    match Isa::best() {
+        // SAFETY: `Isa::best` found that the processor has AVX-512 F.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => unsafe { slots_at_once(hash, lines, ids, slots) },
+        _ => slots_ahead(hash, lines, ids, slots, Line::tag),
     }
 }
 

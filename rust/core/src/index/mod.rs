@@ -7,3 +7,4 @@ mod host;
 pub use dedupe::{Deduped, Deduper, dedupe};
 pub(crate) use hash::IdHash;
 pub use host::HostIndex;
+pub(crate) use host::{Line, slots_of};

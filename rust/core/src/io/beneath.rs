@@ -10,7 +10,7 @@ use std::time::SystemTime;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{DirLock, FileMapping, Hold, IoEngine, IoFile, Open, Read, ReadSink};
+use super::{Access, DirLock, FileMapping, Hold, IoEngine, IoFile, Open, Read, ReadSink};
 use crate::error::{Error, Kind, Result};
 
 /// An engine that holds one directory open. For an operation on a path below, it walks there from the directory's descriptor, one
@@ -147,8 +147,8 @@ impl IoFile for BeneathFile {
     fn modified(&self) -> Result<SystemTime> {
         self.inner.modified().map_err(|error| self.named(error))
     }
-    fn map(&self) -> Result<FileMapping> {
-        Ok(self.inner.map().map_err(|error| self.named(error))?.renamed(&self.path))
+    fn map(&self, access: Access) -> Result<FileMapping> {
+        Ok(self.inner.map(access).map_err(|error| self.named(error))?.renamed(&self.path))
     }
     fn as_any(&self) -> &dyn Any {
         // The inner engine recognises its own files by this.

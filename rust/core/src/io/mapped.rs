@@ -7,6 +7,7 @@ use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::ptr;
 
+use super::AlignedBuf;
 use crate::error::{Error, Kind, Result};
 use crate::mapping::page_bytes;
 
@@ -24,8 +25,8 @@ pub struct FileMapping {
 enum Content {
     /// Pages of the file itself, which all processes share.
     Shared(SharedPages),
-    /// A copy, of a file of an engine whose files cannot be mapped.
-    Copy(Vec<u8>),
+    /// A copy, of a file of an engine whose files cannot be mapped. The buffer may be longer than the file.
+    Copy(AlignedBuf, usize),
 }
 
 /// A read-only mapping of a file, which is unmapped when it is dropped.
@@ -47,28 +48,67 @@ impl Drop for SharedPages {
     }
 }
 
+/// How the bytes of a mapping are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Here and there: a read brings in its own page alone.
+    Scattered,
+    /// All of them, again and again: they are in huge pages where the file system permits that.
+    Whole,
+}
+
+/// Bytes of a huge page, and its alignment.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
 impl FileMapping {
     /// Map the first `bytes` bytes of an open file, which is never written again. `Kind::Storage` where the system refuses.
-    pub(super) fn of_file(path: &Path, file: &File, bytes: usize) -> Result<Self> {
+    pub(super) fn of_file(path: &Path, file: &File, bytes: usize, access: Access) -> Result<Self> {
         if bytes == 0 {
-            return Ok(Self::copy(path, Vec::new()));
+            return Self::copied(path, 0, |_| Ok(()));
         }
+        let failed = || Error::io("map", path, &std::io::Error::last_os_error());
+        let room = bytes.next_multiple_of(page_bytes()) + HUGE_PAGE_BYTES;
+        // Room for a mapping that starts at a multiple of a huge page. The file takes the place of a part of it.
         // SAFETY: this makes a new mapping at an address of the system's choice, so it replaces no other.
-        let start =
-            unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0) };
-        if start == libc::MAP_FAILED {
-            return Err(Error::io("map", path, &std::io::Error::last_os_error()));
+        let at = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+            libc::mmap(ptr::null_mut(), room, libc::PROT_NONE, flags, -1, 0)
+        };
+        if at == libc::MAP_FAILED {
+            return Err(failed());
         }
-        let pages = SharedPages { start: start.cast(), bytes };
-        // SAFETY: the range is the mapping that was made above. The advice is that pages are needed here and there, so that a fault reads one
-        // page; where the system refuses it, this costs only speed.
-        unsafe { libc::madvise(pages.start.cast(), bytes, libc::MADV_RANDOM) };
+        let reserved = SharedPages { start: at.cast(), bytes: room };
+        let before = reserved.start.addr().next_multiple_of(HUGE_PAGE_BYTES) - reserved.start.addr();
+        let start = reserved.start.wrapping_add(before);
+        let fixed = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: the range lies in the mapping above, which nobody uses, and takes its place there.
+        let mapped = unsafe { libc::mmap(start.cast(), bytes, libc::PROT_READ, fixed, file.as_raw_fd(), 0) };
+        if mapped == libc::MAP_FAILED {
+            return Err(failed());
+        }
+        std::mem::forget(reserved);
+        let pages = SharedPages { start, bytes };
+        let after = start.wrapping_add(bytes.next_multiple_of(page_bytes()));
+        let advice = if access == Access::Whole { libc::MADV_HUGEPAGE } else { libc::MADV_RANDOM };
+        // SAFETY: what is unmapped is the room before and after the file, whole pages that nobody uses. The advice changes no contents; where the
+        // system refuses it, this costs only speed.
+        unsafe {
+            if before > 0 {
+                libc::munmap(at, before);
+            }
+            if before < HUGE_PAGE_BYTES {
+                libc::munmap(after.cast(), HUGE_PAGE_BYTES - before);
+            }
+            libc::madvise(start.cast(), bytes, advice);
+        }
         Ok(Self { path: path.to_owned(), content: Content::Shared(pages) })
     }
 
-    /// Bytes that were read from a file.
-    pub(super) fn copy(path: &Path, bytes: Vec<u8>) -> Self {
-        Self { path: path.to_owned(), content: Content::Copy(bytes) }
+    /// Bytes that `read` reads from a file.
+    pub(super) fn copied(path: &Path, bytes: usize, read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Self> {
+        let mut buffer = AlignedBuf::try_zeroed(bytes)?;
+        read(&mut buffer[..bytes])?;
+        Ok(Self { path: path.to_owned(), content: Content::Copy(buffer, bytes) })
     }
 
     /// The same under the path that the user knows.
@@ -87,13 +127,13 @@ impl FileMapping {
         match &self.content {
             // SAFETY: the mapping has so many bytes from its start, any of which is a valid `u8`. Files that are mapped are never written again.
             Content::Shared(pages) => unsafe { std::slice::from_raw_parts(pages.start, pages.bytes) },
-            Content::Copy(bytes) => bytes,
+            Content::Copy(buffer, bytes) => &buffer[..*bytes],
         }
     }
 
     /// Whether all bytes are in memory that the system cannot take back.
     pub fn is_copy(&self) -> bool {
-        matches!(self.content, Content::Copy(_))
+        matches!(self.content, Content::Copy(..))
     }
 
     /// Start to read a range of bytes from the disk, as far as it is not in memory, and do not wait.
@@ -150,8 +190,8 @@ mod tests {
     fn mapped(bytes: &[u8]) -> (tempfile::NamedTempFile, FileMapping) {
         let mut file = tempfile::NamedTempFile::new().expect("a file");
         file.write_all(bytes).expect("room");
-        let mapping = FileMapping::of_file(file.path(), file.as_file(), bytes.len()).expect("a mapping");
-        (file, mapping)
+        let mapping = FileMapping::of_file(file.path(), file.as_file(), bytes.len(), Access::Scattered);
+        (file, mapping.expect("a mapping"))
     }
 
     #[test]
@@ -171,6 +211,17 @@ mod tests {
         mapping.bring_in(&(0..10_000)).expect("these are there");
         let error = mapping.bring_in(&(60_000..60_010)).expect_err("these are gone");
         assert_eq!(error.kind(), Kind::Corruption, "{error}");
+    }
+
+    #[test]
+    fn a_file_that_is_used_as_a_whole_is_read_as_it_is_at_any_length() {
+        for length in [1, 4096, 5000, (2 << 20) - 1, 2 << 20, (4 << 20) + 7] {
+            let bytes: Vec<u8> = (0..length as u32).map(|n| (n >> 3) as u8).collect();
+            let (file, _) = mapped(&bytes);
+            let whole = FileMapping::of_file(file.path(), file.as_file(), length, Access::Whole).expect("a mapping");
+            whole.bring_in(&(0..length)).expect("it is there");
+            assert!(whole.bytes() == bytes);
+        }
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub use disk::DiskEngine;
 pub use fault::{Fault, FaultEngine, Operation};
 pub use link::link_or_copy;
 pub use lock::{DirLock, Hold, LOCK_FILE};
-pub use mapped::FileMapping;
+pub use mapped::{Access, FileMapping};
 pub use memory::MemoryEngine;
 pub use psync::PsyncEngine;
 pub use select::default_engine;
@@ -98,10 +98,8 @@ pub trait IoFile: Send + Sync + fmt::Debug {
         Ok(SystemTime::now())
     }
     /// Map the whole file to read it; it must not be written again. An engine whose files cannot be mapped gives a copy.
-    fn map(&self) -> Result<FileMapping> {
-        let mut bytes = crate::memory::zeros("hold a file", self.len()? as usize)?;
-        self.read_at(0, &mut bytes)?;
-        Ok(FileMapping::copy(self.path(), bytes))
+    fn map(&self, _access: Access) -> Result<FileMapping> {
+        FileMapping::copied(self.path(), self.len()? as usize, |bytes| self.read_at(0, bytes))
     }
     /// The concrete type, by which an engine recognises its own files.
     fn as_any(&self) -> &dyn std::any::Any;

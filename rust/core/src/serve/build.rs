@@ -1,6 +1,6 @@
 //! Makes the index of a table from the files of its chain.
 
-use super::files::{Files, LinkOfFiles};
+use super::files::{Files, LinkOfFiles, Place};
 use super::index::RowIndex;
 use crate::cache::RowColumns;
 use crate::checkpoint::{Checkpoint, CheckpointKind, TableReader};
@@ -43,11 +43,11 @@ pub(super) fn map_files(engine: &dyn IoEngine, links: &[(&Checkpoint, &TableRead
 pub(super) fn build_index(
     files: &Files,
     links: &[(&TableReader, &[Sweep])],
-    (rows, seed): (u64, u64),
+    rows: u64,
     path: &std::path::Path,
 ) -> Result<RowIndex> {
     let wrong = |got: u64| Error::corruption(path, 0, "the rows of a table", rows, got);
-    let mut building = Building { files, index: RowIndex::with_room_for(rows, seed)?, left: HashSet::default(), rows };
+    let mut building = Building { files, index: RowIndex::with_room_for(rows)?, left: HashSet::default(), rows };
     for (number, (reader, _)) in links.iter().enumerate().rev() {
         let newer: Vec<&Sweep> = links[number + 1..].iter().flat_map(|(_, sweeps)| sweeps.iter()).collect();
         let mut file = files.first_of(number);
@@ -88,20 +88,16 @@ impl Building<'_> {
                 self.index.prefetch(later);
             }
             let weights = &rows.parts[0][row * dim..][..dim];
-            let is_dead = || newer.iter().any(|sweep| sweep.kills(&rows.header(row), weights));
-            if self.is_known(id) || is_dead() {
+            let left = !self.left.is_empty() && self.left.contains(&id);
+            if left || newer.iter().any(|sweep| sweep.kills(&rows.header(row), weights)) {
                 continue;
             }
-            if self.index.len() == self.rows {
+            if self.index.len() < self.rows {
+                self.index.insert_new(id, self.files.place(file, row));
+            } else if self.index.get(id) == Place::NONE {
                 return false;
             }
-            self.index.insert(id, self.files.place(file, row));
         }
         true
-    }
-
-    fn is_known(&self, id: Id) -> bool {
-        let has = |place| self.files.find(place).is_some_and(|(file, _, row)| file.id(row) == id);
-        (!self.left.is_empty() && self.left.contains(&id)) || self.index.find(id, has) != super::files::Place::NONE
     }
 }

@@ -1,14 +1,18 @@
 //! The data files of one table in a chain of checkpoints, mapped, and where a row lies in them.
+#![allow(unsafe_code)]
 
 use std::ops::Range;
+use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use super::pages::Pages;
+use super::pages::{PAGE_BITS, Pages};
 use crate::checkpoint::{FileOfRows, TableReader};
 use crate::error::{Error, Kind, Result};
-use crate::io::{FileMapping, IoEngine, Open};
+use crate::io::{Access, FileMapping, IoEngine, Open};
+use crate::prefetch::prefetch_range;
 use crate::rows::RowHeader;
 use crate::types::Id;
 
@@ -36,14 +40,21 @@ pub(super) struct RowFile {
 }
 
 impl RowFile {
-    fn open(engine: &dyn IoEngine, file: &FileOfRows) -> Result<Self> {
-        let mapping = engine.open(&file.path, Open::Read)?.map()?;
+    fn open(engine: &dyn IoEngine, file: &FileOfRows, row_bytes: usize) -> Result<Self> {
+        let mapping = engine.open(&file.path, Open::Read)?.map(Access::Scattered)?;
         let length = mapping.bytes().len();
         if length as u64 != file.bytes {
             return Err(Error::corruption(&file.path, 0, "the file's length", file.bytes, length));
         }
         let pages = Pages::new(length, mapping.is_copy());
         let FileOfRows { rows, ids, last_steps, weights, scores, .. } = *file;
+        // The header of the file says that they fit. Lookups rely on it without looking again.
+        let ends = [(ids, 8), (last_steps, 8), (weights, row_bytes), (scores, 4)];
+        let fits =
+            |(start, width): (usize, usize)| rows.checked_mul(width)?.checked_add(start).filter(|&end| end <= length);
+        if ends.into_iter().any(|column| fits(column).is_none()) {
+            return Err(Error::corruption(&file.path, 0, "the columns", format!("within {length} bytes"), "longer"));
+        }
         Ok(Self { mapping, rows, ids, last_steps, weights, scores, pages })
     }
 
@@ -79,30 +90,64 @@ impl RowFile {
     /// The byte ranges that a lookup of a row reads. With `rules`, those too that rules of eviction look at.
     pub(super) fn ranges(&self, row: usize, bytes: usize, rules: bool) -> impl Iterator<Item = Range<usize>> + use<> {
         let cell = |start: usize, width: usize| start + row * width..start + (row + 1) * width;
-        let ruled = rules.then(|| [cell(self.last_steps, 8), cell(self.scores, 4)]);
-        [cell(self.ids, 8), cell(self.weights, bytes)].into_iter().chain(ruled.into_iter().flatten())
+        let ruled = rules.then(|| [cell(self.ids, 8), cell(self.last_steps, 8), cell(self.scores, 4)]);
+        [cell(self.weights, bytes)].into_iter().chain(ruled.into_iter().flatten())
     }
 
     /// Whether all that a lookup of a row reads was seen in memory lately.
     #[inline]
     pub(super) fn is_near(&self, row: usize, bytes: usize, rules: bool, generation: usize) -> bool {
-        let id = self.ids + row * 8;
-        let weights = self.weights + row * bytes;
-        let near = self.pages.are_near(weights, bytes, generation) && self.pages.are_near(id, 8, generation);
-        near && (!rules
-            || self.pages.are_near(self.last_steps + row * 8, 8, generation)
-                && self.pages.are_near(self.scores + row * 4, 4, generation))
-    }
-
-    /// The address of the id of a row and of its weights, to be prefetched. They need not be in memory.
-    #[inline]
-    pub(super) fn addresses(&self, row: usize, bytes: usize) -> (*const u8, *const u8) {
-        let start = self.mapping.bytes().as_ptr();
-        (start.wrapping_add(self.ids + row * 8), start.wrapping_add(self.weights + row * bytes))
+        let near = |start: usize, width: usize| self.pages.are_near(start + row * width, width, generation);
+        near(self.weights, bytes) && (!rules || near(self.ids, 8) && near(self.last_steps, 8) && near(self.scores, 4))
     }
 
     pub(super) fn mapping(&self) -> &FileMapping {
         &self.mapping
+    }
+}
+
+/// What a lookup needs of a file, close together: a table has hundreds of files, and lookups need all of them.
+#[derive(Clone, Copy, Debug)]
+struct View {
+    start: *const u8,
+    weights: usize,
+    rows: usize,
+    /// The words of the pages that were seen, of both generations; null where all bytes are always near.
+    seen: [*const AtomicU64; 2],
+}
+
+// SAFETY: these are addresses in a `RowFile`, which may be shared between threads, and which whoever has the view holds.
+unsafe impl Send for View {}
+// SAFETY: as above; the bytes are only read, and the words are atomic.
+unsafe impl Sync for View {}
+
+impl View {
+    fn of(file: &RowFile) -> Self {
+        let (start, seen) = (file.mapping.bytes().as_ptr(), file.pages.words());
+        Self { start, weights: file.weights, rows: file.rows, seen }
+    }
+}
+
+/// Where the weights of a row lie in memory, which may have to be read from the disk first.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Spot {
+    weights: *const u8,
+    /// Whether their pages were seen in memory in this generation.
+    pub(super) is_near: bool,
+}
+
+impl Spot {
+    /// No row.
+    pub(super) const NONE: Self = Self { weights: ptr::null(), is_near: false };
+
+    #[inline]
+    pub(super) fn is_none(&self) -> bool {
+        self.weights.is_null()
+    }
+
+    #[inline]
+    pub(super) fn prefetch(&self, row_bytes: usize) {
+        prefetch_range(self.weights, row_bytes);
     }
 }
 
@@ -122,6 +167,8 @@ pub(super) struct LinkOfFiles {
 #[derive(Clone, Debug)]
 pub(super) struct Files {
     all: Vec<Arc<RowFile>>,
+    /// A view of each file.
+    views: Vec<View>,
     links: Vec<LinkOfFiles>,
     /// Bits of a place that are the number of a row.
     row_bits: u32,
@@ -133,7 +180,7 @@ impl Files {
     /// No files, of a table whose files have at most so many rows of so many bytes.
     pub(super) fn new(most_rows: usize, row_bytes: usize) -> Self {
         let row_bits = usize::BITS - most_rows.saturating_sub(1).leading_zeros();
-        Self { all: Vec::new(), links: Vec::new(), row_bits: row_bits.max(1), row_bytes }
+        Self { all: Vec::new(), views: Vec::new(), links: Vec::new(), row_bits: row_bits.max(1), row_bytes }
     }
 
     /// Map the files of one more checkpoint of the chain. With an error nothing was added.
@@ -150,8 +197,9 @@ impl Files {
             );
             return Err(Error::new(Kind::Unsupported, what));
         }
-        let files = files.iter().map(|file| Ok(Arc::new(RowFile::open(engine, file)?)));
+        let files = files.iter().map(|file| Ok(Arc::new(RowFile::open(engine, file, self.row_bytes)?)));
         let files = files.collect::<Result<Vec<_>>>()?;
+        self.views.extend(files.iter().map(|file| View::of(file)));
         self.all.extend(files);
         self.links.push(LinkOfFiles { files_end: end, ..link });
         Ok(())
@@ -161,7 +209,9 @@ impl Files {
     pub(super) fn truncated(&self, links: usize) -> Self {
         let mut kept = self.clone();
         kept.links.truncate(links);
-        kept.all.truncate(kept.links.last().map_or(0, |link| link.files_end));
+        let files = kept.links.last().map_or(0, |link| link.files_end);
+        kept.all.truncate(files);
+        kept.views.truncate(files);
         kept
     }
 
@@ -194,6 +244,38 @@ impl Files {
         let row = (place.0 & ((1 << self.row_bits) - 1)) as usize;
         let file = self.all.get(number)?;
         (row < file.rows).then_some((&**file, number, row))
+    }
+
+    /// Where the row of a place lies; [`Spot::NONE`] where a place is none, or was damaged.
+    #[inline]
+    pub(super) fn spot(&self, place: Place, generation: usize) -> Spot {
+        let row = (place.0 & ((1 << self.row_bits) - 1)) as usize;
+        let Some(view) = self.views.get((place.0 >> self.row_bits) as usize) else { return Spot::NONE };
+        if row >= view.rows {
+            return Spot::NONE;
+        }
+        let weights = view.weights + row * self.row_bytes;
+        let seen = view.seen[generation & 1];
+        let is_near = seen.is_null() || {
+            let is_seen = |byte: usize| {
+                let page = byte >> PAGE_BITS;
+                // SAFETY: the words have a bit for each page of the file, in which these bytes lie: `RowFile::open` checked the columns.
+                let word = unsafe { (*seen.add(page / 64)).load(Ordering::Relaxed) };
+                word >> (page % 64) & 1 != 0
+            };
+            // A row of more than two pages has others between, which the longer way looks at.
+            (self.row_bytes <= 1 << PAGE_BITS) & is_seen(weights) & is_seen(weights + self.row_bytes - 1)
+        };
+        Spot { weights: view.start.wrapping_add(weights), is_near }
+    }
+
+    /// The bytes of the weights at a spot that is not none.
+    #[inline]
+    pub(super) fn at(&self, spot: &Spot) -> &[u8] {
+        assert!(!spot.is_none(), "there is a row");
+        // SAFETY: the spot came from a view of one of these files, which are held as long as `self`, with a row that the file has.
+        // `RowFile::open` checked that the columns of all rows lie in the mapping.
+        unsafe { std::slice::from_raw_parts(spot.weights, self.row_bytes) }
     }
 
     /// The number of the first file of a checkpoint.

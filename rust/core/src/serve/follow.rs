@@ -44,8 +44,8 @@ impl Serving {
 fn run(stop: &Stop, serving: &Weak<Serving>, every: Duration) {
     let mut asked = lock(&stop.asked);
     loop {
-        let (held, _) = stop.changed.wait_timeout(asked, every).unwrap_or_else(PoisonError::into_inner);
-        asked = held;
+        let waited = stop.changed.wait_timeout_while(asked, every, |asked| !*asked);
+        (asked, _) = waited.unwrap_or_else(PoisonError::into_inner);
         if *asked {
             return;
         }

@@ -1,31 +1,27 @@
 //! The lookup of many ids: where their rows are, and the rows.
 
-use super::files::{Files, Place, RowFile};
+use super::files::{Files, Place, RowFile, Spot};
 use super::table::ServedTable;
-use crate::error::{Error, Result};
-use crate::prefetch::{prefetch_address, prefetch_range};
-use crate::types::Id;
+use crate::error::Result;
+use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Ids that are looked up together, so that what they need arrives in the processor's cache at the same time.
-const BLOCK: usize = 64;
+/// Ids whose places are looked up together.
+const IDS_AT_ONCE: usize = 4096;
+/// A row is prefetched this many ids before its turn. A power of two.
+const AHEAD: usize = 32;
 
 /// The row of an id whose pages were not seen in memory lately.
 struct Far {
     position: usize,
     place: Place,
-    is_sure: bool,
-}
-
-/// A row that was found.
-struct Found<'a> {
-    file: &'a RowFile,
-    row: usize,
 }
 
 /// Looks ids up in one version of a table.
 pub(super) struct Gather<'a> {
     table: &'a ServedTable,
+    files: &'a Files,
     generation: usize,
+    /// Whether rows are held against rules of eviction.
     rules: bool,
     /// Rows that had to be asked for.
     pub(super) far: usize,
@@ -33,140 +29,104 @@ pub(super) struct Gather<'a> {
 
 impl<'a> Gather<'a> {
     pub(super) fn new(table: &'a ServedTable) -> Self {
-        Self { table, generation: table.near.generation(), rules: table.overlay.has_rules(), far: 0 }
-    }
-
-    fn files(&self) -> &'a Files {
-        &self.table.files
+        let (generation, rules) = (table.near.generation(), table.overlay.has_rules());
+        Self { table, files: &table.files, generation, rules, far: 0 }
     }
 
     /// Hand the bytes of the row of each id to `put`, with the position of the id; `None` where the id has no row. Rows that may have to be read
     /// from the disk come last, and are read together.
     pub(super) fn run(&mut self, ids: &[Id], mut put: impl FnMut(usize, Option<&[u8]>)) -> Result<()> {
         let mut far: Vec<Far> = Vec::new();
-        let mut places = [Place::NONE; BLOCK];
-        self.table.index.prefetch_all(&ids[..ids.len().min(BLOCK)]);
-        for (number, block) in ids.chunks(BLOCK).enumerate() {
-            let first = number * BLOCK;
-            let next = (first + BLOCK).min(ids.len())..(first + 2 * BLOCK).min(ids.len());
-            self.table.index.prefetch_all(&ids[next]);
-            let sure = self.places_of(block, &mut places[..block.len()]);
-            self.prefetch_rows(&places[..block.len()]);
-            for (at, (&id, &place)) in block.iter().zip(&places).enumerate() {
-                let (position, is_sure) = (first + at, sure & (1 << at) != 0);
-                match self.files().find(place) {
-                    None => put(position, None),
-                    Some((file, _, row))
-                        if !file.is_near(row, self.files().row_bytes(), self.rules, self.generation) =>
-                    {
-                        far.push(Far { position, place, is_sure });
-                    }
-                    Some(_) => {
-                        let found = self.settle(id, place, is_sure)?;
-                        put(position, found.map(|found| self.bytes(&found)));
-                    }
-                }
+        let mut slots = vec![NO_SLOT; ids.len().min(IDS_AT_ONCE)];
+        for (number, ids) in ids.chunks(IDS_AT_ONCE).enumerate() {
+            let slots = &mut slots[..ids.len()];
+            self.table.index.get_batch(ids, slots);
+            if !self.table.overlay.is_empty() {
+                self.table.overlay.change(ids, slots);
             }
+            self.gather(number * IDS_AT_ONCE, slots, &mut far, &mut put);
         }
-        if far.is_empty() { Ok(()) } else { self.run_far(ids, &far, put) }
+        if far.is_empty() { Ok(()) } else { self.gather_far(&far, put) }
     }
 
-    /// The places where ids may be. A bit of the result is set where a place is surely the id's.
-    fn places_of(&self, ids: &[Id], places: &mut [Place]) -> u64 {
-        places.fill(Place::NONE);
-        let mut sure = 0;
-        if !self.table.overlay.is_empty() {
-            self.table.overlay.places_of(ids, places);
-            for (at, place) in places.iter().enumerate() {
-                sure |= u64::from(*place != Place::NONE) << at;
+    /// Hand over the rows of places that are near, of positions from `first` on, and add the others to `far`.
+    fn gather(
+        &self,
+        first: usize,
+        slots: &[CacheSlot],
+        far: &mut Vec<Far>,
+        put: &mut impl FnMut(usize, Option<&[u8]>),
+    ) {
+        let (files, row_bytes) = (self.files, self.files.row_bytes());
+        let mut spots = [Spot::NONE; AHEAD];
+        let find = |at: usize| {
+            let spot = slots.get(at).map_or(Spot::NONE, |slot| files.spot(Place(*slot), self.generation));
+            if !spot.is_none() {
+                spot.prefetch(row_bytes);
             }
-        }
-        self.table.index.first_of(ids, places);
-        sure
-    }
-
-    fn prefetch_rows(&self, places: &[Place]) {
-        let bytes = self.files().row_bytes();
-        for &place in places {
-            if let Some((file, _, row)) = self.files().find(place) {
-                let (id, weights) = file.addresses(row, bytes);
-                prefetch_address(id);
-                prefetch_range(weights, bytes);
-            }
-        }
-    }
-
-    fn bytes(&self, found: &Found<'a>) -> &'a [u8] {
-        found.file.weights(found.row, self.files().row_bytes())
-    }
-
-    /// The row of an id whose place was looked up, if it has one. What the place needs is in memory.
-    fn settle(&mut self, id: Id, place: Place, is_sure: bool) -> Result<Option<Found<'a>>> {
-        let Some((file, number, row)) = self.files().find(place) else { return Ok(None) };
-        if !is_sure && file.id(row) != id {
-            return self.find_further(id);
-        }
-        Ok((!self.is_dead(file, number, row)).then_some(Found { file, row }))
-    }
-
-    fn is_dead(&self, file: &RowFile, number: usize, row: usize) -> bool {
-        self.rules && {
-            let link = self.files().link_of(number);
-            let weights: Vec<f32> = bytemuck::pod_collect_to_vec(file.weights(row, self.files().row_bytes()));
-            self.table.overlay.is_dead(link, &file.header(row), &weights)
-        }
-    }
-
-    /// The row of an id where another id has the same print.
-    fn find_further(&mut self, id: Id) -> Result<Option<Found<'a>>> {
-        let files = self.files();
-        let mut failed: Option<Error> = None;
-        let generation = self.generation;
-        let is_it = |place: Place| {
-            let Some((file, _, row)) = files.find(place) else { return false };
-            let near = bring_in(file, row, files.row_bytes(), self.rules, generation);
-            match near {
-                Ok(()) => file.id(row) == id,
-                Err(error) => {
-                    failed.get_or_insert(error);
-                    false
-                }
-            }
+            spot
         };
-        let place = self.table.index.find(id, is_it);
-        match failed {
-            Some(error) => Err(error),
-            None => self.settle(id, place, true),
+        for (at, spot) in spots.iter_mut().enumerate() {
+            *spot = find(at);
         }
+        for (at, &slot) in slots.iter().enumerate() {
+            let spot = std::mem::replace(&mut spots[at % AHEAD], find(at + AHEAD));
+            let position = first + at;
+            if spot.is_none() {
+                put(position, None);
+            } else if spot.is_near && !self.rules {
+                put(position, Some(files.at(&spot)));
+            } else if self.is_near(Place(slot)) {
+                put(position, self.living(Place(slot)));
+            } else {
+                far.push(Far { position, place: Place(slot) });
+            }
+        }
+    }
+
+    /// Whether all that a place needs was seen in memory lately.
+    fn is_near(&self, place: Place) -> bool {
+        let found = self.files.find(place);
+        found.is_none_or(|(file, _, row)| file.is_near(row, self.files.row_bytes(), self.rules, self.generation))
+    }
+
+    /// The bytes of the row of a place, unless a rule of eviction took it. What this needs is in memory.
+    fn living(&self, place: Place) -> Option<&'a [u8]> {
+        let (file, number, row) = self.files.find(place)?;
+        let bytes = file.weights(row, self.files.row_bytes());
+        let is_dead = || {
+            let weights: Vec<f32> = bytemuck::pod_collect_to_vec(bytes);
+            self.table.overlay.is_dead(self.files.link_of(number), &file.header(row), &weights)
+        };
+        (!self.rules || !is_dead()).then_some(bytes)
     }
 
     #[cold]
-    fn run_far(&mut self, ids: &[Id], far: &[Far], mut put: impl FnMut(usize, Option<&[u8]>)) -> Result<()> {
+    fn gather_far(&mut self, far: &[Far], mut put: impl FnMut(usize, Option<&[u8]>)) -> Result<()> {
         self.far += far.len();
-        let (files, bytes) = (self.files(), self.files().row_bytes());
-        let placed = || far.iter().filter_map(|each| files.find(each.place));
+        let bytes = self.files.row_bytes();
+        let placed = || far.iter().filter_map(|each| self.files.find(each.place));
         for (file, _, row) in placed() {
             file.ranges(row, bytes, self.rules).for_each(|range| file.mapping().ask_for(&range));
         }
         for (file, _, row) in placed() {
-            bring_in(file, row, bytes, self.rules, self.generation)?;
+            self.bring_in(file, row)?;
         }
         for each in far {
-            let found = self.settle(ids[each.position], each.place, each.is_sure)?;
-            put(each.position, found.map(|found| self.bytes(&found)));
+            put(each.position, self.living(each.place));
         }
         Ok(())
     }
-}
 
-/// Wait until all that a lookup of a row reads is in memory.
-fn bring_in(file: &RowFile, row: usize, bytes: usize, rules: bool, generation: usize) -> Result<()> {
-    if file.is_near(row, bytes, rules, generation) {
-        return Ok(());
+    /// Wait until all that a lookup of a row reads is in memory.
+    fn bring_in(&self, file: &RowFile, row: usize) -> Result<()> {
+        let bytes = self.files.row_bytes();
+        file.ranges(row, bytes, self.rules).try_for_each(|range| {
+            if !file.pages.are_near(range.start, range.len(), self.generation) {
+                file.mapping().bring_in(&range)?;
+                file.pages.see(range.start, range.len(), self.generation);
+            }
+            Ok(())
+        })
     }
-    file.ranges(row, bytes, rules).try_for_each(|range| {
-        file.mapping().bring_in(&range)?;
-        file.pages.see(range.start, range.len(), generation);
-        Ok(())
-    })
 }

@@ -1,24 +1,12 @@
 //! What an id without a row reads.
 
 use crate::checkpoint::TableSpec;
+use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::rows::RowBirth;
 use crate::types::Id;
 
-/// What an id without a row reads, as a user says it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum MissingRead {
-    /// Zeros.
-    Zeros,
-    /// The weights with which training would begin its row.
-    Initial,
-    /// This number in every column.
-    Value(f32),
-    /// The row that ids share which training refused a row.
-    SharedRow,
-}
-
-/// The same for one table, with what it takes to write the numbers.
+/// What an id without a row of one table reads, with what it takes to write the numbers.
 #[derive(Clone, Debug)]
 pub(super) enum Missing {
     Value(f32),
@@ -31,8 +19,7 @@ impl Missing {
     pub(super) fn of(spec: &TableSpec, said: Option<MissingRead>) -> Result<Self> {
         let layout = spec.optimizer_kind()?.layout(spec.dim as usize);
         let shared = spec.shared_row.as_ref().map(|row| row.weights(layout).to_vec());
-        let read = said.unwrap_or(if shared.is_some() { MissingRead::SharedRow } else { MissingRead::Initial });
-        Ok(match (read, shared) {
+        Ok(match (said.unwrap_or_else(|| spec.missing_read()), shared) {
             (MissingRead::Zeros, _) => Self::Value(0.0),
             (MissingRead::Value(value), _) => Self::Value(value),
             (MissingRead::Initial, _) => Self::Initial(RowBirth::new(spec.initializer, spec.seed, spec.key)?),

@@ -28,8 +28,8 @@ mod stats;
 mod table;
 mod version;
 
+pub use crate::config::MissingRead;
 pub use follow::Follower;
-pub use missing::MissingRead;
 pub use serving::{IndexMade, Polled, ServeOptions, Serving, make_index};
 pub use stats::ServingStats;
 pub use table::{Pooling, ServedTable};

@@ -8,7 +8,8 @@ use crate::lifecycle::Sweep;
 use crate::rows::RowHeader;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-const _: () = assert!(NO_SLOT == Place::NONE.0, "an index of slots says NO_SLOT where it has no place");
+/// Ids that are looked up together.
+const CHUNK: usize = 256;
 
 /// A sweep of a delta. It takes rows of the checkpoints before that delta.
 #[derive(Clone, Debug)]
@@ -63,12 +64,15 @@ impl Overlay {
         Ok(Self { places, sweeps: all })
     }
 
-    /// Write the place of each id, [`Place::TOMBSTONE`] of one that left, and [`Place::NONE`] of one that no delta changed.
-    pub(super) fn places_of(&self, ids: &[Id], places: &mut [Place]) {
-        let mut slots: [CacheSlot; 64] = [NO_SLOT; 64];
-        for (ids, places) in ids.chunks(slots.len()).zip(places.chunks_mut(64)) {
-            self.places.get_batch(ids, &mut slots[..ids.len()]);
-            places.iter_mut().zip(&slots).for_each(|(place, slot)| *place = Place(*slot));
+    /// Put the place of each id into `slots` where a delta changed it: [`Place::TOMBSTONE`] of one that left.
+    pub(super) fn change(&self, ids: &[Id], slots: &mut [CacheSlot]) {
+        let mut changed: [CacheSlot; CHUNK] = [NO_SLOT; CHUNK];
+        for (ids, slots) in ids.chunks(CHUNK).zip(slots.chunks_mut(CHUNK)) {
+            let changed = &mut changed[..ids.len()];
+            self.places.get_batch(ids, changed);
+            for (slot, changed) in slots.iter_mut().zip(changed).filter(|(_, changed)| **changed != NO_SLOT) {
+                *slot = *changed;
+            }
         }
     }
 

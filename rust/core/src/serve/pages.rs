@@ -8,7 +8,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of a page for this bookkeeping. The system's pages may be larger.
-const PAGE_BITS: u32 = 12;
+pub(super) const PAGE_BITS: u32 = 12;
 
 /// One bit a page in each of two generations.
 #[derive(Debug)]
@@ -23,6 +23,11 @@ impl Pages {
         let words = if always { 0 } else { (bytes >> PAGE_BITS) / 64 + 1 };
         let zeros = || (0..words).map(|_| AtomicU64::new(0)).collect();
         Self { seen: [zeros(), zeros()], always }
+    }
+
+    /// The words of both generations, a bit for each page of the file; null where all pages are always near.
+    pub(super) fn words(&self) -> [*const AtomicU64; 2] {
+        if self.always { [std::ptr::null(); 2] } else { [self.seen[0].as_ptr(), self.seen[1].as_ptr()] }
     }
 
     /// Whether the pages of a range that is no longer than a row were seen lately.

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant, SystemTime};
 use arc_swap::ArcSwap;
 
 use super::index::read_index;
-use super::missing::MissingRead;
 use super::stats::{PollCounts, ServingStats};
 use super::table::{LookupCounts, ServedTable};
 use super::version::{
@@ -15,6 +14,7 @@ use super::version::{
     open_version, write_indexes,
 };
 use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, MANIFEST_FILE, open_parent};
+use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
 use crate::paths::Checks;
@@ -88,6 +88,8 @@ pub struct Serving {
     /// Held by whoever looks for a newer version.
     polling: Mutex<()>,
     polls: PollCounts,
+    /// The process that opened it. One that was forked from it looks up rows, and nothing more: a lock may be held by a thread that it lacks.
+    process: u32,
 }
 
 impl Serving {
@@ -111,6 +113,7 @@ impl Serving {
             state: Mutex::default(),
             polling: Mutex::new(()),
             polls: PollCounts::default(),
+            process: std::process::id(),
         }))
     }
 
@@ -137,8 +140,9 @@ impl Serving {
 
     /// Look for a newer checkpoint, and serve it from now on if there is one. Its deltas are read and verified before.
     ///
-    /// Errors: those of [`Serving::open`]. The version before serves on; the error is counted and logged.
+    /// Errors: those of [`Serving::open`], and `State` in a forked process. The version before serves on; the error is counted and logged.
     pub fn poll(&self) -> Result<Polled> {
+        self.check_process()?;
         let _alone = lock(&self.polling);
         self.polls.polls.fetch_add(1, Ordering::Relaxed);
         let polled = if self.options.at.is_some() { Ok(Polled::Same) } else { self.look() };
@@ -232,8 +236,9 @@ impl Serving {
 
     /// Serve the version before the current one again. What was rolled back from is not served again until a newer checkpoint is published.
     ///
-    /// Errors: `State` where there is no version before.
+    /// Errors: `State` where there is no version before, and in a forked process.
     pub fn rollback(&self) -> Result<CheckpointName> {
+        self.check_process()?;
         let mut state = lock(&self.state);
         let Some(previous) = state.previous.take() else {
             let what = "there is no version before the one that is served: open the directory with `at` to serve an older checkpoint";
@@ -246,9 +251,25 @@ impl Serving {
         Ok(previous.name)
     }
 
+    fn check_process(&self) -> Result<()> {
+        let here = std::process::id();
+        if here == self.process {
+            return Ok(());
+        }
+        let what = format!(
+            "these tables were opened by process {}, and this is process {here}, which was forked from it: open them again in this process \
+             to follow the trainer",
+            self.process
+        );
+        Err(Error::new(Kind::State, what))
+    }
+
     /// Figures as of now.
     pub fn stats(&self) -> ServingStats {
-        let (version, state) = (self.current.load_full(), lock(&self.state));
+        let version = self.current.load_full();
+        let last_error = self
+            .check_process()
+            .map_or_else(|error| Some(error.to_string()), |()| lock(&self.state).last_error.clone());
         let sum = |of: &dyn Fn(&ServedTable) -> u64| version.tables.iter().map(|table| of(table)).sum();
         let (polls, counts) = (&self.polls, &self.opening.counts);
         let get = |count: &std::sync::atomic::AtomicU64| count.load(Ordering::Relaxed);
@@ -258,7 +279,7 @@ impl Serving {
             polls: get(&polls.polls),
             swaps: get(&polls.swaps),
             failed_polls: get(&polls.failed),
-            last_error: state.last_error.clone(),
+            last_error,
             versions: Arc::strong_count(&self.opening.alive) as u64 - 1,
             lookups: get(&counts.lookups),
             ids: get(&counts.ids),

@@ -6,11 +6,12 @@ use std::time::SystemTime;
 use super::build::{build_index, link_of, map_files, reader_of};
 use super::files::{Files, LinkOfFiles};
 use super::index::{INDEX_FILE, IndexOfTable, RowIndex, read_index, write_index};
-use super::missing::{Missing, MissingRead};
+use super::missing::Missing;
 use super::near::Near;
 use super::overlay::Overlay;
 use super::table::{LookupCounts, ServedTable};
 use crate::checkpoint::{Checkpoint, CheckpointName, Directory, MANIFEST_FILE, Manifest, TableReader};
+use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::io::Open;
 use crate::lifecycle::Sweep;
@@ -166,10 +167,8 @@ pub(super) fn build_indexes(links: &[OpenedLink<'_>], files: &[Files]) -> Result
     let build = |(table, entry): (usize, &crate::checkpoint::TableEntry)| {
         let of_table: Vec<(&TableReader, &[Sweep])> =
             links.iter().map(|opened| (&opened.readers[table], opened.sweeps(table))).collect();
-        // It says nothing that anybody could foresee, so that nobody can choose ids that collide.
-        let seed = crate::index::IdHash::random().seed();
         let path = newest.link.directory().path();
-        build_index(&files[table], &of_table, (entry.total_rows, seed), path).map(Arc::new)
+        build_index(&files[table], &of_table, entry.total_rows, path).map(Arc::new)
     };
     let indexes = newest.link.manifest().tables.iter().enumerate().map(build).collect::<Result<_>>()?;
     Ok(Indexed { links: links.len(), indexes })

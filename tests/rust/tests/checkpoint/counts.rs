@@ -11,7 +11,7 @@ use embcache::checkpoint::{
     BesideOptions, Chain, Columns, Latest, Parent, RankMoment, RankWriter, Save, SaveOptions, Segments, TableRequest,
     TableSource, TableToSave, reshard,
 };
-use embcache::config::{Admission, NotAdmitted, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{Admission, MissingRead, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine, publish, read_file};
 use embcache::lifecycle::BucketCounts;
 use embcache::types::{Id, hash_id};
@@ -41,7 +41,7 @@ fn rank_of(rank: u32, world: u32, admission: Admission, place: &str) -> TableCon
     let mut config = config(DIM, OptimizerKind::RowWiseAdagrad, if has_ssd { 60 } else { 5000 });
     config.buckets = split(config.total_num_buckets, rank, world);
     config.admission = admission;
-    config.not_admitted = NotAdmitted::Zeros;
+    config.not_admitted = MissingRead::Zeros;
     if has_ssd {
         let dir = format!("/ssd/{place}/{rank}-of-{world}").into();
         config.ssd = Some(SsdConfig { dir, bytes: 512 << 20, reopen: Reopen::Never, resume_token: None });

@@ -61,6 +61,7 @@ impl Table {
             total_num_buckets: 7,
             bucket_hash: BucketHash::SplitMix64,
             shared_row: None,
+            missing_read: None,
         };
         Self { spec, rows: ids.iter().map(|&id| row(id)).collect() }
     }

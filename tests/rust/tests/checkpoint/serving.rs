@@ -12,7 +12,7 @@ use embcache::paths::Checks;
 use embcache::rows::RowBirth;
 use embcache::serve::{MissingRead, Polled, Pooling, ServeOptions, ServedTable, Serving, make_index};
 use embcache::types::Id;
-use embcache_tests::directory_in;
+use embcache_tests::{Contents, directory_in};
 
 use super::made::{ROOT, Table, kind, load, memory, on, save, save_delta, save_with};
 
@@ -35,6 +35,36 @@ pub(crate) fn check_table(served: &ServedTable, expected: &Table) {
         }
         assert_eq!(found[position], !absent(id), "id {id}");
         assert_eq!(&out[position * dim..][..dim], wanted, "id {id}");
+    }
+}
+
+/// The rows of table "t" of module "m" as of the newest checkpoint, served by the newest index that there is and the deltas after it, and where
+/// `anew`, by an index that is made of the whole chain.
+pub(crate) fn check_contents(engine: &Arc<dyn IoEngine>, expected: &Contents, anew: bool) {
+    let check = || {
+        let serving = Serving::open(directory_in(engine, ROOT), ServeOptions::default()).expect("opened");
+        let version = serving.pin().expect("a version");
+        let table = version.table("m/t").expect("the table");
+        let (dim, ids) = (table.dim(), (-50..20_000).chain(expected.keys().copied()).collect::<Vec<Id>>());
+        let (mut out, mut found) = (vec![0.0_f32; ids.len() * dim], vec![false; ids.len()]);
+        table.lookup(&ids, &mut out, &mut found).expect("served");
+        for ((id, found), row) in ids.iter().zip(found).zip(out.chunks(dim)) {
+            let wanted = expected.get(id);
+            assert_eq!(found, wanted.is_some(), "id {id}");
+            let right = wanted
+                .is_none_or(|(_, bits)| row.iter().map(|weight| weight.to_bits()).eq(bits[..dim].iter().copied()));
+            assert!(right, "id {id}");
+        }
+    };
+    check();
+    if anew {
+        for checkpoint in engine.list(Path::new(ROOT)).expect("a directory") {
+            let index = checkpoint.join("serve.idx");
+            if engine.exists(&index).expect("a look") {
+                engine.remove_file(&index).expect("removed");
+            }
+        }
+        check();
     }
 }
 

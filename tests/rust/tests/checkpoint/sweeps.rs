@@ -20,6 +20,7 @@ use embcache_tests::{Contents, Rig, config, directory_in};
 use crate::delta::compact;
 use crate::elastic::{go_on, load};
 use crate::made::{ROOT, memory, split};
+use crate::serving::check_contents;
 
 const DIM: usize = 4;
 const BAG: usize = 5;
@@ -126,6 +127,7 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
                 load(&engine, &loaded);
                 assert!(rows_of(&loaded) == expected, "rule {number}, {round} deltas, {readers} ranks");
             }
+            check_contents(&engine, &expected, round % 3 == 2);
         }
         assert!(with_sweeps >= 4, "{with_sweeps}");
         assert!(taken > 3, "rule {number}: sweeps took {taken}");
@@ -189,6 +191,7 @@ fn a_chain_whose_sweeps_each_have_a_cut_of_their_own_is_the_tables_that_saved_it
             load(&engine, &loaded);
             assert!(rows_of(&loaded) == expected, "{round} deltas, {readers} ranks");
         }
+        check_contents(&engine, &expected, round % 3 == 2);
     }
     assert!((2..=3).contains(&most), "{most} sweeps of a delta");
 }
@@ -248,6 +251,7 @@ fn a_delta_does_not_build_on_anything_while_a_sweep_spares_rows_of_a_batch() {
     let loaded = ranks(&engine, 1, &EvictionRule::Unused { steps: 2 }, 1, "loaded");
     load(&engine, &loaded);
     assert!(rows_of(&loaded) == rows_of(&saved), "the row that was spared has a tombstone");
+    check_contents(&engine, &rows_of(&saved), true);
 }
 
 #[test]
@@ -288,6 +292,7 @@ fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
         let loaded = open(&format!("loaded {is_trained}"));
         load(&engine, &loaded);
         assert!(rows_of(&loaded) == rows_of(&saved), "row 3 died after the checkpoint, by a sweep before it");
+        check_contents(&engine, &rows_of(&saved), true);
         assert!(!rows_of(&saved).contains_key(&3));
     }
 }

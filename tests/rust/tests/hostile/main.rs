@@ -17,6 +17,7 @@ mod made;
 #[allow(dead_code)]
 mod made_blocks;
 mod memory;
+mod missing_reads;
 mod mutate;
 mod named;
 mod segments;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::demand::{Demand, Refused, Waiting};
 use super::loads::Loading;
-use crate::config::{NotAdmitted, TableConfig};
+use crate::config::{MissingRead, TableConfig};
 use crate::slots::PinGroup;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
@@ -17,7 +17,7 @@ pub enum Unseen {
     Initial,
     /// Zeros.
     Zeros,
-    /// What training reads for ids that are not admitted: [`NotAdmitted`](crate::config::NotAdmitted).
+    /// What training reads for ids that are not admitted: [`TableConfig::not_admitted`].
     NotAdmitted,
 }
 
@@ -49,10 +49,10 @@ impl PlanMode {
     /// What a plan for a table reads for ids that have no row and get none.
     pub(crate) fn absent(self, config: &TableConfig) -> Absent {
         let not_admitted = match config.not_admitted {
-            NotAdmitted::Zeros => Absent::Value(0.0),
-            NotAdmitted::Value(value) => Absent::Value(value),
-            NotAdmitted::Initial => Absent::Birth,
-            NotAdmitted::Shared => Absent::Shared,
+            MissingRead::Zeros => Absent::Value(0.0),
+            MissingRead::Value(value) => Absent::Value(value),
+            MissingRead::Initial => Absent::Birth,
+            MissingRead::SharedRow => Absent::Shared,
         };
         match self.unseen {
             _ if self.train => not_admitted,

@@ -13,7 +13,7 @@
 //! room is left out, which is logged.
 
 use super::Residency;
-use crate::config::{NotAdmitted, TableConfig};
+use crate::config::{MissingRead, TableConfig};
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::{BucketCounts, PendingId, SharedRow};
 use crate::rows::RowLayout;
@@ -133,7 +133,7 @@ fn clock_bytes(left: usize) -> usize {
 /// The bytes of a note that a table's shared row takes, if it has one.
 fn shared_bytes(config: &TableConfig) -> usize {
     let numbers = WITH_SHARED.len() + size_of::<u32>() + config.layout().floats() * size_of::<f32>();
-    if config.not_admitted == NotAdmitted::Shared { numbers } else { 0 }
+    if config.not_admitted == MissingRead::SharedRow { numbers } else { 0 }
 }
 
 /// How many of the bytes of a note are left for the lineage and the counts, beside the shared row and the times of steps.

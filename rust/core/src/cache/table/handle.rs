@@ -7,7 +7,7 @@ use crate::cache::base::TableBase;
 use crate::cache::locks::TableInner;
 use crate::cache::residency::{Residency, TableStats, check_room};
 use crate::cache::watch::Ancestor;
-use crate::config::{Admission, EvictionRule, NotAdmitted, TableConfig};
+use crate::config::{Admission, EvictionRule, MissingRead, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
@@ -405,10 +405,13 @@ fn check(config: &TableConfig, gathers: bool) -> Result<()> {
     if config.device_rows.is_some() != gathers {
         return refuse("a device tier needs a way to read its rows, and only then".into());
     }
-    if config.not_admitted == NotAdmitted::Shared && config.admission == Admission::All {
+    if config.not_admitted == MissingRead::SharedRow && config.admission == Admission::All {
         return refuse(
             "not_admitted=\"shared\" without admission has no effect: set admission, or leave it out".into(),
         );
+    }
+    if config.missing_read == MissingRead::SharedRow && config.not_admitted != MissingRead::SharedRow {
+        return refuse("evaluation cannot read a shared row without not_admitted=\"shared\"".into());
     }
     check_room(config)?;
     let eviction = config.eviction.as_ref().map_or(Ok(()), |eviction| eviction.rule.check());

@@ -306,7 +306,7 @@ impl Manifest {
         if self.next_epoch < parent.next_epoch {
             return Err(format!("of epochs up to {}, below its parent's {}", self.next_epoch, parent.next_epoch));
         }
-        // Hyperparameters, seed and initializer may change as training goes on.
+        // Hyperparameters, seed, initializer and what ids without rows read may change as training goes on.
         let lasting = |TableEntry { spec, .. }: &TableEntry| {
             let TableSpec { module, table, key, dim, dtype, optimizer, total_num_buckets, bucket_hash, .. } =
                 spec.clone();
@@ -359,6 +359,7 @@ fn needs(shares: &[Share]) -> Needs {
         sweeps: needs.sweeps || !share.sweeps.is_empty(),
         clocks: needs.clocks || !share.clock.is_empty(),
         shared_row: needs.shared_row || share.spec.shared_row.is_some(),
+        missing_reads: needs.missing_reads || share.spec.missing_read.is_some(),
     })
 }
 
@@ -369,6 +370,7 @@ pub(crate) fn needs_of(tables: &[TableEntry]) -> Needs {
         sweeps: needs.sweeps || !table.sweeps.is_empty(),
         clocks: needs.clocks || !table.clock.is_empty(),
         shared_row: needs.shared_row || table.spec.shared_row.is_some(),
+        missing_reads: needs.missing_reads || table.spec.missing_read.is_some(),
     })
 }
 

@@ -4,9 +4,11 @@ use crate::paths::encode_name;
 
 /// What every manifest says it is.
 pub const FORMAT: &str = "torchrec-embcache";
-/// The newest version of the format. A checkpoint is written in the oldest version that can hold it: in this one where it says
-/// when steps were made, or where a table has a shared row.
-pub const VERSION: u32 = 5;
+/// The newest version of the format. A checkpoint is written in the oldest version that can hold it: in this one where it says what an id
+/// without a row reads.
+pub const VERSION: u32 = 6;
+/// The version of other checkpoints that say when steps were made, or in which a table has a shared row.
+pub(crate) const VERSION_WITHOUT_MISSING_READS: u32 = 5;
 /// The version of other checkpoints that are deltas with sweeps.
 pub(crate) const VERSION_WITHOUT_CLOCKS: u32 = 4;
 /// The version of other checkpoints that have counts of ids that wait for rows.

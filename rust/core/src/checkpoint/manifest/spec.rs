@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{OptimizerKind, TableConfig};
+use crate::config::{MissingRead, OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::SharedRow;
 use crate::rows::Initializer;
@@ -57,11 +57,21 @@ pub struct TableSpec {
     /// The row that ids share which were refused one, where the table has such a row and it was saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared_row: Option<SharedRow>,
+    /// What an evaluation reads for an id without a row, where that is not what [`TableSpec::missing_read()`] gives without this field.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub missing_read: Option<MissingRead>,
 }
 
 impl TableSpec {
-    /// What a table's configuration says of it. `module` is the path of its module in the model.
-    pub fn new(module: &str, config: &TableConfig, hyperparameters: BTreeMap<String, f64>, step: u64) -> Self {
+    /// What a table's configuration says of it, and the table's shared row, where it has one. `module` is the path of its module in the
+    /// model.
+    pub fn new(
+        module: &str,
+        config: &TableConfig,
+        hyperparameters: BTreeMap<String, f64>,
+        step: u64,
+        shared_row: Option<SharedRow>,
+    ) -> Self {
         Self {
             module: module.to_owned(),
             table: config.name.clone(),
@@ -74,14 +84,27 @@ impl TableSpec {
             initializer: config.initializer,
             total_num_buckets: config.total_num_buckets,
             bucket_hash: config.bucket_hash,
-            shared_row: None,
+            shared_row,
+            missing_read: Some(config.missing_read),
         }
+        .in_short()
     }
 
-    /// The same with this shared row.
-    #[must_use]
-    pub fn with_shared_row(self, shared_row: Option<SharedRow>) -> Self {
-        Self { shared_row, ..self }
+    /// Without the field `missing_read` where a reader does without it. So most checkpoints are of versions that have no such
+    /// field.
+    fn in_short(mut self) -> Self {
+        self.missing_read = self.missing_read.filter(|said| *said != self.missing_read_unless_said());
+        self
+    }
+
+    fn missing_read_unless_said(&self) -> MissingRead {
+        if self.shared_row.is_some() { MissingRead::SharedRow } else { MissingRead::Initial }
+    }
+
+    /// What an evaluation reads for an id without a row: what the field says; without it the shared row, where there is one, or else the
+    /// initial weights.
+    pub fn missing_read(&self) -> MissingRead {
+        self.missing_read.unwrap_or_else(|| self.missing_read_unless_said())
     }
 
     /// From its JSON, as a manifest has it; `Kind::Input` says what is missing, unknown or out of range.
@@ -89,7 +112,7 @@ impl TableSpec {
         let spec: Self = serde_json::from_str(text)
             .map_err(|e| Error::new(Kind::Input, format!("the description of a table is not one: {e}")))?;
         spec.check()?;
-        Ok(spec)
+        Ok(spec.in_short())
     }
 
     /// How ids fall into the table's buckets.
@@ -152,6 +175,15 @@ impl TableSpec {
             if floats != got {
                 return refuse(format!("its shared row has {got} numbers, and its rows have {floats}"));
             }
+        }
+        match self.missing_read {
+            Some(MissingRead::Value(value)) if !value.is_finite() => {
+                return refuse(format!("ids without a row read {value}, which is no finite number"));
+            }
+            Some(MissingRead::SharedRow) if self.shared_row.is_none() => {
+                return refuse("ids without a row read its shared row, and it has none".into());
+            }
+            _ => (),
         }
         if let Some((name, value)) = self.optimizer.hyperparameters.iter().find(|(_, value)| !value.is_finite()) {
             return refuse(format!("hyperparameter {name} is {value}"));

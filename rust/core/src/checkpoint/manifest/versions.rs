@@ -1,6 +1,8 @@
 //! Which version of the format a manifest is of.
 
-use super::names::{VERSION, VERSION_WITHOUT_CLOCKS, VERSION_WITHOUT_COUNTS, VERSION_WITHOUT_SWEEPS};
+use super::names::{
+    VERSION, VERSION_WITHOUT_CLOCKS, VERSION_WITHOUT_COUNTS, VERSION_WITHOUT_MISSING_READS, VERSION_WITHOUT_SWEEPS,
+};
 
 /// What a checkpoint holds that not every version can.
 #[derive(Clone, Copy, Debug, Default)]
@@ -14,12 +16,15 @@ pub(crate) struct Needs {
     pub(crate) clocks: bool,
     /// The shared row of a table.
     pub(crate) shared_row: bool,
+    /// What an id without a row reads.
+    pub(crate) missing_reads: bool,
 }
 
 /// The version of a manifest.
 pub(crate) fn version_of(needs: Needs) -> u32 {
     match needs {
-        Needs { clocks: true, .. } | Needs { shared_row: true, .. } => VERSION,
+        Needs { missing_reads: true, .. } => VERSION,
+        Needs { clocks: true, .. } | Needs { shared_row: true, .. } => VERSION_WITHOUT_MISSING_READS,
         Needs { sweeps: true, .. } => VERSION_WITHOUT_CLOCKS,
         Needs { counts: true, .. } => VERSION_WITHOUT_SWEEPS,
         Needs { .. } => VERSION_WITHOUT_COUNTS,
@@ -35,10 +40,12 @@ pub(crate) fn check_version(version: u32, needs: Needs) -> Result<(), String> {
     }
     let has = |it: bool| if it { "has" } else { "has no" };
     Err(format!(
-        "it is of version {version}, {} counts of ids that wait for rows, {} sweeps, {} times of steps and {} shared row",
+        "it is of version {version}, {} counts of ids that wait for rows, {} sweeps, {} times of steps, {} shared row and {} word of \
+         what ids without rows read",
         has(needs.counts),
         has(needs.sweeps),
         has(needs.clocks),
-        has(needs.shared_row)
+        has(needs.shared_row),
+        has(needs.missing_reads)
     ))
 }

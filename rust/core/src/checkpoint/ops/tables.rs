@@ -88,7 +88,7 @@ impl RankWriter {
     ) -> Result<u64> {
         let config = table.config();
         let step = table.step()?;
-        let spec = TableSpec::new(module, config, hyperparameters, step).with_shared_row(table.shared_row()?);
+        let spec = TableSpec::new(module, config, hyperparameters, step, table.shared_row()?);
         let rows = self.write_table(spec, config.buckets.clone(), &mut TableRows(table))?;
         self.set_clock(table.clock()?);
         self.write_counts_of(table, None)?;
@@ -149,7 +149,7 @@ impl RankWriter {
             return Ok(LinkedTable { rows, bytes: LinkedBytes::default() });
         };
         let config = table.config();
-        let spec = TableSpec::new(module, config, hyperparameters, counters.step).with_shared_row(shared);
+        let spec = TableSpec::new(module, config, hyperparameters, counters.step, shared);
         let set = held.set().clone();
         let rows = set.rows;
         let bytes =
@@ -173,7 +173,7 @@ impl RankWriter {
     ) -> Result<(u64, u64)> {
         let config = table.config();
         let step = table.step()?;
-        let spec = TableSpec::new(module, config, hyperparameters, step).with_shared_row(table.shared_row()?);
+        let spec = TableSpec::new(module, config, hyperparameters, step, table.shared_row()?);
         let left = table.left_since(ancestor)?;
         let sweeps = table.sweeps_since(ancestor)?;
         let changes = Changes { left: &left, sweeps: &sweeps, total_rows: table.len()? };
@@ -195,8 +195,7 @@ impl RankWriter {
         pace: &mut Pace,
     ) -> Result<(u64, u64)> {
         let config = moment.config().clone();
-        let spec = TableSpec::new(module, &config, hyperparameters, moment.step())
-            .with_shared_row(moment.shared_row().cloned());
+        let spec = TableSpec::new(module, &config, hyperparameters, moment.step(), moment.shared_row().cloned());
         let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
         let chunk_rows = (MOMENT_CHUNK_BYTES / row_bytes).max(1);
         let (left, sweeps, total_rows) = (moment.left().map(<[Id]>::to_vec), moment.sweeps().to_vec(), moment.rows());

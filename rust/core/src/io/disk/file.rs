@@ -12,7 +12,7 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::error::{Error, Kind, Result};
 use crate::io::cover::{Cover, Step};
-use crate::io::{ALIGNMENT, BufPool, FileMapping, IoFile, Open, check_aligned, open_error, short_file};
+use crate::io::{ALIGNMENT, Access, BufPool, FileMapping, IoFile, Open, check_aligned, open_error, short_file};
 
 /// Mode of the files that are made, less the bits of the process's umask.
 const FILE_MODE: u32 = 0o640;
@@ -315,9 +315,9 @@ impl IoFile for DiskFile {
         inspected.map_err(|e| Error::io("inspect", &self.path, &e))
     }
 
-    fn map(&self) -> Result<FileMapping> {
+    fn map(&self, access: Access) -> Result<FileMapping> {
         self.check_process()?;
-        FileMapping::of_file(&self.path, &self.file, self.len()? as usize)
+        FileMapping::of_file(&self.path, &self.file, self.len()? as usize, access)
     }
 
     fn as_any(&self) -> &dyn std::any::Any {

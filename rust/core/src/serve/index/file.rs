@@ -10,11 +10,11 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{LINE_BYTES, Lines, RowIndex, lines_for};
+use super::{Lines, RowIndex};
 use crate::checkpoint::{Directory, seal_text, unseal_text};
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, AlignedBuf, FileMapping, IoFile, Open};
-use crate::mapping::Zeroed;
+use crate::index::{IdHash, Line};
+use crate::io::{ALIGNMENT, Access, AlignedBuf, FileMapping, IoFile, Open};
 use crate::serve::files::LinkOfFiles;
 
 /// The name of the file in the directory of a checkpoint.
@@ -52,7 +52,7 @@ impl IndexOfTable {
 
     fn range(&self) -> Option<Range<usize>> {
         let start = usize::try_from(self.start).ok()?;
-        let bytes = usize::try_from(self.lines).ok()?.checked_mul(LINE_BYTES)?;
+        let bytes = usize::try_from(self.lines).ok()?.checked_mul(size_of::<Line>())?;
         Some(start..start.checked_add(bytes)?)
     }
 }
@@ -95,9 +95,10 @@ fn write_all(file: &dyn IoFile, tables: &[(IndexOfTable, &RowIndex)]) -> Result<
     let mut at = (8 + seal_text(&header)?.len() as u64).next_multiple_of(ALIGNMENT as u64);
     let header_bytes = at as usize;
     for (entry, (_, index)) in header.tables.iter_mut().zip(tables) {
-        let bytes: &[u8] = bytemuck::cast_slice(index.lines());
-        (entry.seed, entry.len, entry.start) = (index.seed, index.len, at);
-        (entry.lines, entry.crc32c) = (index.lines().len() as u64, 0);
+        let (lines, hash) = index.parts();
+        let bytes: &[u8] = bytemuck::cast_slice(lines);
+        (entry.seed, entry.len, entry.start) = (hash.seed(), index.len, at);
+        (entry.lines, entry.crc32c) = (lines.len() as u64, 0);
         for piece in bytes.chunks(PIECE_BYTES) {
             entry.crc32c = crc32c::crc32c_append(entry.crc32c, piece);
             write_padded(file, at, piece)?;
@@ -140,7 +141,7 @@ pub(in super::super) fn read_index(directory: &Directory) -> Result<Option<Vec<(
     let mut text = crate::memory::zeros("read the header of an index", length as usize)?;
     file.read_at(8, &mut text)?;
     let Some(header) = header_of(&text, &path)? else { return Ok(None) };
-    let mapping = Arc::new(file.map()?);
+    let mapping = Arc::new(file.map(Access::Whole)?);
     let open = |table: IndexOfTable| {
         let index = open_table(&mapping, &table)?.ok_or_else(|| damaged("the lines of a table"))?;
         Ok((table, index))
@@ -165,8 +166,8 @@ fn header_of(text: &[u8], path: &Path) -> Result<Option<Header>> {
 /// The index of a table, verified; `None` where the file does not hold what its header says.
 fn open_table(file: &Arc<FileMapping>, table: &IndexOfTable) -> Result<Option<RowIndex>> {
     let Some(range) = table.range() else { return Ok(None) };
-    let fits = range.end <= file.bytes().len() && range.start.is_multiple_of(ALIGNMENT);
-    if !fits || table.lines != lines_for(table.len) || !(1..32).contains(&table.row_bits) {
+    let fits = range.end <= file.bytes().len() && range.start.is_multiple_of(ALIGNMENT) && table.lines > 0;
+    if !fits || table.len >= table.lines.saturating_mul(5) || !(1..32).contains(&table.row_bits) {
         return Ok(None);
     }
     file.ask_for(&range);
@@ -183,12 +184,12 @@ fn open_table(file: &Arc<FileMapping>, table: &IndexOfTable) -> Result<Option<Ro
         )
         .at(file.path()));
     }
-    let lines = if file.is_copy() {
-        let mut lines = Zeroed::new("hold the index of a served table", table.lines as usize)?;
-        bytemuck::cast_slice_mut(&mut lines).copy_from_slice(&file.bytes()[range]);
-        Lines::Private(lines)
-    } else {
-        Lines::Shared(Arc::clone(file), range)
-    };
-    Ok(Some(RowIndex { lines, seed: table.seed, len: table.len }))
+    let lines: &[Line] = bytemuck::try_cast_slice(&file.bytes()[range.clone()]).unwrap_or_default();
+    // A search goes on past lines that ids have passed, so that one at least must end it.
+    let ends = lines.iter().any(|line| line.passed() == 0);
+    let len = table.len;
+    if !ends {
+        return Ok(None);
+    }
+    Ok(Some(RowIndex { lines: Lines::Shared(Arc::clone(file), range, IdHash::new(table.seed)), len }))
 }

@@ -1,0 +1,147 @@
+//! What an evaluation reads for an id without a row, in every kind of checkpoint, so that who reads it without the table's configuration
+//! reads the same.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::checkpoint::{
+    BesideOptions, Chain, Compaction, Latest, RankMoment, RankWriter, Save, SaveOptions, TableToSave, reshard,
+};
+use embcache::config::MissingRead::{self, Initial, SharedRow, Value, Zeros};
+use embcache::config::{Admission, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::IoEngine;
+use embcache::rows::RowHeader;
+use embcache::types::Id;
+use embcache_tests::{Rig, config, directory_in};
+
+use crate::elastic::go_on;
+use crate::made::{ROOT, Table, kind, memory, save};
+
+/// Whether a table has a shared row, what an evaluation reads, and what the manifest says of it.
+const CASES: [(bool, MissingRead, Option<MissingRead>); 8] = [
+    (false, Initial, None),
+    (false, Zeros, Some(Zeros)),
+    (false, Value(0.1), Some(Value(0.1))),
+    (false, Value(f32::from_bits(1)), Some(Value(f32::from_bits(1)))),
+    (false, Value(f32::MIN), Some(Value(f32::MIN))),
+    (true, SharedRow, None),
+    (true, Initial, Some(Initial)),
+    (true, Zeros, Some(Zeros)),
+];
+
+fn settings(shares: bool, missing_read: MissingRead) -> TableConfig {
+    let not_admitted = if shares { SharedRow } else { Zeros };
+    let admission = Admission::ReadOnly;
+    TableConfig { admission, not_admitted, missing_read, ..config(4, OptimizerKind::RowWiseAdagrad, 500) }
+}
+
+fn import(rig: &Rig, ids: std::ops::Range<Id>) {
+    let row_of = |id| (RowHeader { id, ..RowHeader::default() }, vec![0.5_f32.to_bits(); 4]);
+    rig.import(&ids.map(|id| (id, row_of(id))).collect()).expect("imported");
+}
+
+fn newest(engine: &Arc<dyn IoEngine>, root: &str) -> Chain {
+    let directory = directory_in(engine, root);
+    Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened")
+}
+
+/// The newest checkpoint says `said` and means `effective`; its version is 6 where it says something.
+fn check(chain: &Chain, (shares, effective, said): (bool, MissingRead, Option<MissingRead>), what: &str) {
+    let manifest = chain.manifest();
+    let spec = &manifest.tables[0].spec;
+    assert_eq!((spec.missing_read, spec.missing_read()), (said, effective), "{what}");
+    let without = if shares { 5 } else { 2 };
+    assert_eq!(manifest.version, if said.is_some() { 6 } else { without }, "{what}");
+    let reader = chain.table_reader("m", "t", 0..13).expect("its files");
+    assert_eq!(reader.spec().missing_read(), effective, "{what}");
+}
+
+fn save_beside(engine: &Arc<dyn IoEngine>, rig: &Rig) {
+    let directory = directory_in(engine, ROOT);
+    let save = Save::begin(&directory, 9).expect("begun");
+    let next_epoch = rig.table.epoch().expect("an epoch") + 1;
+    let tables = vec![TableToSave {
+        module: "m".into(),
+        table: rig.table.clone(),
+        hyperparameters: BTreeMap::new(),
+        ancestor: None,
+    }];
+    let beside = BesideOptions { next_epoch, image_bytes: 1 << 20, bytes_per_second: None, counts: true };
+    let mut moment = RankMoment::begin(&directory, save.name(), (0, 1), tables, beside).expect("begun");
+    while moment.write_next().expect("written").is_some() {}
+    save.publish(&[moment.finish().expect("finished")], next_epoch).expect("published");
+}
+
+#[test]
+fn every_checkpoint_of_a_table_says_what_an_evaluation_reads_and_most_need_no_word_for_it() {
+    for case @ (shares, effective, _) in CASES {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        let rig = Rig::open(settings(shares, effective), Arc::clone(&engine)).expect("opened");
+        import(&rig, 1..4);
+        let full = go_on(&engine, std::slice::from_ref(&rig), 20_000, None);
+        check(&newest(&engine, ROOT), case, "a full one");
+        import(&rig, 3..5);
+        go_on(&engine, std::slice::from_ref(&rig), 20_000, Some(&full));
+        check(&newest(&engine, ROOT), case, "a delta");
+        engine.create_dir_all(Path::new("/checkpoints/elsewhere")).expect("made");
+        let elsewhere = directory_in(&engine, "/checkpoints/elsewhere");
+        reshard(&newest(&engine, ROOT), &elsewhere, 3, 2, true).expect("written again");
+        check(&newest(&engine, "/checkpoints/elsewhere"), case, "written again for two ranks");
+        merge(&engine);
+        check(&newest(&engine, ROOT), case, "merged");
+        save_beside(&engine, &rig);
+        check(&newest(&engine, ROOT), case, "beside training");
+    }
+}
+
+fn merge(engine: &Arc<dyn IoEngine>) {
+    let directory = directory_in(engine, ROOT);
+    let latest = Latest::read(&directory).expect("a checkpoint");
+    let compaction = Compaction::open(&directory, latest).expect("opened").expect("a delta");
+    let merged = Some(compaction.chain().identity());
+    let save = Save::begin_with(&directory, 4, SaveOptions { merged, ..SaveOptions::default() }).expect("begun");
+    let digest = compaction.write(save.name(), (0, 1), &mut |_| Ok(())).expect("written");
+    save.publish(&[digest], compaction.chain().manifest().next_epoch).expect("published");
+}
+
+#[test]
+fn a_linked_checkpoint_says_it_too() {
+    for case @ (shares, effective, _) in CASES {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        let ssd = SsdConfig { dir: "/tier/t".into(), bytes: 1 << 20, reopen: Reopen::Never, resume_token: None };
+        let settings = TableConfig { ssd: Some(ssd), ..settings(shares, effective) };
+        let rig = Rig::open(settings, Arc::clone(&engine)).expect("opened");
+        import(&rig, 1..4);
+        let directory = directory_in(&engine, ROOT);
+        let options = SaveOptions { linked: true, ..SaveOptions::default() };
+        let save = Save::begin_with(&directory, 3, options).expect("begun");
+        let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("a writer");
+        writer.link_rows_of("m", &rig.table, BTreeMap::new()).expect("linked");
+        save.publish(&[writer.finish().expect("finished")], 2).expect("published");
+        check(&newest(&engine, ROOT), case, "a linked one");
+    }
+}
+
+#[test]
+fn a_table_that_is_loaded_goes_on_as_it_is_configured() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let saved = Rig::open(settings(false, Zeros), Arc::clone(&engine)).expect("opened");
+    go_on(&engine, std::slice::from_ref(&saved), 20_000, None);
+    let other = Rig::open(settings(false, Value(2.0)), Arc::clone(&engine)).expect("opened");
+    let reader = newest(&engine, ROOT).table_reader("m", "t", 0..13).expect("its files");
+    reader.load_into(&other.table).expect("loaded");
+    go_on(&engine, std::slice::from_ref(&other), 20_000, None);
+    check(&newest(&engine, ROOT), (false, Value(2.0), Some(Value(2.0))), "saved again");
+}
+
+#[test]
+fn a_save_refuses_what_cannot_be_read() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    for said in [Value(f32::NAN), Value(f32::INFINITY), Value(f32::NEG_INFINITY), SharedRow] {
+        let mut table = Table::new("m", "t", OptimizerKind::Sgd, 2, &[1, 2], 1);
+        table.spec.missing_read = Some(said);
+        assert_eq!(kind(save(&engine, Path::new(ROOT), &[table], 1, 1000, 7)), Kind::Input, "{said:?}");
+    }
+}

@@ -1,0 +1,259 @@
+//! Serving while disks fail, trainers are killed, and versions are swapped.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use embcache::checkpoint::{Parent, SaveOptions};
+use embcache::config::OptimizerKind;
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, PsyncEngine};
+use embcache::serve::{Polled, ServeOptions, Serving};
+use embcache::types::Id;
+use embcache_tests::directory_in;
+
+use super::made::{ROOT, Table, memory, on, save, save_delta, save_with, stop_at_each_change};
+use super::serving::check;
+
+const ENOSPC: i32 = 28;
+const EIO: i32 = 5;
+
+fn root() -> &'static Path {
+    Path::new(ROOT)
+}
+
+fn tables(salt: u64) -> Vec<Table> {
+    let ids: Vec<Id> = (0..90).map(|n| n * 77 - 2000).collect();
+    vec![
+        Table::new("m", "a", OptimizerKind::RowWiseAdagrad, 8, &ids, salt),
+        Table::new("m", "b", OptimizerKind::Sgd, 3, &ids[..40], salt + 1),
+    ]
+}
+
+fn open(engine: &Arc<dyn IoEngine>) -> Arc<Serving> {
+    Serving::open(directory_in(engine, ROOT), ServeOptions::default()).expect("opened")
+}
+
+#[test]
+fn a_trainer_that_is_killed_at_any_point_of_a_publication_leaves_a_published_version_served() {
+    let (before, after) = (tables(1), tables(2));
+    let disk = || {
+        let memory = memory();
+        let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+        save(&engine, root(), &before, 2, 2000, 1).expect("saved");
+        memory
+    };
+    let first: Arc<dyn IoEngine> = Arc::new(disk());
+    let parent = embcache::checkpoint::Chain::open(
+        &directory_in(&first, ROOT),
+        embcache::checkpoint::Latest::read(&directory_in(&first, ROOT)).expect("a checkpoint"),
+    )
+    .expect("opened")
+    .identity();
+    let work = |engine: FaultEngine| {
+        let engine: Arc<dyn IoEngine> = Arc::new(engine);
+        save_delta(&engine, root(), (&before, &after), (2, 2000), 2, on(&parent)).map(|_| ())
+    };
+    let (mut old, mut new) = (0, 0);
+    let stops = stop_at_each_change(disk, 2, work, |disk, _, stop| {
+        let engine: Arc<dyn IoEngine> = Arc::new(disk);
+        let serving = open(&engine);
+        let is_new = serving.pin().expect("a version").name().seq == 2;
+        check(&serving, if is_new { &after } else { &before });
+        *(if is_new { &mut new } else { &mut old }) += 1;
+        assert_eq!(serving.poll().expect("a look"), Polled::Same, "stop {stop}");
+    });
+    assert!(stops > 20 && old > 20 && new > 0, "{stops} stops, {old} before, {new} after");
+}
+
+#[test]
+fn a_server_that_looks_while_a_trainer_publishes_sees_a_published_version() {
+    let (before, after) = (tables(1), tables(2));
+    for stop in 0.. {
+        let memory = memory();
+        let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+        let parent: Parent = save(&engine, root(), &before, 1, 2000, 1).expect("saved").identity;
+        let serving = open(&engine);
+        let trainer = FaultEngine::new(Arc::new(memory));
+        trainer.hit_change(stop, Fault::Stop);
+        let theirs: Arc<dyn IoEngine> = Arc::new(trainer.clone());
+        let saved = save_delta(&theirs, root(), (&before, &after), (1, 2000), 2, on(&parent));
+        let polled = serving.poll().expect("what LATEST names is whole");
+        check(&serving, if polled == Polled::Same { &before } else { &after });
+        if !trainer.is_stopped() {
+            saved.expect("nothing stopped it");
+            return assert!(stop > 20, "{stop} stops");
+        }
+    }
+}
+
+#[test]
+fn a_disk_that_is_full_or_broken_while_the_index_is_written_only_costs_memory() {
+    for fault in [Fault::Fail(ENOSPC), Fault::Tear(ENOSPC), Fault::Fail(EIO), Fault::Flip] {
+        for passing in 0.. {
+            let memory = memory();
+            let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+            let saved = tables(4);
+            save(&engine, root(), &saved, 2, 2000, 1).expect("saved");
+            let faulty = FaultEngine::new(Arc::new(memory));
+            faulty.hit_change(passing, fault);
+            let theirs: Arc<dyn IoEngine> = Arc::new(faulty.clone());
+            check(&open(&theirs), &saved);
+            let left = engine.list(&engine.list(root()).expect("a directory")[0]).expect("a checkpoint");
+            assert!(!left.iter().any(|path| path.to_string_lossy().ends_with(".tmp")), "{fault:?} {passing}: {left:?}");
+            check(&open(&engine), &saved);
+            if faulty.will_hit() {
+                assert!(passing > 3, "{passing} changes");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_read_that_fails_while_a_delta_is_opened_leaves_the_version_before() {
+    let (before, after) = (tables(1), tables(2));
+    for fault in [Fault::Fail(EIO), Fault::Flip] {
+        for operation in [Operation::Read, Operation::Open] {
+            for passing in (0..).step_by(3) {
+                let memory = memory();
+                let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+                let parent = save(&engine, root(), &before, 1, 2000, 1).expect("saved").identity;
+                let faulty = FaultEngine::new(Arc::new(memory));
+                let serving = open(&(Arc::new(faulty.clone()) as Arc<dyn IoEngine>));
+                save_delta(&engine, root(), (&before, &after), (1, 2000), 2, on(&parent)).expect("saved");
+                faulty.hit_once(operation, passing, fault);
+                let polled = serving.poll();
+                let was_hit = !faulty.will_hit();
+                check(&serving, if polled.is_ok() { &after } else { &before });
+                faulty.clear();
+                serving.poll().expect("the disk is well again");
+                check(&serving, &after);
+                if !was_hit || fault == Fault::Flip && operation == Operation::Open {
+                    assert!(passing > 3 || operation == Operation::Open, "{fault:?} {operation:?} {passing}");
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/// Tables whose every weight is `number`.
+fn numbered(number: u64) -> Vec<Table> {
+    let mut tables = tables(number);
+    for (_, vector) in tables.iter_mut().flat_map(|table| table.rows.values_mut()) {
+        vector.fill(number as f32);
+    }
+    tables
+}
+
+/// Publish versions, whose every number is the version's, while threads look up all rows of all tables of the version that they hold.
+fn swap_under_load(engine: &Arc<dyn IoEngine>, root: &Path, versions: u64) {
+    let ids: Vec<Id> = numbered(0)[0].rows.keys().copied().collect();
+    let mut parent = save(engine, root, &numbered(1), 1, 2000, 1).expect("saved").identity;
+    let serving = Serving::open(directory_in(engine, root), ServeOptions::default()).expect("opened");
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let look = || {
+            let (mut requests, mut last) = (0_u64, 0.0);
+            while !done.load(Ordering::Relaxed) || requests == 0 {
+                let version = serving.pin().expect("a version");
+                let mut numbers = Vec::new();
+                for table in version.tables() {
+                    let ids = &ids[..table.rows() as usize];
+                    let (mut out, mut found) = (vec![0.0; ids.len() * table.dim()], vec![false; ids.len()]);
+                    assert_eq!(table.lookup(ids, &mut out, &mut found).expect("served"), 0);
+                    numbers.extend(out);
+                }
+                assert!(
+                    numbers.iter().all(|number| number.to_bits() == numbers[0].to_bits()),
+                    "one version has one number: {numbers:?}"
+                );
+                assert!(numbers[0] >= last, "versions do not go back");
+                (last, requests) = (numbers[0], requests + 1);
+                // The trainer needs the processor too.
+                std::thread::sleep(std::time::Duration::from_micros(300));
+            }
+            requests
+        };
+        let threads: Vec<_> = (0..2).map(|_| scope.spawn(look)).collect();
+        for number in 2..=versions {
+            let (before, now) = (numbered(number - 1), numbered(number));
+            let published = if number % 12 == 0 {
+                save_with(engine, root, &now, (1, 2000), number, SaveOptions::default())
+            } else {
+                save_delta(engine, root, (&before, &now), (1, 2000), number, on(&parent))
+            };
+            parent = published.expect("saved").identity;
+            assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+        }
+        done.store(true, Ordering::Relaxed);
+        assert!(threads.into_iter().map(|thread| thread.join().expect("no torn row")).sum::<u64>() > 3);
+    });
+    let stats = serving.stats();
+    assert_eq!((stats.swaps, stats.failed_polls), (versions - 1, 0));
+    assert_eq!(stats.versions, 2, "nobody holds older ones");
+}
+
+#[test]
+fn no_request_sees_two_versions_in_a_thousand_swaps() {
+    swap_under_load(&(Arc::new(memory()) as Arc<dyn IoEngine>), root(), 1001);
+}
+
+#[test]
+fn no_request_sees_two_versions_of_mapped_files() {
+    let dir = tempfile::tempdir().expect("a directory");
+    swap_under_load(&(Arc::new(PsyncEngine::new(false)) as Arc<dyn IoEngine>), dir.path(), 120);
+}
+
+#[test]
+fn a_follower_swaps_by_itself_and_ends_when_it_is_stopped() {
+    let memory: MemoryEngine = memory();
+    let engine: Arc<dyn IoEngine> = Arc::new(memory);
+    let before = tables(1);
+    save(&engine, root(), &before, 1, 2000, 1).expect("saved");
+    let serving = open(&engine);
+    let mut follower = serving.follow(std::time::Duration::from_millis(1)).expect("a thread");
+    for number in 2..6 {
+        let now = tables(number);
+        save_with(&engine, root(), &now, (1, 2000), number, SaveOptions::default()).expect("saved");
+        while serving.pin().expect("a version").name().seq != number {
+            std::thread::yield_now();
+        }
+        check(&serving, &now);
+    }
+    follower.stop();
+    save_with(&engine, root(), &before, (1, 2000), 9, SaveOptions::default()).expect("saved");
+    std::thread::sleep(std::time::Duration::from_millis(30));
+    assert_eq!(serving.pin().expect("a version").name().seq, 5, "nobody looks any more");
+    assert!(serving.follow(std::time::Duration::ZERO).is_err());
+}
+
+#[test]
+fn many_changes_are_merged_into_an_index_that_all_share() {
+    let memory = memory();
+    let engine: Arc<dyn IoEngine> = Arc::new(memory);
+    let ids: Vec<Id> = (0..90_000).map(|n| n * 3).collect();
+    let table = |salt| vec![Table::new("m", "a", OptimizerKind::Sgd, 1, &ids, salt)];
+    let small = || {
+        let mut now = table(1);
+        now[0].rows.extend(Table::new("", "", OptimizerKind::Sgd, 1, &ids[..50_000], 2).rows);
+        now
+    };
+    let first = save(&engine, root(), &table(1), 1, 1 << 20, 1).expect("saved").identity;
+    let serving = open(&engine);
+    let other = open(&engine);
+    let second =
+        save_delta(&engine, root(), (&table(1), &small()), (1, 1 << 20), 2, on(&first)).expect("saved").identity;
+    serving.poll().expect("a look");
+    check(&serving, &small());
+    assert!(serving.stats().overlay_ids >= 50_000, "few changes stay beside the index");
+    save_delta(&engine, root(), (&small(), &table(3)), (1, 1 << 20), 3, on(&second)).expect("saved");
+    serving.poll().expect("a look");
+    check(&serving, &table(3));
+    assert_eq!(serving.stats().overlay_ids, 0, "many are merged");
+    // Another server comes later, and takes the index that the first one made.
+    other.poll().expect("a look");
+    check(&other, &table(3));
+    assert_eq!(other.stats().overlay_ids, 0);
+    check(&open(&engine), &table(3));
+}
