@@ -62,7 +62,7 @@ impl Publisher {
     /// # Panics
     /// Panics when the folder cannot be made.
     pub fn new(root: &Path, rows: u64) -> Self {
-        let spec = TableSpec::new(MODULE, &table_config(OptimizerKind::RowWiseAdagrad, rows), BTreeMap::new(), 1);
+        let spec = TableSpec::new(MODULE, &table_config(OptimizerKind::RowWiseAdagrad, rows), BTreeMap::new(), 1, None);
         let directory = Directory::to_save(root, Checks::Basic).expect("a folder of our own");
         Self { directory, root: root.to_owned(), spec, rows, newest: None, epoch: 1 }
     }
