@@ -1,5 +1,5 @@
-//! Measures look-ups in a checkpoint that is served, beside a plain loop over the same files and, where rows are not in memory, raw reads of
-//! them. A request has 2,000 ids and is answered by one thread.
+//! Measures look-ups in a checkpoint that is served, beside a plain loop over the same files and, where rows are not in memory, raw reads
+//! of them. A request has 2,000 ids and is answered by one thread.
 //!
 //! `EMBCACHE_BENCH_SERVE_ROWS` sets the number of rows (10M).
 

@@ -1,5 +1,5 @@
-//! Measures what a process that serves a checkpoint waits for: the index, the open, the slowest requests, and a delta that a trainer publishes
-//! meanwhile. A request has 2,000 ids and is answered by one thread. One checkpoint serves all of this, so the program prints rows.
+//! Measures what a process that serves a checkpoint waits for: the index, the open, the slowest requests, and a delta that a trainer
+//! publishes meanwhile. A request has 2,000 ids and is answered by one thread. One checkpoint serves all of this, so the program prints rows.
 //!
 //! `EMBCACHE_BENCH_SERVE_ROWS` sets the number of rows (10M), of which a delta has a tenth.
 
@@ -22,8 +22,8 @@ const ROUNDS: usize = 5;
 const REQUESTS: usize = 5000;
 /// A delta has one of so many rows.
 const DELTA_SHARE: u64 = 10;
-/// How often a server looks for a delta, as an application sets it. Where the time until a delta is seen is measured it is the usual second.
-/// Where requests meanwhile are measured it is short, so that most of them are answered while the delta is read.
+/// How often a server looks for a delta, as an application sets it. Where the time until a delta is seen is measured it is the usual
+/// second. Where requests meanwhile are measured it is short, so that most of them are answered while the delta is read.
 const USUAL_POLL: Duration = Duration::from_secs(1);
 const SHORT_POLL: Duration = Duration::from_millis(100);
 

@@ -170,8 +170,8 @@ impl PlainServing {
         rows.iter().filter(is_out).count()
     }
 
-    /// Write the row of each id to `out`, which is `[ids, DIM]`, and zeros for an id that has none; `found` says which have one. This goes by
-    /// blocks: the entries of the next block are prefetched, then the rows of this one, before any of them is copied.
+    /// Write the row of each id to `out`, which is `[ids, DIM]`, and zeros for an id that has none; `found` says which have one. This goes
+    /// by blocks: the entries of the next block are prefetched, then the rows of this one, before any of them is copied.
     ///
     /// # Panics
     /// Panics when there is no place for each row.

@@ -26,8 +26,8 @@ pub enum StoreWork {
         /// The seconds for which a round writes.
         seconds: f64,
     },
-    /// Load the ids `scattered_id(0..rows)`, each with the weights of `served_row` as of version 0 and nothing else. A round looks the batches of
-    /// the bench's data up, one after the other on one thread. Everything is in RAM.
+    /// Load the ids `scattered_id(0..rows)`, each with the weights of `served_row` as of version 0 and nothing else. A round looks
+    /// the batches of the bench's data up, one after the other on one thread. Everything is in RAM.
     Lookup {
         /// The number of rows to load.
         rows: u64,
