@@ -416,4 +416,7 @@ class CheckpointRows:
     ) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks, then the counts of each bucket given to `counts` (both None: all only verified); what they raise is raised
     def life_of(self, module: str, table: str, id: int) -> list[LinkOfId]: ...  # noqa: A002  # of each checkpoint, newest first; MismatchError
     def reshard(self, to: Directory, random: int, world_size: int, *, counters: bool = True) -> Published: ...  # written again there
+    def make_for_serving(
+        self, to: Directory, random: int, precision: str, keep: int
+    ) -> Published: ...  # written there without slots; "fp32", "fp16", "bf16" or "int8", else ConfigError; InputError names a row that it cannot hold
 

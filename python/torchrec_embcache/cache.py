@@ -72,7 +72,7 @@ class CacheTable(MeasuredTable):
         unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
-        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`; "keep", for `drain_evicted`; or None.
+        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`; "keep", to drain; or None.
         total_num_buckets: how many buckets ids are spread over, from 1 to 2^20.
         buckets: the buckets [begin, end) of this shard; by default the share of `rank`.
         rank: of this shard, from 0.

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from torchrec_embcache import __version__
-from torchrec_embcache.exceptions import EmbCacheError
+from torchrec_embcache.exceptions import ConfigError, EmbCacheError
 
 from .advise import add_advise
 from .checkpoints import compact, inspect, reshard, verify
@@ -23,6 +23,7 @@ from .convert import Settings, convert
 from .layouts import READERS
 from .plot import add_plot
 from .report import FAILED, Report
+from .serving import PRECISIONS, for_serving, refuse_settings
 from .sinks import SINKS
 from .top import DEFAULT, top
 from .why import why
@@ -106,8 +107,12 @@ def _add_convert(command: _AddCommand) -> None:
     made.add_argument("source", help="a checkpoint, or a directory in another layout")
     made.add_argument("target", help="a directory; made when missing")
     made.add_argument("--from", dest="from_layout", choices=["auto", "embcache", *READERS], default="auto")
-    layouts = ["embcache", *SINKS, "torchrec-dcp"]
+    layouts = ["embcache", *SINKS, "torchrec-dcp", "serving"]
     made.add_argument("--to", dest="to_layout", choices=layouts, default="embcache")
+    made.add_argument("--precision", choices=PRECISIONS, help="how weights are stored; to serving, fp32 by default")
+    made.add_argument(
+        "--keep", type=int, metavar="N", help="checkpoints that stay in the target; to serving, 1 by default"
+    )
     made.add_argument("--module", default="", help="path in the model of the module that has the tables")
     made.add_argument("--optimizer", help="whose slots the rows have; by default guessed from them")
     made.add_argument("--step", type=int, default=0, help="training steps so far (Adam corrects its bias by it)")
@@ -218,10 +223,17 @@ def _convert(given: argparse.Namespace) -> Report:
         step=given.step,
         total_num_buckets=given.buckets,
         rename=dict(given.rename),
-        skip=given.skip,
+        skip=tuple(given.skip),
         model_key=given.model_key,
         optimizer_key=given.optimizer_key,
         rows=dict(given.rows),
-        sequences=given.sequence,
+        sequences=tuple(given.sequence),
     )
+    if given.to_layout == "serving":
+        refuse_settings(settings, given.from_layout)
+        return for_serving(
+            given.source, given.target, given.precision or "fp32", 1 if given.keep is None else given.keep
+        )
+    if given.precision is not None or given.keep is not None:
+        raise ConfigError("--precision and --keep are of --to serving alone: leave them out")
     return convert(given.source, given.target, given.from_layout, given.to_layout, settings)

@@ -26,7 +26,7 @@ __all__ = ["Opened", "compact", "inspect", "reshard", "verify"]
 #: What `inspect` shows of a table.
 _COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_buckets")
 #: How what a table has beside its rows is called where it is shown.
-_BESIDE_ROWS = {**BESIDE_ROWS, "missing_read": "ids without a row read"}
+_BESIDE_ROWS = {**BESIDE_ROWS, "missing_read": "ids without a row read", "precision": "precision"}
 _WINDOW_BYTES = 8 << 20
 _NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
 
@@ -85,6 +85,11 @@ class Opened:
         """Whether it builds on another checkpoint."""
         return self.manifest["parent"] is not None
 
+    @property
+    def is_for_serving(self) -> bool:
+        """Whether it is a serving checkpoint: its rows have no slots."""
+        return bool(self.manifest["kind"] == "serving")
+
 
 def _checkpoints(directory: Directory) -> Iterator[dict[str, Any]]:
     """Every checkpoint of a directory, oldest first, the unfinished ones too."""
@@ -111,6 +116,7 @@ def _checkpoints(directory: Directory) -> Iterator[dict[str, Any]]:
             "saved": date_of(os.path.join(root, name, "manifest.json")),
             "kind": manifest["kind"],
             "parent": manifest["parent"]["name"] if manifest["parent"] else None,
+            "made_from": manifest["made_from"]["name"] if "made_from" in manifest else None,
             "ranks": len(manifest["ranks"]),
             "rows": sum(entry["rows"] for entry in manifest["tables"]),
         }
@@ -130,6 +136,7 @@ def inspect(path: str) -> Report:
         # Whether there is one. Its numbers would fill pages.
         table["shared_row"] = "yes" if "shared_row" in table else None
         table["missing_read"] = _missing_read(table.get("missing_read"))
+        table.setdefault("precision", None)
         table["hyperparameters"] = table["optimizer"]["hyperparameters"]
         table["optimizer"] = table["optimizer"]["name"]
     counted = any(table["pending"] is not None for table in tables)

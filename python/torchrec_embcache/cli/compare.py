@@ -19,7 +19,7 @@ __all__ = ["diff"]
 _WINDOW_BYTES = 128 << 20
 #: What must be equal for rows to be compared at all, and what is only told.
 _SHAPE = ("dim", "total_num_buckets", "bucket_hash")
-_SETTINGS = ("key", "optimizer", "step", "seed", "initializer", "shared_row", "missing_read")
+_SETTINGS = ("key", "optimizer", "step", "seed", "initializer", "shared_row", "missing_read", "precision")
 _METADATA = ("count", "last_step", "score", "modified_epoch")
 #: What can be said of the counts of ids that wait for rows. All but the last is a difference.
 _ONLY = ("only in the first", "only in the second")
@@ -70,11 +70,14 @@ def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = Fal
         show_ids: How many ids of rows that differ to list for each table, and how many of ids whose counts do.
         ignore_metadata: Whether counts, steps, scores and epochs of rows may differ, and which ids are forgotten next.
         counters: False: the counts of ids that wait for rows may differ, or be in one of them only.
+
+    Of a serving checkpoint the weights are compared as they are read. It has no slots, so those of the other are left out.
     """
     one, other = Opened.at(first), Opened.at(second)
     tables = [{(entry["module"], entry["table"]): entry for entry in side.tables} for side in (one, other)]
     missing = [sorted(tables[0].keys() - tables[1].keys()), sorted(tables[1].keys() - tables[0].keys())]
-    how = _How(show_ids, ignore_metadata, counters)
+    slotless = [side.name for side in (one, other) if side.is_for_serving]
+    how = _How(show_ids, ignore_metadata, counters, slots=not slotless)
     results = [
         _table(one, other, tables[0][pair], tables[1][pair], how)
         for pair in sorted(tables[0].keys() & tables[1].keys())
@@ -111,6 +114,7 @@ def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = Fal
         for result in results
         if result.pending_ids
     ]
+    lines += [f"{name} is a serving checkpoint, which has no slots: slots are not compared" for name in slotless]
     lines.append("they differ" if differs else "equal")
     return Report(data, [grid], lines, FOUND if differs else 0)
 
@@ -127,6 +131,7 @@ class _How:
     show_ids: int
     ignore_metadata: bool
     counters: bool
+    slots: bool
 
 
 def _pending(side: Opened, table: dict[str, Any]) -> int | None:
@@ -258,10 +263,12 @@ def _window(result: TableDiff, one: _Rows, other: _Rows, how: _How) -> None:
     result.only_first += len(one.ids) - len(common)
     result.only_second += len(other.ids) - len(common)
     weights = _differ(one.weights[left], other.weights[right])
-    slots = _differ(one.slots[left], other.slots[right])
+    slots = _differ(one.slots[left], other.slots[right]) if how.slots else np.zeros(len(common), bool)
     metadata = np.zeros(len(common), bool)
     if not how.ignore_metadata:
-        for mine, theirs in zip(one.metadata, other.metadata, strict=True):
+        # A serving checkpoint has no `modified_epoch`, which comes last.
+        compared = len(_METADATA) - (0 if how.slots else 1)
+        for mine, theirs in zip(one.metadata[:compared], other.metadata[:compared], strict=True):
             metadata |= _differ(mine[left, None], theirs[right, None])
     result.weights += int(weights.sum())
     result.slots += int(slots.sum())

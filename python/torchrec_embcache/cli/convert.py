@@ -78,6 +78,11 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
     notes: list[str] = []
     if from_layout == "embcache":
         opened = Opened.at(source)
+        if opened.is_for_serving:
+            raise UnsupportedError(
+                f"{source} is a serving checkpoint, which has no optimizer state: convert the checkpoint that it was made from, "
+                f"{opened.manifest['made_from']['name']}"
+            )
         made = not os.path.lexists(target)
         with Folder.to_save(target) as empty:
             try:

@@ -62,7 +62,13 @@ impl PySave {
         merged: Option<PyCheckpointId>,
         linked: bool,
     ) -> PyResult<Self> {
-        let options = SaveOptions { parent: parent.map(Into::into), merged: merged.map(Into::into), linked, keep };
+        let options = SaveOptions {
+            parent: parent.map(Into::into),
+            merged: merged.map(Into::into),
+            linked,
+            keep,
+            ..SaveOptions::default()
+        };
         let save = py.detach(|| Save::begin_with(&directory.inner, random, options)).map_err(to_python)?;
         Ok(Self { name: save.name().to_string(), inner: Mutex::new(Some(save)) })
     }

@@ -2,7 +2,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use embcache::checkpoint::{Chain, Checkpoint, IdState, LinkOfId, RowSink, RowSource, TableSpec, reshard};
+use embcache::checkpoint::{
+    Chain, Checkpoint, IdState, LinkOfId, RowSink, RowSource, TableSpec, make_for_serving, reshard,
+};
 use embcache::lifecycle::PendingId;
 use embcache::rows::RowHeader;
 use embcache::{Error, Kind};
@@ -16,6 +18,7 @@ use crate::directory::PyDirectory;
 use crate::error::{input, to_python};
 use crate::records::PyPublished;
 use crate::rows::{PyRowBlock, PyRowMetadata};
+use crate::settings::precision_from;
 
 /// Rows that are to be written into a checkpoint. Parts that are `None` are written as zeros.
 #[pyclass(frozen, get_all, name = "RowsToWrite", module = "torchrec_embcache._native")]
@@ -289,5 +292,19 @@ impl PyRows {
     ) -> PyResult<PyPublished> {
         let written = py.detach(|| reshard(&self.inner, &to.inner, random, world_size, counters));
         written.map(Into::into).map_err(to_python)
+    }
+
+    #[pyo3(signature = (to, random, precision, keep))]
+    fn make_for_serving(
+        &self,
+        py: Python<'_>,
+        to: &PyDirectory,
+        random: u64,
+        precision: &str,
+        keep: usize,
+    ) -> PyResult<PyPublished> {
+        let precision = precision_from(precision)?;
+        let made = py.detach(|| make_for_serving(&self.inner, &to.inner, (random, keep), precision, &mut |_| Ok(())));
+        made.map(Into::into).map_err(to_python)
     }
 }

@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 
 use embcache::cache::{PlanMode, Unseen};
 use embcache::config::{Admission, EvictionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen};
-use embcache::rows::Initializer;
+use embcache::rows::{Initializer, Precision};
 use embcache::types::BucketHash;
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
@@ -252,6 +252,12 @@ pub(crate) fn bucket_hash_from(name: &str) -> PyResult<BucketHash> {
         config_error(format!(
             "bucket_hash {name:?} is not known: use \"splitmix64\", or \"plain\" for rows of older files"
         ))
+    })
+}
+
+pub(crate) fn precision_from(name: &str) -> PyResult<Precision> {
+    Precision::from_name(name).ok_or_else(|| {
+        config_error(format!("precision={name:?} is not known: use \"fp32\", \"fp16\", \"bf16\" or \"int8\""))
     })
 }
 

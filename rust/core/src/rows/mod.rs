@@ -9,6 +9,7 @@ mod init;
 mod layout;
 mod list;
 pub(crate) mod philox;
+mod precision;
 mod quantile;
 
 pub use arena::Arena;
@@ -16,3 +17,4 @@ pub use decay::Decay;
 pub use init::{Initializer, RowBirth};
 pub use layout::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
 pub use list::RowList;
+pub use precision::Precision;

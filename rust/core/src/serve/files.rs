@@ -12,7 +12,7 @@ use super::pages::{PAGE_BITS, Pages};
 use crate::checkpoint::{FileOfRows, TableReader};
 use crate::error::{Error, Kind, Result};
 use crate::io::{Access, FileMapping, IoEngine, Open};
-use crate::prefetch::prefetch_range;
+use crate::prefetch::prefetch_address;
 use crate::rows::RowHeader;
 use crate::types::Id;
 
@@ -132,22 +132,23 @@ impl View {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Spot {
     weights: *const u8,
-    /// Whether their pages were seen in memory in this generation.
-    pub(super) is_near: bool,
+    /// The number of the file.
+    file: u32,
 }
 
 impl Spot {
     /// No row.
-    pub(super) const NONE: Self = Self { weights: ptr::null(), is_near: false };
+    pub(super) const NONE: Self = Self { weights: ptr::null(), file: 0 };
 
     #[inline]
     pub(super) fn is_none(&self) -> bool {
         self.weights.is_null()
     }
 
+    /// Start to load the line of a byte of the row. No row has none, and this does no harm.
     #[inline]
-    pub(super) fn prefetch(&self, row_bytes: usize) {
-        prefetch_range(self.weights, row_bytes);
+    pub(super) fn prefetch(&self, byte: usize) {
+        prefetch_address(self.weights.wrapping_add(byte));
     }
 }
 
@@ -248,25 +249,33 @@ impl Files {
 
     /// Where the row of a place lies; [`Spot::NONE`] where a place is none, or was damaged.
     #[inline]
-    pub(super) fn spot(&self, place: Place, generation: usize) -> Spot {
-        let row = (place.0 & ((1 << self.row_bits) - 1)) as usize;
-        let Some(view) = self.views.get((place.0 >> self.row_bits) as usize) else { return Spot::NONE };
-        if row >= view.rows {
-            return Spot::NONE;
+    pub(super) fn spot(&self, place: Place) -> Spot {
+        let (file, row) = (place.0 >> self.row_bits, (place.0 & ((1 << self.row_bits) - 1)) as usize);
+        match self.views.get(file as usize) {
+            Some(view) if row < view.rows => {
+                Spot { weights: view.start.wrapping_add(view.weights + row * self.row_bytes), file }
+            }
+            _ => Spot::NONE,
         }
-        let weights = view.weights + row * self.row_bytes;
+    }
+
+    /// Whether the pages of a row were seen in memory in this generation. It may say no where [`RowFile::is_near`] knows better.
+    #[inline]
+    pub(super) fn is_near(&self, spot: &Spot, generation: usize) -> bool {
+        let view = &self.views[spot.file as usize];
         let seen = view.seen[generation & 1];
-        let is_near = seen.is_null() || {
-            let is_seen = |byte: usize| {
-                let page = byte >> PAGE_BITS;
-                // SAFETY: the words have a bit for each page of the file, in which these bytes lie: `RowFile::open` checked the columns.
-                let word = unsafe { (*seen.add(page / 64)).load(Ordering::Relaxed) };
-                word >> (page % 64) & 1 != 0
-            };
-            // A row of more than two pages has others between, which the longer way looks at.
-            (self.row_bytes <= 1 << PAGE_BITS) & is_seen(weights) & is_seen(weights + self.row_bytes - 1)
+        if seen.is_null() {
+            return true;
+        }
+        let start = spot.weights.addr() - view.start.addr();
+        let is_seen = |byte: usize| {
+            let page = byte >> PAGE_BITS;
+            // SAFETY: the words have a bit for each page of the file, in which these bytes lie: `RowFile::open` checked the columns.
+            let word = unsafe { (*seen.add(page / 64)).load(Ordering::Relaxed) };
+            word >> (page % 64) & 1 != 0
         };
-        Spot { weights: view.start.wrapping_add(weights), is_near }
+        // A row of more than two pages has others between, which the longer way looks at.
+        (self.row_bytes <= 1 << PAGE_BITS) & is_seen(start) & is_seen(start + self.row_bytes - 1)
     }
 
     /// The bytes of the weights at a spot that is not none.

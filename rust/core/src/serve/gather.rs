@@ -7,8 +7,10 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Ids whose places are looked up together.
 const IDS_AT_ONCE: usize = 4096;
-/// A row is prefetched this many ids before its turn. A power of two.
-const AHEAD: usize = 32;
+/// Rows that are asked for together, before those of the block before are copied.
+const BLOCK: usize = 32;
+/// Bytes that a processor loads at a time.
+const LINE_BYTES: usize = 64;
 
 /// The row of an id whose pages were not seen in memory lately.
 struct Far {
@@ -57,29 +59,38 @@ impl<'a> Gather<'a> {
         far: &mut Vec<Far>,
         put: &mut impl FnMut(usize, Option<&[u8]>),
     ) {
-        let (files, row_bytes) = (self.files, self.files.row_bytes());
-        let mut spots = [Spot::NONE; AHEAD];
-        let find = |at: usize| {
-            let spot = slots.get(at).map_or(Spot::NONE, |slot| files.spot(Place(*slot), self.generation));
-            if !spot.is_none() {
-                spot.prefetch(row_bytes);
+        let (mut spots, mut next) = ([Spot::NONE; BLOCK], [Spot::NONE; BLOCK]);
+        self.ask_for(&slots[..slots.len().min(BLOCK)], &mut next);
+        for (number, block) in slots.chunks(BLOCK).enumerate() {
+            let begin = number * BLOCK;
+            std::mem::swap(&mut spots, &mut next);
+            let after = (begin + BLOCK).min(slots.len());
+            self.ask_for(&slots[after..(after + BLOCK).min(slots.len())], &mut next);
+            for (at, (&slot, spot)) in block.iter().zip(&spots).enumerate() {
+                let position = first + begin + at;
+                if spot.is_none() {
+                    put(position, None);
+                } else if !self.rules && self.files.is_near(spot, self.generation) {
+                    put(position, Some(self.files.at(spot)));
+                } else if self.is_near(Place(slot)) {
+                    put(position, self.living(Place(slot)));
+                } else {
+                    far.push(Far { position, place: Place(slot) });
+                }
             }
-            spot
-        };
-        for (at, spot) in spots.iter_mut().enumerate() {
-            *spot = find(at);
         }
-        for (at, &slot) in slots.iter().enumerate() {
-            let spot = std::mem::replace(&mut spots[at % AHEAD], find(at + AHEAD));
-            let position = first + at;
-            if spot.is_none() {
-                put(position, None);
-            } else if spot.is_near && !self.rules {
-                put(position, Some(files.at(&spot)));
-            } else if self.is_near(Place(slot)) {
-                put(position, self.living(Place(slot)));
-            } else {
-                far.push(Far { position, place: Place(slot) });
+    }
+
+    /// Find where the rows of some places lie, and start to load them into the processor's cache. The loop that asks does nothing else: a processor
+    /// looks some hundred instructions ahead, and finds the more pages at once the fewer there are for each row.
+    fn ask_for(&self, slots: &[CacheSlot], spots: &mut [Spot; BLOCK]) {
+        for (slot, spot) in slots.iter().zip(spots.iter_mut()) {
+            *spot = self.files.spot(Place(*slot));
+        }
+        let (spots, row_bytes) = (&spots[..slots.len()], self.files.row_bytes());
+        for offset in (0..row_bytes).step_by(LINE_BYTES).chain([row_bytes - 1]) {
+            for spot in spots {
+                spot.prefetch(offset);
             }
         }
     }

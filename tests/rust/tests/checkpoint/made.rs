@@ -62,6 +62,7 @@ impl Table {
             bucket_hash: BucketHash::SplitMix64,
             shared_row: None,
             missing_read: None,
+            precision: None,
         };
         Self { spec, rows: ids.iter().map(|&id| row(id)).collect() }
     }

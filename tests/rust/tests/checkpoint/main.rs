@@ -11,6 +11,7 @@ mod damage;
 mod delta;
 mod dense;
 mod elastic;
+mod for_serving;
 mod linked;
 mod linked_back;
 mod linked_paths;

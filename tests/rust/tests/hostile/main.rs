@@ -10,6 +10,7 @@ mod amounts;
 mod blocks;
 mod checkpoint;
 mod clocks;
+mod for_serving;
 #[path = "../checkpoint/made.rs"]
 #[allow(dead_code)]
 mod made;

@@ -1,6 +1,6 @@
 //! The JSON manifests of a checkpoint, and the checks that they pass before anything they say is used.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +30,8 @@ pub enum CheckpointKind {
     /// Every row, for a restart of the same ranks: tables with an SSD tier are in it as the tier's segments. Manifests call it `snapshot`.
     #[serde(rename = "snapshot")]
     Linked,
+    /// Every row without optimizer slots, to be served. Weights may be stored in fewer bytes. Nothing is trained from it.
+    Serving,
 }
 
 impl CheckpointKind {
@@ -39,6 +41,7 @@ impl CheckpointKind {
             Self::Full => "full",
             Self::Delta => "delta",
             Self::Linked => "snapshot",
+            Self::Serving => "serving",
         }
     }
 }
@@ -95,6 +98,10 @@ pub struct Manifest {
     /// The delta that this full checkpoint was merged from, with all before it; rows, steps and epochs are the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merged: Option<Parent>,
+    /// The checkpoint whose rows, merged with all before it, a serving checkpoint has. It lies in another directory. Deltas that build on it
+    /// are changes of this one too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub made_from: Option<Parent>,
     /// Rows whose `modified_epoch` is at least this were modified after this checkpoint.
     pub next_epoch: u32,
     /// [`CHUNK_BYTES`].
@@ -171,7 +178,7 @@ impl Share {
         in_files + self.segments.as_ref().map_or(0, |set| set.rows)
     }
 
-    fn tombstones(&self) -> u64 {
+    pub(super) fn tombstones(&self) -> u64 {
         self.files.iter().map(|file| file.tombstones).sum()
     }
 
@@ -185,6 +192,9 @@ impl Share {
 
     pub(crate) fn check(&self, kind: CheckpointKind) -> Result<(), String> {
         self.spec.check().map_err(|e| e.to_string())?;
+        if self.spec.precision.is_some() != (kind == CheckpointKind::Serving) {
+            return Err("the tables of a serving checkpoint have a precision, and no others".into());
+        }
         if self.bucket_begin > self.bucket_end || self.bucket_end > self.spec.total_num_buckets {
             return Err(format!(
                 "buckets {}..{} are not within 0..{}",
@@ -260,6 +270,11 @@ impl RankManifest {
 }
 
 impl Manifest {
+    /// What it holds that not every version can.
+    pub(crate) fn needs(&self) -> Needs {
+        Needs { serving: self.kind == CheckpointKind::Serving, ..needs_of(&self.tables) }
+    }
+
     /// As JSON.
     pub fn to_json(&self) -> Result<Vec<u8>> {
         render(self)
@@ -276,7 +291,10 @@ impl Manifest {
         if self.merged.is_some() && self.kind != CheckpointKind::Full {
             return Err("what was merged is full".into());
         }
-        check_version(self.version, needs_of(&self.tables))?;
+        if self.made_from.is_some() != (self.kind == CheckpointKind::Serving) {
+            return Err("a serving checkpoint was made from another one, and no other kind".into());
+        }
+        check_version(self.version, self.needs())?;
         if self.chunk_bytes != CHUNK_BYTES as u64 {
             return Err(format!("chunk_bytes is {}", self.chunk_bytes));
         }
@@ -303,137 +321,68 @@ impl Manifest {
                 "on a linked checkpoint (kind snapshot), and a delta builds on a full checkpoint or a delta".into()
             );
         }
-        if self.next_epoch < parent.next_epoch {
-            return Err(format!("of epochs up to {}, below its parent's {}", self.next_epoch, parent.next_epoch));
+        if parent.kind == CheckpointKind::Serving {
+            return Err("on a serving checkpoint, and a delta builds on what that was made from".into());
+        }
+        self.check_changes(parent)
+    }
+
+    /// Whether this delta is changes of the serving checkpoint `served`: whether it builds on what that was made from. The message says what does
+    /// not fit.
+    pub fn check_fits_served(&self, served: &Self) -> Result<(), String> {
+        match (&self.parent, &served.made_from) {
+            (Some(parent), Some(source)) if parent == source => self.check_changes(served),
+            (_, source) => {
+                let source = source.as_ref().map_or("none", |source| &source.name);
+                Err(format!("on another checkpoint than {}, which {} was made from", source, served.name))
+            }
+        }
+    }
+
+    /// Whether epochs and tables follow those of `before`, where weights may be stored in any precision.
+    fn check_changes(&self, before: &Self) -> Result<(), String> {
+        if self.next_epoch < before.next_epoch {
+            return Err(format!("of epochs up to {}, below its parent's {}", self.next_epoch, before.next_epoch));
         }
         // Hyperparameters, seed, initializer and what ids without rows read may change as training goes on.
         let lasting = |TableEntry { spec, .. }: &TableEntry| {
-            let TableSpec { module, table, key, dim, dtype, optimizer, total_num_buckets, bucket_hash, .. } =
-                spec.clone();
-            (module, table, key, dim, dtype, optimizer.name, total_num_buckets, bucket_hash)
+            let TableSpec { module, table, key, dim, optimizer, total_num_buckets, bucket_hash, .. } = spec.clone();
+            (module, table, key, dim, optimizer.name, total_num_buckets, bucket_hash)
         };
-        match self.tables.iter().zip(&parent.tables).find(|(new, old)| lasting(new) != lasting(old)) {
+        match self.tables.iter().zip(&before.tables).find(|(new, old)| lasting(new) != lasting(old)) {
             Some((new, _)) => Err(format!("of a table {:?} that is not its parent's", new.spec.table)),
-            None if self.tables.len() != parent.tables.len() => {
-                Err(format!("of {} tables, of which its parent has {}", self.tables.len(), parent.tables.len()))
+            None if self.tables.len() != before.tables.len() => {
+                Err(format!("of {} tables, of which its parent has {}", self.tables.len(), before.tables.len()))
             }
             None => Ok(()),
         }
     }
-
-    /// Whether the ranks' manifests are of this checkpoint, agree with it, and together hold every bucket of every table once.
-    pub(crate) fn check_ranks(&self, ranks: &[RankManifest]) -> Result<(), String> {
-        for (rank, manifest) in ranks.iter().enumerate() {
-            if manifest.name != self.name
-                || manifest.rank as usize != rank
-                || manifest.world as usize != self.ranks.len()
-            {
-                return Err(format!(
-                    "the manifest of rank {rank} belongs to rank {} of {}",
-                    manifest.rank, manifest.name
-                ));
-            }
-        }
-        if merge(ranks, self.kind)? != self.tables {
-            return Err("the ranks' manifests hold other tables, settings or counts".into());
-        }
-        for (rank, manifest) in ranks.iter().enumerate() {
-            check_version(manifest.version, needs(&manifest.tables))?;
-            let checked = manifest.dense.as_ref().map_or(Ok(()), DenseShare::check);
-            checked.map_err(|what| format!("rank {rank}: {what}"))?;
-            if manifest.dense.is_some() != self.dense.is_some() {
-                return Err(format!("one of rank {rank} and the coordinator has extents"));
-            }
-        }
-        if dense_bytes(ranks) == self.dense.map_or(0, |dense| dense.bytes) {
-            Ok(())
-        } else {
-            Err("the ranks' manifests have other extents".into())
-        }
-    }
 }
 
-fn needs(shares: &[Share]) -> Needs {
+pub(super) fn needs(shares: &[Share]) -> Needs {
     shares.iter().fold(Needs::default(), |needs, share| Needs {
         counts: needs.counts || share.counts.is_some(),
         sweeps: needs.sweeps || !share.sweeps.is_empty(),
         clocks: needs.clocks || !share.clock.is_empty(),
         shared_row: needs.shared_row || share.spec.shared_row.is_some(),
         missing_reads: needs.missing_reads || share.spec.missing_read.is_some(),
+        serving: needs.serving || share.spec.precision.is_some(),
     })
 }
 
 /// What tables in the coordinator's manifest need.
-pub(crate) fn needs_of(tables: &[TableEntry]) -> Needs {
+fn needs_of(tables: &[TableEntry]) -> Needs {
     tables.iter().fold(Needs::default(), |needs, table| Needs {
         counts: needs.counts || table.pending.is_some(),
         sweeps: needs.sweeps || !table.sweeps.is_empty(),
         clocks: needs.clocks || !table.clock.is_empty(),
         shared_row: needs.shared_row || table.spec.shared_row.is_some(),
         missing_reads: needs.missing_reads || table.spec.missing_read.is_some(),
+        serving: needs.serving || table.spec.precision.is_some(),
     })
-}
-
-/// How many ids have counts in these shares; `None` where none of them has counts.
-fn pending<'a>(shares: impl Iterator<Item = &'a Share>) -> Option<u64> {
-    let counts = shares.filter_map(|share| share.counts.as_ref());
-    counts.map(|counts| counts.files.iter().map(|file| file.rows).sum()).reduce(|a: u64, b| a + b)
 }
 
 /// Bytes of all ranks' extents.
 pub(crate) fn dense_bytes(ranks: &[RankManifest]) -> u64 {
     ranks.iter().filter_map(|manifest| manifest.dense.as_ref()).map(DenseShare::bytes).sum()
-}
-
-/// The tables of all ranks together; the message says what does not fit.
-pub(crate) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<TableEntry>, String> {
-    let mut tables: BTreeMap<(&str, &str), Vec<(usize, &Share)>> = BTreeMap::new();
-    for (rank, manifest) in ranks.iter().enumerate() {
-        for share in &manifest.tables {
-            share.check(kind)?;
-            let shares = tables.entry((&share.spec.module, &share.spec.table)).or_default();
-            if shares.last().is_some_and(|&(last, _)| last == rank) {
-                return Err(format!(
-                    "rank {rank} has table {:?} of module {:?} twice",
-                    share.spec.table, share.spec.module
-                ));
-            }
-            shares.push((rank, share));
-        }
-    }
-    tables
-        .into_iter()
-        .map(|((module, table), mut shares)| {
-            let name = format!("table {table:?} of module {module:?}");
-            let (first_rank, first) = shares[0];
-            if let Some((rank, _)) = shares.iter().find(|(_, share)| share.spec != first.spec) {
-                return Err(format!(
-                    "{name}: ranks {first_rank} and {rank} have different settings or steps, or their shared rows differ"
-                ));
-            }
-            if let Some((rank, _)) = shares.iter().find(|(_, share)| share.sweeps != first.sweeps) {
-                return Err(format!("{name}: ranks {first_rank} and {rank} have made different sweeps"));
-            }
-            shares.sort_by_key(|(_, share)| (share.bucket_begin, share.bucket_end));
-            let mut end = 0;
-            for (rank, share) in &shares {
-                if share.bucket_begin != end {
-                    return Err(format!("{name}: bucket {end} is followed by {} (rank {rank})", share.bucket_begin));
-                }
-                end = share.bucket_end;
-            }
-            if end != first.spec.total_num_buckets {
-                return Err(format!("{name}: no rank has the buckets from {end} on"));
-            }
-            Ok(TableEntry {
-                spec: first.spec.clone(),
-                rows: shares.iter().map(|(_, share)| share.rows()).sum(),
-                tombstones: shares.iter().map(|(_, share)| share.tombstones()).sum(),
-                total_rows: shares.iter().map(|(_, share)| share.total_rows).sum(),
-                pending: pending(shares.iter().map(|(_, share)| *share)),
-                sweeps: first.sweeps.clone(),
-                clock: StepClock::join(shares.iter().map(|(_, share)| &share.clock)),
-            })
-        })
-        .collect()
 }

@@ -6,6 +6,7 @@ pub(crate) mod holds;
 pub(crate) mod json;
 pub(crate) mod latest;
 pub(crate) mod manifests;
+pub(crate) mod merge;
 pub(crate) mod names;
 pub(crate) mod read;
 pub(crate) mod spec;

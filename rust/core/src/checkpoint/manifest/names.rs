@@ -5,7 +5,7 @@ use crate::paths::encode_name;
 /// What every manifest says it is.
 pub const FORMAT: &str = "torchrec-embcache";
 /// The newest version of the format. A checkpoint is written in the oldest version that can hold it: in this one where it says what an id
-/// without a row reads.
+/// without a row reads, or is a serving checkpoint.
 pub const VERSION: u32 = 6;
 /// The version of other checkpoints that say when steps were made, or in which a table has a shared row.
 pub(crate) const VERSION_WITHOUT_MISSING_READS: u32 = 5;

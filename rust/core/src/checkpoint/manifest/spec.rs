@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{MissingRead, OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::SharedRow;
-use crate::rows::Initializer;
+use crate::rows::{Initializer, Precision};
 use crate::types::{BucketHash, Bucketing};
 
 /// Longest name of a module or table, in bytes.
@@ -39,7 +39,7 @@ pub struct TableSpec {
     pub key: u64,
     /// Width of the embedding.
     pub dim: u32,
-    /// Type of weights and slots, in safetensors' terms: `F32`.
+    /// Type of weights and slots, in safetensors' terms: `F32`, but in a serving checkpoint that of its precision.
     pub dtype: String,
     /// The optimizer.
     pub optimizer: OptimizerSpec,
@@ -60,6 +60,9 @@ pub struct TableSpec {
     /// What an evaluation reads for an id without a row, where that is not what [`TableSpec::missing_read()`] gives without this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub missing_read: Option<MissingRead>,
+    /// In a serving checkpoint: how weights are stored. Rows have no optimizer slots then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub precision: Option<Precision>,
 }
 
 impl TableSpec {
@@ -86,6 +89,7 @@ impl TableSpec {
             bucket_hash: config.bucket_hash,
             shared_row,
             missing_read: Some(config.missing_read),
+            precision: None,
         }
         .in_short()
     }
@@ -105,6 +109,12 @@ impl TableSpec {
     /// initial weights.
     pub fn missing_read(&self) -> MissingRead {
         self.missing_read.unwrap_or_else(|| self.missing_read_unless_said())
+    }
+
+    /// The same table in a serving checkpoint.
+    #[must_use]
+    pub(crate) fn for_serving(self, precision: Precision) -> Self {
+        Self { dtype: precision.dtype().to_owned(), precision: Some(precision), ..self }
     }
 
     /// From its JSON, as a manifest has it; `Kind::Input` says what is missing, unknown or out of range.
@@ -139,6 +149,13 @@ impl TableSpec {
                 ),
             ))
         };
+        if let Some(precision) = self.precision {
+            return differs(
+                "rows that are trained",
+                &"float32 weights and slots",
+                &format!("{} to be served", precision.name()),
+            );
+        }
         if self.dim as usize != config.dim {
             return differs("embedding_dim", &config.dim, &self.dim);
         }
@@ -161,8 +178,9 @@ impl TableSpec {
         if self.dim == 0 || self.dim > MAX_DIM {
             return refuse(format!("dim {} is not within 1 to {MAX_DIM}", self.dim));
         }
-        if self.dtype != "F32" {
-            return refuse(format!("dtype {:?} is not F32", self.dtype));
+        let dtype = self.precision.unwrap_or(Precision::Fp32).dtype();
+        if self.dtype != dtype {
+            return refuse(format!("dtype {:?} is not {dtype}", self.dtype));
         }
         if self.total_num_buckets == 0 {
             return refuse("total_num_buckets is 0".into());

@@ -18,12 +18,14 @@ pub(crate) struct Needs {
     pub(crate) shared_row: bool,
     /// What an id without a row reads.
     pub(crate) missing_reads: bool,
+    /// Rows to be served.
+    pub(crate) serving: bool,
 }
 
 /// The version of a manifest.
 pub(crate) fn version_of(needs: Needs) -> u32 {
     match needs {
-        Needs { missing_reads: true, .. } => VERSION,
+        Needs { missing_reads: true, .. } | Needs { serving: true, .. } => VERSION,
         Needs { clocks: true, .. } | Needs { shared_row: true, .. } => VERSION_WITHOUT_MISSING_READS,
         Needs { sweeps: true, .. } => VERSION_WITHOUT_CLOCKS,
         Needs { counts: true, .. } => VERSION_WITHOUT_SWEEPS,
@@ -40,12 +42,13 @@ pub(crate) fn check_version(version: u32, needs: Needs) -> Result<(), String> {
     }
     let has = |it: bool| if it { "has" } else { "has no" };
     Err(format!(
-        "it is of version {version}, {} counts of ids that wait for rows, {} sweeps, {} times of steps, {} shared row and {} word of \
-         what ids without rows read",
+        "it is of version {version}, {} counts of ids that wait for rows, {} sweeps, {} times of steps, {} shared row, {} word of \
+         what ids without rows read and {} rows to be served",
         has(needs.counts),
         has(needs.sweeps),
         has(needs.clocks),
         has(needs.shared_row),
-        has(needs.missing_reads)
+        has(needs.missing_reads),
+        has(needs.serving)
     ))
 }

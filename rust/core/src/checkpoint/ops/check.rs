@@ -69,6 +69,7 @@ impl Chain {
     /// Errors: `Mismatch` (no such table, another dim or optimizer, or segments that `into` cannot be opened from), `State` (rows in
     /// use), `Corruption`, `Storage`.
     pub fn check_table(&self, into: &Table, request: &TableRequest<'_>) -> Result<TableSource> {
+        self.refuse_serving("tables that are trained or evaluated by a model are loaded")?;
         let entry = self.table(request.module, request.table)?;
         entry.spec.check_fits(into.config(), request.columns == Columns::All)?;
         into.check_idle()?;

@@ -26,6 +26,7 @@ impl Compaction {
     pub fn open(directory: &Directory, latest: Latest) -> Result<Option<Self>> {
         directory.check_to_save()?;
         let chain = Chain::open(directory, latest)?;
+        chain.refuse_serving("deltas are merged")?;
         Ok((chain.manifest().kind != CheckpointKind::Full).then(|| Self {
             chain,
             directory: directory.clone(),

@@ -7,4 +7,5 @@ pub(crate) mod compact;
 pub(crate) mod life;
 pub(crate) mod part;
 pub(crate) mod reshard;
+pub(crate) mod serving;
 pub(crate) mod tables;

@@ -22,6 +22,7 @@ pub(crate) fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u
 ///
 /// Errors: `Input` (no rank, or more ranks than a divided table has buckets), `Corruption` of what is read, `Storage`.
 pub fn reshard(from: &Chain, to: &Directory, random: u64, world: u32, counts: bool) -> Result<Published> {
+    from.refuse_serving("rows are divided between ranks")?;
     let tables = &from.manifest().tables;
     let owners: Vec<Option<u32>> =
         tables.iter().map(|entry| from.only_rank(&entry.spec.module, &entry.spec.table)).collect();

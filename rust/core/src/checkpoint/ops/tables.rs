@@ -13,7 +13,7 @@ use crate::checkpoint::rows::source::{RowSink, RowSource};
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
-use crate::rows::RowHeader;
+use crate::rows::{Precision, RowHeader};
 use crate::ssd::LinkedBytes;
 use crate::types::Id;
 
@@ -131,6 +131,24 @@ impl RankWriter {
             generations: &generations,
             give: &mut |sink| std::mem::take(&mut merged).hand_over(sink),
         })
+    }
+
+    /// Write the rows of a chain of checkpoints into a serving checkpoint. `progress` is called with numbers of rows; its error ends the work.
+    pub(super) fn write_rows_for_serving(
+        &mut self,
+        chain: &ChainReader,
+        precision: Precision,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<()> {
+        let spec = chain.spec().clone().for_serving(precision);
+        let mut rows = |sink: &mut RowSink<'_>| {
+            let mut hand_over = |headers: &[RowHeader], vectors: &[f32]| {
+                sink(headers, vectors)?;
+                progress(headers.len() as u64)
+            };
+            chain.read(&mut hand_over).map(|_| ())
+        };
+        self.write_table(spec, chain.buckets().clone(), &mut rows).map(|_| ())
     }
 
     /// Put every row of a table, as of now, into a linked checkpoint. Of a table with an SSD tier these are the tier's segments, which are

@@ -10,9 +10,10 @@ use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::holds::{lock_root, make_held};
 use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, Latest};
 use crate::checkpoint::manifest::manifests::{
-    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, Parent, dense_bytes, merge, needs_of, render, seal,
+    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, Parent, dense_bytes, render, seal,
 };
-use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, MANIFEST_FILE};
+use crate::checkpoint::manifest::merge::merge;
+use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, MANIFEST_FILE, VERSION};
 use crate::checkpoint::manifest::read::{read_manifest, read_ranks};
 use crate::checkpoint::manifest::versions::version_of;
 use crate::error::{Error, Kind, Result};
@@ -29,6 +30,8 @@ pub struct SaveOptions {
     pub merged: Option<Parent>,
     /// Whether it is a linked checkpoint: tables with an SSD tier are in it as their segments. Then it has no parent.
     pub linked: bool,
+    /// The checkpoint whose rows a serving checkpoint is made of. Then this is a serving checkpoint, and has no parent.
+    pub made_from: Option<Parent>,
     /// How many of the newest checkpoints stay, this one included: 1 at least. All that they build on stays too.
     pub keep: usize,
 }
@@ -167,27 +170,30 @@ impl Save {
         let ranks = read_ranks(&self.dir, digests)?;
         let path = self.dir.path().to_owned();
         let refuse = |why: String| Error::new(Kind::State, format!("cannot publish {}: {why}", path.display()));
-        let SaveOptions { parent, merged, linked, keep } = self.options.clone();
-        let kind = match (parent.is_some(), linked) {
-            (true, _) => CheckpointKind::Delta,
-            (false, true) => CheckpointKind::Linked,
-            (false, false) => CheckpointKind::Full,
+        let SaveOptions { parent, merged, linked, made_from, keep } = self.options.clone();
+        let kind = match (parent.is_some(), linked, made_from.is_some()) {
+            (true, ..) => CheckpointKind::Delta,
+            (false, true, _) => CheckpointKind::Linked,
+            (false, false, true) => CheckpointKind::Serving,
+            (false, false, false) => CheckpointKind::Full,
         };
         let tables = merge(&ranks, kind).map_err(refuse)?;
-        let manifest = Manifest {
+        let mut manifest = Manifest {
             format: FORMAT.to_owned(),
-            version: version_of(needs_of(&tables)),
+            version: VERSION,
             name: self.name.to_string(),
             seq: self.name.seq,
             kind,
             parent: parent.clone(),
             merged: merged.clone(),
+            made_from,
             next_epoch,
             chunk_bytes: CHUNK_BYTES as u64,
             ranks: digests.to_vec(),
             tables,
             dense: self.dense.map(|metadata| DenseEntry { metadata, bytes: dense_bytes(&ranks) }),
         };
+        manifest.version = version_of(manifest.needs());
         manifest.check(self.name).map_err(refuse)?;
         manifest.check_ranks(&ranks).map_err(refuse)?;
         let sealed = seal(&render(&manifest)?);

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::counts::CountsSink;
 use super::format::Field;
-use super::input::{GroupReader, Staged};
+use super::input::GroupReader;
+use super::staged::Staged;
 use crate::error::Result;
 use crate::io::{BufPool, IoEngine};
 use crate::lifecycle::{BucketCounts, PendingId};

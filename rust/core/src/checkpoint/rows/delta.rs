@@ -55,7 +55,7 @@ impl RankWriter {
 /// Make a file that has tombstones and no rows. The tombstones are in the order of the file.
 fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<(AlignedBuf, DataFile)> {
     let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
-    let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, shape)
+    let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, spec.precision, shape)
         .ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
     image_of((&layout, shape), &layout.header(spec, buckets), |field, column| {
         if field == Field::Tombstone {

@@ -14,6 +14,9 @@
 //! | `checksums` | U32 | CRC-32C of each 16 KiB of each tensor above, from its start, in file order |
 //! | `__pad` | U8 | fills the file to a multiple of 4096; zeros |
 //!
+//! A serving checkpoint has no slots and no `modified_epoch`, and its weights come last, in the [`Precision`] that its tables are described
+//! with: `weight` is F32, F16 or BF16 `[n, D]`, or U8 `[n, D + 4]`.
+//!
 //! A file of counts holds those of ids that wait for rows, in the same way:
 //!
 //! | tensor | type, shape | |
@@ -40,6 +43,7 @@ use crate::checkpoint::manifest::names::VERSION_WITHOUT_COUNTS;
 pub use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, OLDEST_VERSION, VERSION};
 use crate::config::OptimizerKind;
 use crate::io::ALIGNMENT;
+use crate::rows::Precision;
 
 /// Rows of a group take at most this (one row at least).
 pub const GROUP_BYTES: usize = 16 << 20;
@@ -112,6 +116,15 @@ impl Column {
     }
 }
 
+fn dtype_of(precision: Precision) -> Dtype {
+    match precision {
+        Precision::Fp32 => Dtype::F32,
+        Precision::Fp16 => Dtype::F16,
+        Precision::Bf16 => Dtype::BF16,
+        Precision::Int8 => Dtype::U8,
+    }
+}
+
 fn width(dtype: Dtype) -> usize {
     dtype.bitsize() / 8
 }
@@ -128,15 +141,30 @@ pub(crate) struct FileLayout {
 
 impl FileLayout {
     /// `None` where the sizes overflow.
-    pub(crate) fn new(optimizer: OptimizerKind, dim: usize, shape: DataShape) -> Option<Self> {
+    pub(crate) fn new(
+        optimizer: OptimizerKind,
+        dim: usize,
+        precision: Option<Precision>,
+        shape: DataShape,
+    ) -> Option<Self> {
         let n = shape.rows;
+        let stored = precision.unwrap_or(Precision::Fp32);
         let mut wanted = vec![
             (Field::Id, "id", Dtype::I64, vec![n]),
             (Field::LastStep, "last_step", Dtype::U64, vec![n]),
             (Field::BucketOffsets, "bucket_offsets", Dtype::I64, vec![shape.buckets.checked_add(1)?]),
             (Field::Tombstone, "tombstone", Dtype::I64, vec![shape.tombstones]),
-            (Field::Vector(0), "weight", Dtype::F32, vec![n, dim]),
         ];
+        let weight = (Field::Vector(0), "weight", dtype_of(stored), vec![n, stored.columns(dim)]);
+        let uses = [(Field::Count, "count", Dtype::U32, vec![n]), (Field::Score, "score", Dtype::F32, vec![n])];
+        if precision.is_some() {
+            // Weights come last, because their values may be narrower than the others, which are to stay aligned: together the columns before
+            // them have a multiple of 8 bytes.
+            wanted.extend(uses);
+            wanted.push(weight);
+            return Self::of(wanted, Field::Vector(0));
+        }
+        wanted.push(weight);
         let layout = optimizer.layout(dim);
         for (slot, name) in optimizer.slot_names().iter().enumerate() {
             wanted.push(if slot < layout.vector_slots {
@@ -145,8 +173,7 @@ impl FileLayout {
                 (Field::Scalar, name, Dtype::F32, vec![n])
             });
         }
-        wanted.push((Field::Count, "count", Dtype::U32, vec![n]));
-        wanted.push((Field::Score, "score", Dtype::F32, vec![n]));
+        wanted.extend(uses);
         wanted.push((Field::ModifiedEpoch, "modified_epoch", Dtype::U32, vec![n]));
         Self::of(wanted, Field::Vector(0))
     }
@@ -260,7 +287,13 @@ impl FileLayout {
 }
 
 /// Rows of a table that make a group of at most `group_bytes` (one at least).
-pub(crate) fn group_rows(optimizer: OptimizerKind, dim: usize, group_bytes: usize) -> usize {
-    let row_bytes = optimizer.layout(dim).floats() * 4 + 8 + 8 + 4 + 4 + 4;
+pub(crate) fn group_rows(
+    optimizer: OptimizerKind,
+    dim: usize,
+    precision: Option<Precision>,
+    group_bytes: usize,
+) -> usize {
+    let floats = || optimizer.layout(dim).floats() * 4;
+    let row_bytes = precision.map_or_else(floats, |precision| precision.row_bytes(dim)) + 8 + 8 + 4 + 4 + 4;
     (group_bytes / row_bytes).max(1)
 }

@@ -2,6 +2,7 @@
 //! while the chunk is still in a core's cache.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use super::format::{Field, FileLayout, group_rows};
 use super::order::{BLOCK_ROWS, Metadata, NoOrder, Order};
@@ -13,7 +14,8 @@ use crate::error::{Error, Kind, Result};
 use crate::kernels::threads::for_each_on_half;
 use crate::memory;
 use crate::prefetch::prefetch_range;
-use crate::rows::RowList;
+use crate::rows::{Precision, RowList};
+use crate::sync::lock;
 
 /// How many chunks of a column one thread fills or checks at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
@@ -43,16 +45,22 @@ impl<'a> GroupFormat<'a> {
     /// Of groups of at most `bytes`.
     pub(crate) fn new(spec: &'a TableSpec, optimizer: OptimizerKind, buckets: Range<u32>, bytes: usize) -> Self {
         let dim = spec.dim as usize;
-        let capacity = group_rows(optimizer, dim, bytes);
+        let capacity = group_rows(optimizer, dim, spec.precision, bytes);
         let vector_floats = optimizer.layout(dim).vector_floats();
-        let parts = if CHUNK_BYTES.is_multiple_of(dim * 4) { vector_floats / dim } else { 0 };
+        let joins = spec.precision.is_none() && CHUNK_BYTES.is_multiple_of(dim * 4);
+        let parts = if joins { vector_floats / dim } else { 0 };
         let (sums, shift) = (vec![Vec::new(); parts], Shift::by(dim * 4));
         Self { spec, optimizer, buckets, capacity, vector_floats, order: Order::default(), sums, shift }
     }
 
+    /// How many rows a group of at most `bytes` has.
+    pub(crate) fn rows_of(&self, bytes: usize) -> usize {
+        group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, bytes)
+    }
+
     fn layout(&self, rows: usize) -> Result<FileLayout> {
         let shape = DataShape { rows, buckets: self.buckets.len(), tombstones: 0 };
-        FileLayout::new(self.optimizer, self.spec.dim as usize, shape)
+        FileLayout::new(self.optimizer, self.spec.dim as usize, self.spec.precision, shape)
             .ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))
     }
 
@@ -109,7 +117,10 @@ impl<'a> GroupFormat<'a> {
         }
         let dim = self.spec.dim as usize;
         let mut bytes: Vec<&mut [u8]> = vectors.iter_mut().map(|column| &mut *column.bytes).collect();
-        let scattered = scatter(rows, &self.order.file_rows, &mut bytes, dim, &mut self.sums);
+        let filled = match self.spec.precision {
+            None => scatter(rows, &self.order.file_rows, &mut bytes, dim, &mut self.sums),
+            Some(precision) => self.store(rows, precision, bytes[0]).map(|()| true)?,
+        };
         let widths: Vec<usize> = metadata.iter().map(|column| column.bytes.len() / rows.len().max(1)).collect();
         let metadata = (0..rows.len()).step_by(ROWS_PER_TASK).map(|first| {
             let parts = metadata.iter_mut().zip(&widths).map(|(column, width)| column.take(ROWS_PER_TASK * width));
@@ -128,7 +139,7 @@ impl<'a> GroupFormat<'a> {
                 }
             }
             Task::Chunks(start, mut part) => match part.field {
-                Field::Vector(column) if !scattered => {
+                Field::Vector(column) if !filled => {
                     self.fill_vectors(rows, column * dim..(column + 1) * dim, start, part.bytes, part.sums);
                 }
                 Field::Vector(column) if column < self.sums.len() => {
@@ -139,6 +150,34 @@ impl<'a> GroupFormat<'a> {
             },
         });
         Ok(())
+    }
+
+    /// Fill the column of the weights of a serving checkpoint. `Input` names a row that its precision cannot hold.
+    fn store(&self, rows: RowList<'_>, precision: Precision, column: &mut [u8]) -> Result<()> {
+        let dim = self.spec.dim as usize;
+        let row_bytes = precision.row_bytes(dim);
+        let refused = Mutex::new(None);
+        let tasks = column.chunks_mut(ROWS_PER_TASK * row_bytes).zip(self.order.rows.chunks(ROWS_PER_TASK));
+        for_each_on_half(tasks, |(bytes, numbers)| {
+            for (at, (number, into)) in numbers.iter().zip(bytes.chunks_exact_mut(row_bytes)).enumerate() {
+                if let Some(&later) = numbers.get(at + AHEAD) {
+                    prefetch_range(rows.get(later as usize).vector.as_ptr().cast(), dim * 4);
+                }
+                let row = rows.get(*number as usize);
+                if precision.store(&row.vector[..dim], dim, into).is_err() {
+                    lock(&refused).get_or_insert(row.header.id);
+                }
+            }
+        });
+        let refused = refused.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let Some(id) = refused else { return Ok(()) };
+        let what = format!(
+            "table {:?}: {} cannot hold the weights of row {id}, because one is not a finite number or is too large for it: \
+             choose another precision, such as fp32",
+            self.spec.table,
+            precision.name()
+        );
+        Err(Error::new(Kind::Input, what))
     }
 
     /// Checksums of chunks from those of their rows.

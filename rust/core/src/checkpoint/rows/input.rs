@@ -5,15 +5,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::format::{Column, Field, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
-use crate::cache::RowColumns;
+use super::staged::{Extent, FileOfRows, Staged};
 use crate::checkpoint::manifest::manifests::{DataFile, Share};
 use crate::checkpoint::manifest::names::CHUNK_BYTES;
 use crate::checkpoint::output::each_piece;
 use crate::error::{Error, Result};
-use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open};
 use crate::kernels::threads::for_each;
 use crate::memory;
-use crate::rows::RowLayout;
 use crate::sync::lock;
 use crate::types::{Bucketing, Id};
 
@@ -49,7 +48,12 @@ impl GroupReader {
         file: &DataFile,
         buckets: Range<u32>,
     ) -> Result<Self> {
-        let layout = FileLayout::new(share.spec.optimizer_kind()?, share.spec.dim as usize, share.shape(file));
+        let layout = FileLayout::new(
+            share.spec.optimizer_kind()?,
+            share.spec.dim as usize,
+            share.spec.precision,
+            share.shape(file),
+        );
         Self::open_as(layout, engine, path, share, file, buckets)
     }
 
@@ -96,7 +100,7 @@ impl GroupReader {
             checksums_crc32c: file.checksums_crc32c,
             buckets,
             rows: 0..0,
-            slots: true,
+            slots: share.spec.precision.is_none(),
         };
         let io = group.reopen(engine)?;
         group.check_header(&*io, file.header_crc32c)?;
@@ -288,7 +292,14 @@ impl GroupReader {
             rest = later;
         }
         each_piece(READERS, pieces, |(offset, part)| file.read_at(offset, part))?;
-        let staged = Staged { group: self, buffer, extents };
+        let staged = Staged {
+            layout: &self.layout,
+            header_bytes: self.header_bytes,
+            rows: &self.rows,
+            slots: self.slots,
+            buffer,
+            extents,
+        };
         self.verify(&staged, wanted, checksums)?;
         Ok(staged)
     }
@@ -374,18 +385,6 @@ impl GroupReader {
     }
 }
 
-/// A data file that was checked, and where the columns start in it that a row is served from, in bytes.
-#[derive(Clone, Debug)]
-pub(crate) struct FileOfRows {
-    pub(crate) path: PathBuf,
-    pub(crate) bytes: u64,
-    pub(crate) rows: usize,
-    pub(crate) ids: usize,
-    pub(crate) last_steps: usize,
-    pub(crate) weights: usize,
-    pub(crate) scores: usize,
-}
-
 impl GroupReader {
     pub(super) fn file_of_rows(&self) -> FileOfRows {
         let start = |field| self.header_bytes + self.layout.column(field).start;
@@ -404,58 +403,4 @@ impl GroupReader {
 /// A byte range of a column of `bytes` with the rest of the chunks that it begins and ends in.
 fn chunks_of(range: &Range<usize>, bytes: usize) -> Range<usize> {
     range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES).min(bytes)
-}
-
-/// A range of whole blocks of a file, and where its bytes lie in the staging buffer.
-struct Extent {
-    offset: usize,
-    len: usize,
-    staged_at: usize,
-}
-
-/// Verified bytes of some columns of one group.
-pub(crate) struct Staged<'a> {
-    group: &'a GroupReader,
-    buffer: PooledBuf,
-    extents: Vec<Extent>,
-}
-
-impl Staged<'_> {
-    /// A byte range of a column that was read.
-    fn bytes(&self, column: &Column, range: &Range<usize>) -> &[u8] {
-        let offset = self.group.header_bytes + column.start + range.start;
-        let after = self.extents.partition_point(|extent| extent.offset <= offset);
-        // Nothing of an empty column was read.
-        let Some(extent) = self.extents.get(after.wrapping_sub(1)) else { return &[] };
-        let start = extent.staged_at + (offset - extent.offset);
-        &self.buffer[start..start + range.len()]
-    }
-
-    /// The values there. They are aligned: extents are staged at whole blocks, and columns of wide values lie first in a file.
-    fn values<T: bytemuck::Pod>(&self, column: &Column, range: Range<usize>) -> &[T] {
-        bytemuck::cast_slice(self.bytes(column, &range))
-    }
-
-    /// The values of the wanted rows in one of their columns.
-    pub(super) fn rows<T: bytemuck::Pod>(&self, field: Field) -> &[T] {
-        let column = self.group.layout.column(field);
-        let (row, rows) = (column.bytes_per_row(), &self.group.rows);
-        self.values(column, rows.start * row..rows.end * row)
-    }
-
-    /// The wanted rows.
-    pub(crate) fn columns(&self, layout: RowLayout) -> RowColumns<'_> {
-        let slots = self.group.slots;
-        RowColumns {
-            ids: self.rows(Field::Id),
-            last_steps: self.rows(Field::LastStep),
-            counts: self.rows(Field::Count),
-            scores: self.rows(Field::Score),
-            scalars: (slots && layout.scalar_slot).then(|| self.rows(Field::Scalar)),
-            modified_epochs: self.rows(Field::ModifiedEpoch),
-            parts: (0..=if slots { layout.vector_slots } else { 0 })
-                .map(|part| self.rows(Field::Vector(part)))
-                .collect(),
-        }
-    }
 }

@@ -13,5 +13,6 @@ pub(crate) mod reader;
 pub(crate) mod segment_rows;
 pub(crate) mod segments;
 pub(crate) mod source;
+pub(crate) mod staged;
 pub(crate) mod stream;
 pub(crate) mod writer;

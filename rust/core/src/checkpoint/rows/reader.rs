@@ -8,9 +8,10 @@ use std::thread::Builder;
 use super::counts::CountsSink;
 use super::counts_input::CountsReader;
 use super::format::{GROUP_BYTES, group_rows};
-use super::input::{FileOfRows, GroupReader, Staged};
+use super::input::GroupReader;
 use super::segment_rows::read_segments;
 use super::source::RowSink;
+use super::staged::{FileOfRows, Staged};
 use crate::cache::{PickedRows, RowColumns};
 use crate::checkpoint::directory::Directory;
 use crate::checkpoint::extents::reader::ExtentReader;
@@ -173,6 +174,7 @@ impl Checkpoint {
         }
         let counts = counts.into_iter().map(|file| self.open_counts(file)).collect::<Result<_>>()?;
         let groups = self.open_groups(wanted)?;
+        let slots = spec.precision.is_none();
         Ok(TableReader {
             engine: self.directory.shared_engine(),
             spec,
@@ -181,7 +183,7 @@ impl Checkpoint {
             groups,
             counts,
             segments,
-            slots: true,
+            slots,
         })
     }
 
@@ -261,7 +263,7 @@ impl TableReader {
     /// No fewer rows than any file of the table has, also in later checkpoints.
     pub(crate) fn most_rows_of_a_file(&self) -> usize {
         let here = self.groups.iter().map(|group| group.rows.len()).max().unwrap_or(0);
-        here.max(group_rows(self.optimizer, self.spec.dim as usize, GROUP_BYTES))
+        here.max(group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, GROUP_BYTES))
     }
 
     /// Tombstones of the files that hold some of the buckets: no fewer than [`TableReader::read_tombstones`] will hand over.
@@ -316,7 +318,11 @@ impl TableReader {
         let groups: Vec<&GroupReader> = self.groups.iter().filter(|group| !group.rows.is_empty()).collect();
         let largest = groups.iter().map(|group| group.staged_bytes()).max().unwrap_or(0);
         let staging = Arc::new(BufPool::new(largest, AHEAD + 1));
-        let mut hand_over = |staged: Staged<'_>| sink(&staged.columns(self.optimizer.layout(self.spec.dim as usize)));
+        let dim = self.spec.dim as usize;
+        let mut hand_over = |staged: Staged<'_>| {
+            let served = self.spec.precision.map(|precision| staged.served(precision, dim)).transpose()?;
+            sink(&staged.columns(self.optimizer.layout(dim), served.as_ref()))
+        };
         let has_room = groups.len() > 1 && room_for_threads();
         std::thread::scope(|scope| {
             // Thread n mod AHEAD reads group n, so that groups come in order.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use super::format::{GROUP_BYTES, group_rows};
+use super::format::GROUP_BYTES;
 use super::group::GroupFormat;
 use super::source::RowSource;
 use crate::cache::GroupSink;
@@ -85,7 +85,7 @@ impl RankWriter {
         let dir = self.begin_table(&spec, &buckets)?;
         let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
         let format = GroupFormat::new(&spec, optimizer, buckets.clone(), self.group_bytes);
-        let (most, small) = (format.capacity, group_rows(optimizer, spec.dim as usize, SMALL_FILE_BYTES));
+        let (most, small) = (format.capacity, format.rows_of(SMALL_FILE_BYTES));
         let waiting = Waiting::default();
         let files = std::thread::scope(|scope| {
             let output = Output::new(scope, self.directory.engine(), &waiting);

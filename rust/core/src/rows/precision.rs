@@ -1,0 +1,457 @@
+//! The forms in which serving checkpoints store the weights of a row: float32, or fewer bytes.
+//!
+//! | precision | bytes of a row of `D` weights | |
+//! | --- | --- | --- |
+//! | fp32 | 4 `D` | |
+//! | fp16 | 2 `D` | IEEE 754 binary16, rounded to nearest, ties to even |
+//! | bf16 | 2 `D` | the upper half of a float32, rounded to nearest, ties to even |
+//! | int8 | `D` + 4 | a code of 8 bits for each weight, then the row's scale and its bias, both fp16 |
+//!
+//! Rows of int8 have the bytes that `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows, 8)` of FBGEMM gives them, and are read by its
+//! `FusedNBitRowwiseQuantizedSBHalfToFloat(rows, 8)`. A weight reads `code × scale + bias`. The product has at most 19 significant bits, so it is
+//! exact, and reads have the same bits with and without fused multiplication and addition.
+
+#![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::simd::{Isa, Job};
+
+/// How the weights of a row are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// Float32, as in training.
+    Fp32,
+    /// IEEE 754 binary16.
+    Fp16,
+    /// The upper half of a float32.
+    Bf16,
+    /// A code of 8 bits for each weight, and a scale and a bias for the row.
+    Int8,
+}
+
+/// Bytes of the scale and the bias of a row of int8.
+const SCALE_AND_BIAS: usize = 4;
+/// The greatest code.
+const MAX_CODE: f32 = 255.0;
+
+impl Precision {
+    /// Every precision.
+    pub const ALL: [Self; 4] = [Self::Fp32, Self::Fp16, Self::Bf16, Self::Int8];
+
+    /// The name that manifests and Python use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fp32 => "fp32",
+            Self::Fp16 => "fp16",
+            Self::Bf16 => "bf16",
+            Self::Int8 => "int8",
+        }
+    }
+
+    /// The inverse of [`Precision::name`].
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|precision| precision.name() == name)
+    }
+
+    /// The type of the column of weights, as safetensors call it.
+    pub fn dtype(self) -> &'static str {
+        match self {
+            Self::Fp32 => "F32",
+            Self::Fp16 => "F16",
+            Self::Bf16 => "BF16",
+            Self::Int8 => "U8",
+        }
+    }
+
+    /// How many values of that type a row of `dim` weights has.
+    pub fn columns(self, dim: usize) -> usize {
+        if self == Self::Int8 { dim + SCALE_AND_BIAS } else { dim }
+    }
+
+    /// How many bytes a row of `dim` weights has.
+    pub fn row_bytes(self, dim: usize) -> usize {
+        match self {
+            Self::Fp32 => 4 * dim,
+            Self::Fp16 | Self::Bf16 => 2 * dim,
+            Self::Int8 => dim + SCALE_AND_BIAS,
+        }
+    }
+
+    /// Store rows of `dim` weights: `weights` is `[n, dim]`, and `into` has [`Precision::row_bytes`] for each of them.
+    ///
+    /// The error is the number of the first row that this precision cannot hold: of fp16 and bf16 one with a finite weight that would become
+    /// infinite; of int8 one with a weight that is not finite, or beyond ±65,504, or with a range above 255 × 65,504. Other rows may have been stored.
+    ///
+    /// # Panics
+    /// When the lengths do not fit.
+    pub fn store(self, weights: &[f32], dim: usize, into: &mut [u8]) -> Result<(), usize> {
+        assert_eq!(weights.len() / dim * self.row_bytes(dim), into.len(), "as many rows as there is room for");
+        let mut rows = weights.chunks_exact(dim).zip(into.chunks_exact_mut(self.row_bytes(dim)));
+        let isa = Isa::best();
+        match rows.position(|(row, into)| !isa.run(Store { precision: self, row, into })) {
+            Some(number) => Err(number),
+            None => Ok(()),
+        }
+    }
+
+    /// Read a stored row of as many weights as `into` has room for.
+    ///
+    /// # Panics
+    /// When `stored` does not have [`Precision::row_bytes`].
+    #[inline]
+    pub fn load(self, stored: &[u8], into: &mut [f32]) {
+        assert_eq!(stored.len(), self.row_bytes(into.len()), "the bytes of one row");
+        match self {
+            // A copy needs no instruction set of its own.
+            Self::Fp32 => bytemuck::cast_slice_mut(into).copy_from_slice(stored),
+            _ => Isa::best().run(Load { precision: self, stored, into }),
+        }
+    }
+}
+
+struct Store<'a> {
+    precision: Precision,
+    row: &'a [f32],
+    into: &'a mut [u8],
+}
+
+impl Job for Store<'_> {
+    /// Whether the row can be held.
+    type Output = bool;
+
+    #[inline(always)]
+    fn run(self) -> bool {
+        match self.precision {
+            Precision::Fp32 => {
+                self.into.copy_from_slice(bytemuck::cast_slice(self.row));
+                true
+            }
+            Precision::Fp16 => store_halves(self.row, self.into, f32_to_f16, 0x7c00),
+            Precision::Bf16 => store_halves(self.row, self.into, f32_to_bf16, 0x7f80),
+            Precision::Int8 => store_codes(self.row, self.into),
+        }
+    }
+}
+
+/// Store weights in two bytes each. False where a finite one becomes `infinity`.
+#[inline(always)]
+fn store_halves(row: &[f32], into: &mut [u8], convert: impl Fn(f32) -> u16, infinity: u16) -> bool {
+    let (pairs, _) = into.as_chunks_mut::<2>();
+    let mut lost = false;
+    for (weight, into) in row.iter().zip(pairs) {
+        let half = convert(*weight);
+        lost |= (half & 0x7fff == infinity) & weight.is_finite();
+        *into = half.to_le_bytes();
+    }
+    !lost
+}
+
+/// Store codes, a scale and a bias. False where the weights are not finite, or one of the two is not.
+#[inline(always)]
+fn store_codes(row: &[f32], into: &mut [u8]) -> bool {
+    let (codes, numbers) = into.split_at_mut(row.len());
+    let (mut least, mut greatest, mut finite) = (f32::INFINITY, f32::NEG_INFINITY, true);
+    for &weight in row {
+        least = if weight < least { weight } else { least };
+        greatest = if weight > greatest { weight } else { greatest };
+        finite &= weight.is_finite();
+    }
+    let bias = f32_to_f16(least);
+    let lowest = f16_to_f32(bias);
+    let range = greatest - lowest;
+    let wanted = if range == 0.0 { 1.0 } else { range / MAX_CODE };
+    let rounded = f16_to_f32(f32_to_f16(wanted));
+    // Of a row with one value any scale will do, and of a range that fp16 has no scale for every code is 0.
+    let scale = if rounded == 0.0 { 1.0 } else { rounded };
+    let inverse = 1.0 / scale;
+    for (weight, code) in row.iter().zip(codes) {
+        // The clamp is by comparison, so that this is one conversion of many at once.
+        let rounded = ((weight - lowest) * inverse).round_ties_even();
+        let rounded = if rounded > 0.0 { rounded } else { 0.0 };
+        *code = if rounded < MAX_CODE { rounded as u8 } else { 255 };
+    }
+    numbers[..2].copy_from_slice(&f32_to_f16(scale).to_le_bytes());
+    numbers[2..].copy_from_slice(&bias.to_le_bytes());
+    finite && lowest.is_finite() && scale.is_finite()
+}
+
+struct Load<'a> {
+    precision: Precision,
+    stored: &'a [u8],
+    into: &'a mut [f32],
+}
+
+impl Job for Load<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let (pairs, _) = self.stored.as_chunks::<2>();
+        match self.precision {
+            Precision::Fp32 => bytemuck::cast_slice_mut(self.into).copy_from_slice(self.stored),
+            Precision::Fp16 => {
+                for (stored, into) in pairs.iter().zip(self.into) {
+                    *into = f16_to_f32(u16::from_le_bytes(*stored));
+                }
+            }
+            Precision::Bf16 => {
+                for (stored, into) in pairs.iter().zip(self.into) {
+                    *into = f32::from_bits(u32::from(u16::from_le_bytes(*stored)) << 16);
+                }
+            }
+            Precision::Int8 => {
+                let (codes, numbers) = self.stored.split_at(self.into.len());
+                let scale = f16_to_f32(u16::from_le_bytes([numbers[0], numbers[1]]));
+                let bias = f16_to_f32(u16::from_le_bytes([numbers[2], numbers[3]]));
+                for (code, into) in codes.iter().zip(self.into) {
+                    *into = f32::from(*code) * scale + bias;
+                }
+            }
+        }
+    }
+}
+
+/// The nearest binary16; of two that are as near the even one. Beyond the range infinity; a NaN keeps its sign and the upper part of its payload
+/// and is quiet.
+#[inline(always)]
+fn f32_to_f16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let (sign, magnitude) = ((bits >> 16) & 0x8000, bits & 0x7fff_ffff);
+    let nan = 0x7e00 | (magnitude >> 13) & 0x1ff;
+    // 0.5 has a last bit of 2^-24, as a subnormal has, so that the addition rounds as it should.
+    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
+    let is_odd = (magnitude >> 13) & 1;
+    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + is_odd) >> 13;
+    // From here on every compiler makes selections, and no branches.
+    let finite = if magnitude < 113 << 23 { subnormal } else { normal };
+    let all = if magnitude >= 143 << 23 { 0x7c00 } else { finite };
+    (sign | if magnitude > 0x7f80_0000 { nan } else { all }) as u16
+}
+
+/// The same number; a NaN becomes quiet.
+#[inline(always)]
+fn f16_to_f32(half: u16) -> f32 {
+    let (sign, magnitude) = ((u32::from(half) & 0x8000) << 16, u32::from(half) & 0x7fff);
+    // The exponent of a half is smaller by 112 than that of the same float. Subnormals become normal by the multiplication.
+    let finite = (f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23)).to_bits();
+    let quiet = if magnitude > 0x7c00 { 0x0040_0000 } else { 0 };
+    let special = 0x7f80_0000 | (magnitude << 13) | quiet;
+    f32::from_bits(sign | if magnitude >= 0x7c00 { special } else { finite })
+}
+
+/// The nearest bfloat16; of two that are as near the even one. Beyond the range infinity; a NaN keeps its sign and becomes quiet.
+#[inline(always)]
+fn f32_to_bf16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    (if bits & 0x7fff_ffff > 0x7f80_0000 { (bits >> 16) | 0x40 } else { rounded }) as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cmp::Ordering;
+
+    use super::*;
+    use crate::types::hash_id;
+
+    fn f16_value(half: u16) -> f64 {
+        let (exponent, fraction) = (i32::from(half >> 10 & 0x1f), f64::from(half & 0x3ff));
+        let size = match exponent {
+            0 => fraction * 2.0_f64.powi(-24),
+            31 if fraction == 0.0 => f64::INFINITY,
+            31 => f64::NAN,
+            _ => (1024.0 + fraction) * 2.0_f64.powi(exponent - 25),
+        };
+        if half >> 15 == 1 { -size } else { size }
+    }
+
+    /// Floats of every sign and exponent, with the fractions at which roundings to 10 and to 7 bits differ, and random ones.
+    fn floats() -> impl Iterator<Item = f32> {
+        let near = |bits: u32| [0, 1, bits - 1, bits, bits + 1];
+        let edges: Vec<u32> = [12, 13, 15, 16, 22, 23].into_iter().flat_map(|at| near(1 << at)).collect();
+        (0..512_u32).flat_map(move |top| {
+            let edges = edges.clone();
+            let random = (0..64).map(move |n| hash_id(i64::from(top * 64 + n)) as u32 & 0x007f_ffff);
+            let more =
+                edges.into_iter().flat_map(|low| [low, 0x007f_ffff ^ low, low << 1, low | 0x2000, low | 0x1_0000]);
+            more.chain(random).map(move |low| f32::from_bits(top << 23 | low & 0x007f_ffff))
+        })
+    }
+
+    /// The half of the two that a value lies between which is nearest, and of two the even one, found by search among all.
+    fn nearest(value: f32, all: &[(f64, u16)]) -> u16 {
+        let exact = f64::from(value.abs());
+        let after = all.partition_point(|(half, _)| *half < exact).min(all.len() - 1);
+        let (below, above) = (all[after.saturating_sub(1)], all[after]);
+        // What rounds past the greatest becomes infinity, as if there were one more power of two.
+        let size = |(value, _): (f64, u16)| if value.is_infinite() { 65536.0 } else { value };
+        let (down, up) = (exact - size(below), size(above) - exact);
+        let is_below = down.total_cmp(&up).then(if below.1 % 2 == 0 { Ordering::Less } else { Ordering::Greater });
+        let found = if is_below == Ordering::Less { below.1 } else { above.1 };
+        found | if value.is_sign_negative() { 0x8000 } else { 0 }
+    }
+
+    #[test]
+    fn every_half_reads_as_its_value_and_is_stored_as_itself() {
+        for half in 0..=u16::MAX {
+            let (read, expected) = (f16_to_f32(half), f16_value(half));
+            assert_eq!(read.is_nan(), expected.is_nan(), "{half:04x}");
+            assert_eq!(read.is_sign_negative(), half >> 15 == 1, "{half:04x}");
+            if expected.is_nan() {
+                assert_eq!(f32_to_f16(read), half | 0x200, "a NaN becomes quiet and keeps its payload");
+            } else {
+                assert_eq!(f64::from(read).to_bits(), expected.to_bits(), "{half:04x}");
+                assert_eq!(f32_to_f16(read), half);
+            }
+        }
+    }
+
+    #[test]
+    fn floats_are_stored_as_the_nearest_half() {
+        let all: Vec<(f64, u16)> = (0..=0x7c00).map(|half| (f16_value(half), half)).collect();
+        for value in floats() {
+            let found = f32_to_f16(value);
+            if value.is_nan() {
+                assert!(f16_to_f32(found).is_nan());
+            } else if value.abs() >= 65536.0 {
+                assert_eq!(found & 0x7fff, 0x7c00, "{value:e}");
+            } else {
+                assert_eq!(found, nearest(value, &all), "{value:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn floats_are_stored_as_the_nearest_bfloat16() {
+        for value in floats() {
+            let (found, bits) = (f32_to_bf16(value), value.to_bits());
+            let read = f32::from_bits(u32::from(found) << 16);
+            if value.is_nan() {
+                assert!(read.is_nan() && read.is_sign_negative() == value.is_sign_negative());
+                continue;
+            }
+            let (down, rest) = ((bits >> 16) as u16, bits & 0xffff);
+            let up = rest > 0x8000 || (rest == 0x8000 && down % 2 == 1);
+            assert_eq!(found, down + u16::from(up), "{value:e}");
+        }
+    }
+
+    /// Rows of every kind: random ones of many sizes, constant ones, tiny ones, and those with great outliers.
+    fn rows() -> Vec<Vec<f32>> {
+        let mut rows = vec![
+            vec![0.0; 5],
+            vec![-0.0; 5],
+            vec![1.5; 8],
+            vec![-3.7; 3],
+            vec![100.04; 16],
+            vec![1e-8; 4],
+            vec![1e-8, 2e-8, 3e-8],
+            vec![f32::from_bits(1), 0.0],
+            vec![1e-3, 1.000_001e-3, 1e-3],
+            vec![65_504.0, -65_504.0, 0.0],
+            vec![70_000.0, 1.0],
+            vec![5.0],
+            vec![0.0, 255.0 * 65_504.0],
+        ];
+        for (number, dim) in [1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 64, 65, 128, 200].into_iter().enumerate() {
+            for scale in [1e-6_f32, 0.01, 1.0, 300.0] {
+                let value = |at: usize| (hash_id((number * 1000 + at) as i64) as i32 as f32 / 2e9) * scale;
+                rows.push((0..dim).map(value).collect());
+            }
+        }
+        rows
+    }
+
+    /// The row as the plainest program stores it: the same steps as FBGEMM's reference, in its order.
+    fn plain(row: &[f32]) -> Vec<u8> {
+        let least = row.iter().copied().fold(f32::INFINITY, f32::min);
+        let greatest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let bias = f32_to_f16(least);
+        let range = greatest - f16_value(bias) as f32;
+        let mut scale = f16_value(f32_to_f16(if range == 0.0 { 1.0 } else { range / 255.0 })) as f32;
+        if scale == 0.0 {
+            scale = 1.0;
+        }
+        let code =
+            |value: &f32| ((value - f16_value(bias) as f32) * (1.0 / scale)).round_ties_even().clamp(0.0, 255.0) as u8;
+        let numbers = [f32_to_f16(scale).to_le_bytes(), bias.to_le_bytes()].concat();
+        row.iter().map(code).chain(numbers).collect()
+    }
+
+    #[test]
+    fn rows_of_codes_are_stored_and_read_alike_by_every_instruction_set() {
+        for row in rows() {
+            let dim = row.len();
+            let expected = plain(&row);
+            for isa in Isa::all() {
+                let mut stored = vec![0; Precision::Int8.row_bytes(dim)];
+                assert!(isa.run(Store { precision: Precision::Int8, row: &row, into: &mut stored }), "{row:?}");
+                assert_eq!(stored, expected, "{isa:?} {row:?}");
+                let mut read = vec![0.0; dim];
+                isa.run(Load { precision: Precision::Int8, stored: &stored, into: &mut read });
+                let [scale, bias] =
+                    [0, 2].map(|at| f16_value(u16::from_le_bytes([stored[dim + at], stored[dim + at + 1]])));
+                for ((value, code), read) in row.iter().zip(&stored).zip(read) {
+                    assert_eq!(read.to_bits(), ((f64::from(*code) * scale + bias) as f32).to_bits());
+                    let within =
+                        scale.abs() * 0.51 + f64::from(value.abs().max(1e-4)) * 1e-3 * 255.0_f64.min(dim as f64 + 1.0);
+                    assert!((f64::from(read) - f64::from(*value)).abs() <= within, "{value} reads {read}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_halves_are_stored_and_read_alike_by_every_instruction_set() {
+        for (precision, store) in [(Precision::Fp16, f32_to_f16 as fn(f32) -> u16), (Precision::Bf16, f32_to_bf16)] {
+            for row in rows().into_iter().filter(|row| row.iter().all(|value| value.abs() < 65_000.0)) {
+                let expected: Vec<u8> = row.iter().flat_map(|&value| store(value).to_le_bytes()).collect();
+                for isa in Isa::all() {
+                    let mut stored = vec![0; precision.row_bytes(row.len())];
+                    assert!(isa.run(Store { precision, row: &row, into: &mut stored }));
+                    assert_eq!(stored, expected, "{isa:?}");
+                    let mut read = vec![0.0; row.len()];
+                    isa.run(Load { precision, stored: &stored, into: &mut read });
+                    for (read, stored) in read.iter().zip(stored.as_chunks().0) {
+                        let half = u16::from_le_bytes(*stored);
+                        let value = if precision == Precision::Fp16 {
+                            f16_to_f32(half)
+                        } else {
+                            f32::from_bits(u32::from(half) << 16)
+                        };
+                        assert_eq!(read.to_bits(), value.to_bits());
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_a_precision_cannot_hold_is_said_and_special_values_are_kept_where_there_is_a_place_for_them() {
+        use Precision::{Bf16, Fp16, Fp32, Int8};
+        let stored = |precision: Precision, weights: &[f32], dim: usize| {
+            let mut bytes = vec![0; weights.len() / dim * precision.row_bytes(dim)];
+            precision.store(weights, dim, &mut bytes).map(|()| {
+                let mut read = vec![0.0; weights.len()];
+                let rows = bytes.chunks_exact(precision.row_bytes(dim)).zip(read.chunks_exact_mut(dim));
+                rows.for_each(|(stored, into)| precision.load(stored, into));
+                read
+            })
+        };
+        let special = [f32::INFINITY, f32::NEG_INFINITY, -0.0];
+        for precision in [Fp32, Fp16, Bf16] {
+            assert_eq!(stored(precision, &special, 3).expect("held"), special);
+            assert!(stored(precision, &[f32::NAN], 1).expect("held")[0].is_nan());
+        }
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 65_520.0, -65_520.0, 3e38] {
+            assert_eq!(stored(Int8, &[0.5, 0.25, bad, bad, 1.0, bad], 2).expect_err("refused"), 1, "{bad}");
+        }
+        assert_eq!(stored(Int8, &[0.0, 1.0, f32::NAN, 0.0], 2).expect_err("refused"), 1);
+        assert_eq!(stored(Int8, &[0.0, 2e7], 2).expect_err("its scale is beyond fp16"), 0);
+        assert_eq!(stored(Fp16, &[1.0, 65_519.0, 65_520.0], 1).expect_err("refused"), 2);
+        assert_eq!(stored(Bf16, &[1.0, 3.39e38, f32::MAX], 1).expect_err("refused"), 2);
+        assert_eq!(stored(Fp32, &[f32::MAX], 1).expect("held"), [f32::MAX]);
+    }
+}
