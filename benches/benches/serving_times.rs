@@ -1,5 +1,6 @@
 //! Measures what a process that serves a checkpoint waits for: the index, the open, the slowest requests, and a delta that a trainer
-//! publishes meanwhile. A request has 2,000 ids and is answered by one thread. One checkpoint serves all of this, so the program prints rows.
+//! publishes meanwhile. A request has 2,000 ids and is answered by one thread. One checkpoint serves all of this, so the program
+//! prints rows.
 //!
 //! `EMBCACHE_BENCH_SERVE_ROWS` sets the number of rows (10M), of which a delta has a tenth.
 

@@ -1,5 +1,5 @@
-"""Other stores beside the benches of the SSD tier and of serving. Each runs in a process of its own, is loaded with the same rows, and
-is asked for rounds in turn.
+"""Other stores beside the benches of the SSD tier and of serving. Each runs in a process of its own, is loaded with the same rows,
+and is asked for rounds in turn.
 
 The program is `benches/rivals`. Its libraries are where `make rivals` has put them. A store without its library is reported as
 missing.
