@@ -66,6 +66,15 @@ SECTIONS: dict[str, dict[str, str]] = {
         "save_linked_of_full_time": "time of a linked checkpoint of 4M rows, a tenth in RAM / time of a full save",
         "load_linked_of_full_time": "time of a restart from it, SSD tier linked back / time of a load of the full checkpoint",
     },
+    "Serving (one thread, requests of 2,000 zipf105 ids over 10M rows of a checkpoint)": {
+        "serve_lookup_warm_2000": "rows looked up, everything in memory",
+        "serve_lookup_warm_p99_over_p50": "99th percentile of the time of a request there / median",
+        "serve_lookup_cold_2pct": "rows looked up where those of 2% of the ids are not in the page cache",
+        "serve_open_10m_seconds": "from opening until the first request is answered, an index beside, nothing in the page cache",
+        "serve_index_10m_seconds": "the index made, nothing in the page cache",
+        "serve_delta_1m_visible_seconds": "from the rename of `LATEST` until a request sees a delta of 1M rows, one look a second",
+        "serve_delta_p99_over_before": "99th percentile of the time of a request meanwhile / before, ten looks a second",
+    },
     "A model": {
         "dlrm_step_ram10pct_zipf105": "training of a DLRM, its tables' RAM budget 10% of their bytes, lookahead on, 2 threads",
     },
@@ -110,6 +119,7 @@ KEY: dict[str, str] = {
     "ssd_write_amplification_80pct_full": "bytes written / bytes given there",
     "save_full": "a full checkpoint of rows in RAM, synced",
     "load_full": "it loaded, nothing cached",
+    "serve_lookup_warm_2000": "requests of 2,000 ids to a checkpoint that is served",
     "dlrm_step_ram10pct_zipf105": "a DLRM with a tenth of its tables in RAM, 2 threads",
     "save_async_step_slowdown": "a DLRM's step while a checkpoint is saved beside it",
     "train_ssd_zipf105_100m": "100M rows trained within 4 GiB of RAM, 2 threads",

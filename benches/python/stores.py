@@ -1,5 +1,5 @@
-"""Other stores beside the benches of the SSD tier. Each runs in a process of its own, is loaded with the same rows, and is asked
-for rounds in turn.
+"""Other stores beside the benches of the SSD tier and of serving. Each runs in a process of its own, is loaded with the same rows,
+and is asked for rounds in turn.
 
 The program is `benches/rivals`. Its libraries are where `make rivals` has put them. A store without its library is reported as
 missing.
@@ -19,11 +19,12 @@ __all__ = ["STORES", "Store"]
 
 LIBRARIES = ROOT / "target" / "rivals" / "lib"
 # For each bench the stores beside which it is measured, and after how many rounds of ours each store has one. Of fetches a round is
-# one batch, so that both sides run at nearly the same time. Rewriting goes by time.
+# one batch, so that both sides run at nearly the same time. Rewriting goes by time. Of look-ups a round is all batches.
 STORES: dict[str, dict[str, int]] = {
     "ssd_fetch_uniform": {"rocksdb": 1, "lmdb": 4, "mmap": 4},
     "ssd_fetch_sessions": {"rocksdb": 1},
     "ssd_writeback": {"rocksdb": 1},
+    "serve_lookup_warm_2000": {"rocksdb": 3, "lmdb": 3},
 }
 
 

@@ -251,6 +251,17 @@ pub fn median(values: &[f64]) -> f64 {
     spread(&mut values.to_vec()).1
 }
 
+/// The value that a share of all values (0 to 1) does not exceed.
+///
+/// # Panics
+/// Panics without values.
+pub fn quantile(values: &[f64], share: f64) -> f64 {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    let rank = (values.len() as f64 * share).ceil() as usize;
+    values[rank.clamp(1, values.len()) - 1]
+}
+
 /// The least value, the median and the greatest.
 fn spread(values: &mut [f64]) -> (f64, f64, f64) {
     values.sort_by(f64::total_cmp);

@@ -112,16 +112,48 @@ pub struct PlainIndex {
 impl PlainIndex {
     /// An index in which the slots of `ids` are 0, 1, 2 and so on.
     pub fn new(ids: &[Id]) -> Self {
-        let mut entries = vec![[0; 2]; (ids.len() * 2).max(1)];
-        huge_pages(&entries);
+        let mut index = Self::with_room(ids.len());
         for (slot, &id) in ids.iter().enumerate() {
-            let mut at = Self::home(entries.len(), id);
-            while entries[at][1] != 0 {
-                at = if at + 1 == entries.len() { 0 } else { at + 1 };
-            }
-            entries[at] = [id as u64, slot as u64 + 1];
+            index.put(id, slot as u64 + 1);
         }
+        index
+    }
+
+    /// An index of at most `ids` ids without any yet. [`PlainIndex::put`] adds them.
+    pub fn with_room(ids: usize) -> Self {
+        let entries = vec![[0; 2]; (ids * 2).max(1)];
+        huge_pages(&entries);
         Self { entries }
+    }
+
+    /// Add an id, which is not in the index yet, with a value that is not 0.
+    #[inline]
+    pub fn put(&mut self, id: Id, value: u64) {
+        let mut at = Self::home(self.entries.len(), id);
+        while self.entries[at][1] != 0 {
+            at = if at + 1 == self.entries.len() { 0 } else { at + 1 };
+        }
+        self.entries[at] = [id as u64, value];
+    }
+
+    /// Fetch the entry of an id into the processor's cache.
+    #[inline]
+    pub fn prefetch(&self, id: Id) {
+        prefetch(self.entries.as_ptr().wrapping_add(Self::home(self.entries.len(), id)));
+    }
+
+    /// The value of an id, and 0 for one that is not in the index.
+    #[inline]
+    pub fn value(&self, id: Id) -> u64 {
+        let count = self.entries.len();
+        let mut at = Self::home(count, id);
+        // SAFETY: home entries, and those that follow them around the end, are below `count`.
+        unsafe {
+            while self.entries.get_unchecked(at)[1] != 0 && self.entries.get_unchecked(at)[0] != id as u64 {
+                at = if at + 1 == count { 0 } else { at + 1 };
+            }
+            self.entries.get_unchecked(at)[1]
+        }
     }
 
     #[inline]

@@ -26,13 +26,19 @@ pub enum StoreWork {
         /// The seconds for which a round writes.
         seconds: f64,
     },
+    /// Load the ids `scattered_id(0..rows)`, each with the weights of `served_row` as of version 0 and nothing else. A round looks
+    /// the batches of the bench's data up, one after the other on one thread. Everything is in RAM.
+    Lookup {
+        /// The number of rows to load.
+        rows: u64,
+    },
 }
 
 impl StoreWork {
     /// The number of rows to load.
     pub fn rows(&self) -> u64 {
         match self {
-            Self::Fetch { rows, .. } | Self::Rewrite { rows, .. } => *rows,
+            Self::Fetch { rows, .. } | Self::Rewrite { rows, .. } | Self::Lookup { rows } => *rows,
         }
     }
 }

@@ -9,8 +9,8 @@ use std::ptr::{null, null_mut};
 use embcache_benches::forget_cached;
 
 use crate::library::{self, calls};
-use crate::rows::{THREADS, VALUE_BYTES, key, sharded, sorted_ids, value};
-use crate::{FetchStore, Missing};
+use crate::rows::{THREADS, VALUE_BYTES, WEIGHT_BYTES, key, sharded, sorted_ids};
+use crate::{FetchStore, LookupStore, Missing};
 
 const MDB_NOSUBDIR: c_uint = 0x4000;
 const MDB_NOSYNC: c_uint = 0x1_0000;
@@ -104,7 +104,12 @@ impl Drop for Reading<'_> {
 }
 
 impl Lmdb {
-    pub(crate) fn load(dir: &Path, rows: u64) -> Result<Self, Missing> {
+    /// Load the ids `scattered_id(0..rows)`, with values as `value_of` gives them.
+    pub(crate) fn load<const BYTES: usize>(
+        dir: &Path,
+        rows: u64,
+        value_of: fn(i64) -> [u8; BYTES],
+    ) -> Result<Self, Missing> {
         let calls = Calls::of(library::load("liblmdb.so")?)?;
         // A leaf of 4 KiB holds 13 rows.
         let map_bytes = (rows as usize).div_ceil(12) * 4096 + (64 << 20);
@@ -119,7 +124,7 @@ impl Lmdb {
                 calls.check((calls.txn_begin)(this.env, null_mut(), 0, &raw mut txn));
                 calls.check((calls.dbi_open)(txn, null(), 0, &raw mut dbi));
                 for &id in ids {
-                    let (key, value) = (key(id), value(id));
+                    let (key, value) = (key(id), value_of(id));
                     let (mut key, mut value) = (Val::of(&key), Val::of(&value));
                     calls.check((calls.put)(txn, dbi, &raw mut key, &raw mut value, MDB_APPEND));
                 }
@@ -146,6 +151,23 @@ impl Lmdb {
     }
 }
 
+impl Lmdb {
+    fn version(&self) -> String {
+        let (mut major, mut minor, mut patch) = (0, 0, 0);
+        // SAFETY: the three integers outlive the call.
+        unsafe { (self.calls.version)(&raw mut major, &raw mut minor, &raw mut patch) };
+        format!("LMDB {major}.{minor}.{patch}")
+    }
+
+    /// Close the environment, forget its file, and open it again. Pages that are mapped would stay in the page cache.
+    fn cool(&mut self) {
+        // SAFETY: the environment is open, and no transaction is.
+        unsafe { (self.calls.env_close)(self.env) };
+        forget_cached(&File::open(&self.path).expect("our own file"));
+        self.open(MDB_RDONLY);
+    }
+}
+
 impl Drop for Lmdb {
     fn drop(&mut self) {
         // SAFETY: the environment is open, and no transaction is.
@@ -153,24 +175,20 @@ impl Drop for Lmdb {
     }
 }
 
-impl FetchStore for Lmdb {
+/// An environment from which rows are read that are on the disk.
+pub(crate) struct Fetches(pub(crate) Lmdb);
+
+impl FetchStore for Fetches {
     fn what(&self) -> String {
-        let (mut major, mut minor, mut patch) = (0, 0, 0);
-        // SAFETY: the three integers outlive the call.
-        unsafe { (self.calls.version)(&raw mut major, &raw mut minor, &raw mut patch) };
-        format!("LMDB {major}.{minor}.{patch} ({THREADS} threads, no read-ahead)")
+        format!("{} ({THREADS} threads, no read-ahead)", self.0.version())
     }
 
-    /// Close the environment. Pages that are mapped would stay in the page cache.
     fn cool(&mut self) {
-        // SAFETY: the environment is open, and no transaction is.
-        unsafe { (self.calls.env_close)(self.env) };
-        forget_cached(&File::open(&self.path).expect("our own file"));
-        self.open(MDB_RDONLY);
+        self.0.cool();
     }
 
     fn fetch(&mut self, ids: &[i64], out: &mut [u8]) {
-        let env = &Env(&self.calls, self.env);
+        let env = &Env(&self.0.calls, self.0.env);
         sharded(ids.iter().map(|id| *id as u64), out, || {
             let reading = Reading::begin(env);
             move |shard, values_out| {
@@ -182,5 +200,30 @@ impl FetchStore for Lmdb {
                 }
             }
         });
+    }
+}
+
+/// An environment, all in RAM, in which rows are looked up.
+pub(crate) struct Lookups(pub(crate) Lmdb);
+
+impl Lookups {
+    /// Read the whole file, so that it is in the page cache.
+    pub(crate) fn new(store: Lmdb) -> Self {
+        let mut file = File::open(&store.path).expect("our own file");
+        std::io::copy(&mut file, &mut std::io::sink()).expect("a readable file");
+        Self(store)
+    }
+}
+
+impl LookupStore for Lookups {
+    fn what(&self) -> String {
+        format!("{} (one transaction a request)", self.0.version())
+    }
+
+    fn lookup(&mut self, ids: &[i64], out: &mut [u8]) {
+        let reading = Reading::begin(&Env(&self.0.calls, self.0.env));
+        for (id, place) in ids.iter().zip(out.as_chunks_mut::<WEIGHT_BYTES>().0) {
+            place.copy_from_slice(reading.get(&key(*id)));
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Stores with which the SSD tier is compared, one in a process. Rounds are measured between those of ours and of the limit.
+//! Stores with which the SSD tier and serving are compared, one in a process. Rounds are measured between those of ours and of the limit.
 //!
 //! 1. The driver starts `rivals --serve` and writes one line of JSON: [`Request`].
 //! 2. The store loads; the program prints one line of JSON: `{"what": ...}`, or `{"missing": why}` where the machine does not have
@@ -19,7 +19,8 @@ use std::time::{Duration, Instant};
 use embcache_benches::{Scratch, SplitMix64, StoreWork, cpu_seconds, die_with_parent, scattered_id};
 use serde::{Deserialize, Serialize};
 
-use rows::{VALUE_BYTES, value};
+use lmdb::Lmdb;
+use rows::{VALUE_BYTES, WEIGHT_BYTES, value, weights};
 
 /// The reason why a store cannot be measured here: the machine lacks its library.
 type Missing = String;
@@ -30,9 +31,9 @@ struct Request {
     /// The store: `rocksdb`, `lmdb` or `mmap`.
     store: String,
     work: StoreWork,
-    /// For `StoreWork::Fetch`, a file of int64 ids in little-endian order.
+    /// For `StoreWork::Fetch` and `StoreWork::Lookup`, a file of int64 ids in little-endian order.
     ids: Option<PathBuf>,
-    /// The number of ids of a batch. A round of `StoreWork::Fetch` is one batch.
+    /// The number of ids of a batch. A round of `StoreWork::Fetch` is one batch, and one of `StoreWork::Lookup` is all of them.
     batch: usize,
 }
 
@@ -50,6 +51,13 @@ trait FetchStore {
     fn cool(&mut self);
     /// Write the value of each id to `out`, which is `[ids, VALUE_BYTES]`.
     fn fetch(&mut self, ids: &[i64], out: &mut [u8]);
+}
+
+/// A loaded store, all in RAM, in which one thread looks requests up.
+trait LookupStore {
+    fn what(&self) -> String;
+    /// Write the weights of each id to `out`, which is `[ids, WEIGHT_BYTES]`.
+    fn lookup(&mut self, ids: &[i64], out: &mut [u8]);
 }
 
 /// A loaded store in which rows are rewritten.
@@ -93,17 +101,19 @@ fn make(request: &Request, dir: &Path) -> Result<(String, Round), Missing> {
         StoreWork::Fetch { rows, ram_bytes } => {
             let store: Box<dyn FetchStore> = match &request.store[..] {
                 "rocksdb" => Box::new(rocksdb::Fetches::load(dir, rows, ram_bytes)?),
-                "lmdb" => Box::new(lmdb::Lmdb::load(dir, rows)?),
+                "lmdb" => Box::new(lmdb::Fetches(Lmdb::load(dir, rows, value)?)),
                 "mmap" => Box::new(flat::Flat::load(dir, rows)),
                 other => panic!("no store named {other}"),
             };
-            let path = request.ids.as_ref().expect("a fetch has ids");
-            let ids: Vec<i64> = std::fs::read(path)
-                .expect("the driver's file")
-                .chunks_exact(8)
-                .map(|bytes| i64::from_le_bytes(bytes.try_into().expect("eight bytes")))
-                .collect();
-            Ok((store.what(), fetch_rounds(store, ids, request.batch)))
+            Ok((store.what(), fetch_rounds(store, ids_of(request), request.batch)))
+        }
+        StoreWork::Lookup { rows } => {
+            let store: Box<dyn LookupStore> = match &request.store[..] {
+                "rocksdb" => Box::new(rocksdb::Lookups::load(dir, rows)?),
+                "lmdb" => Box::new(lmdb::Lookups::new(Lmdb::load(dir, rows, weights)?)),
+                other => panic!("no store named {other} that rows are looked up in"),
+            };
+            Ok((store.what(), lookup_rounds(store, ids_of(request), request.batch)))
         }
         StoreWork::Rewrite { rows, ram_bytes, batch, seconds } => {
             let store: Box<dyn RewriteStore> = match &request.store[..] {
@@ -113,6 +123,30 @@ fn make(request: &Request, dir: &Path) -> Result<(String, Round), Missing> {
             Ok((store.what(), rewrite_rounds(store, rows, batch, Duration::from_secs_f64(seconds))))
         }
     }
+}
+
+fn ids_of(request: &Request) -> Vec<i64> {
+    let path = request.ids.as_ref().expect("work that has ids");
+    let bytes = std::fs::read(path).expect("the driver's file");
+    bytes.chunks_exact(8).map(|bytes| i64::from_le_bytes(bytes.try_into().expect("eight bytes"))).collect()
+}
+
+fn lookup_rounds(mut store: Box<dyn LookupStore>, ids: Vec<i64>, batch: usize) -> Round {
+    let mut out = vec![0; batch * WEIGHT_BYTES];
+    // The first pass over all requests brings in what they need.
+    for request in ids.chunks_exact(batch) {
+        store.lookup(request, &mut out);
+        let right = request.iter().zip(out.chunks_exact(WEIGHT_BYTES)).all(|(id, bytes)| bytes == weights(*id));
+        assert!(right, "rows of other ids");
+    }
+    Box::new(move || {
+        let (begin, cpu) = (Instant::now(), cpu_seconds());
+        for request in ids.chunks_exact(batch) {
+            store.lookup(request, &mut out);
+        }
+        let (seconds, cpu) = (begin.elapsed().as_secs_f64(), cpu_seconds() - cpu);
+        Answer { value: ids.len() as f64 / seconds, cpu_us_per_row: cpu * 1e6 / ids.len() as f64 }
+    })
 }
 
 fn fetch_rounds(mut store: Box<dyn FetchStore>, ids: Vec<i64>, batch: usize) -> Round {

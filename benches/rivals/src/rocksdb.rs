@@ -7,11 +7,9 @@ use std::ptr::null_mut;
 use std::time::Duration;
 
 use crate::library::{self, calls};
-use crate::rows::{THREADS, VALUE_BYTES, key, sharded, sorted_ids, value};
-use crate::{FetchStore, Missing, RewriteStore};
+use crate::rows::{THREADS, VALUE_BYTES, WEIGHT_BYTES, key, sharded, sorted_ids, value, weights};
+use crate::{FetchStore, LookupStore, Missing, RewriteStore};
 
-/// Bytes of a key with its value.
-const ROW_BYTES: usize = 8 + VALUE_BYTES;
 /// Bytes of a block of rows.
 const BLOCK_BYTES: usize = 4096;
 /// The number of threads that write a batch.
@@ -40,6 +38,7 @@ calls! {
     fn ingestexternalfileoptions_set_move_files(*mut c_void, c_uchar);
     fn ingest_external_file(*mut c_void, *const *const c_char, usize, *const c_void, *mut *mut c_char);
     fn readoptions_create() -> *mut c_void;
+    fn readoptions_set_verify_checksums(*mut c_void, c_uchar);
     fn batched_multi_get_cf(*mut c_void, *const c_void, *mut c_void, usize, *const *const c_char, *const usize,
         *mut *mut c_void, *mut *mut c_char, bool);
     fn pinnableslice_value(*const c_void, *mut usize) -> *const c_char;
@@ -120,9 +119,9 @@ impl Db {
         Ok(Self { calls, pointer, family })
     }
 
-    /// Load sorted files of the ids `scattered_id(0..rows)` into the last level. This leaves what a load and a full compaction
-    /// leave.
-    fn load(&self, dir: &Path, rows: u64, options: &str) {
+    /// Load sorted files of the ids `scattered_id(0..rows)`, with values as `value_of` gives them, into the last level. This leaves what a
+    /// load and a full compaction leave.
+    fn load<const BYTES: usize>(&self, dir: &Path, rows: u64, options: &str, value_of: fn(i64) -> [u8; BYTES]) {
         let calls = &self.calls;
         // SAFETY: options, writer and texts outlive the calls that they are handed to.
         unsafe {
@@ -131,16 +130,16 @@ impl Db {
             let base = (calls.options_create)();
             checked(|error| (calls.get_options_from_string)(base, string.as_ptr(), settings, error));
             let files: Vec<CString> = sorted_ids(rows)
-                .chunks(FILE_BYTES / ROW_BYTES)
+                .chunks(FILE_BYTES / (8 + BYTES))
                 .enumerate()
                 .map(|(number, ids)| {
                     let path = path_text(&dir.join(format!("{number}.sst")));
                     let writer = (calls.sstfilewriter_create)((calls.envoptions_create)(), settings);
                     checked(|error| (calls.sstfilewriter_open)(writer, path.as_ptr(), error));
                     for &id in ids {
-                        let (key, value) = (key(id), value(id));
+                        let (key, value) = (key(id), value_of(id));
                         let (key, value) = (key.as_ptr().cast(), value.as_ptr().cast());
-                        checked(|error| (calls.sstfilewriter_put)(writer, key, 8, value, VALUE_BYTES, error));
+                        checked(|error| (calls.sstfilewriter_put)(writer, key, 8, value, BYTES, error));
                     }
                     checked(|error| (calls.sstfilewriter_finish)(writer, error));
                     (calls.sstfilewriter_destroy)(writer);
@@ -151,6 +150,40 @@ impl Db {
             let how = (calls.ingestexternalfileoptions_create)();
             (calls.ingestexternalfileoptions_set_move_files)(how, 1);
             checked(|error| (calls.ingest_external_file)(self.pointer, pointers.as_ptr(), pointers.len(), how, error));
+        }
+    }
+
+    /// Call `take` with the index of each key, which are sorted, and its value.
+    fn get_sorted(&self, read: &Options, keys: &[[u8; 8]], mut take: impl FnMut(usize, &[u8])) {
+        let calls = &self.calls;
+        let pointers: Vec<*const c_char> = keys.iter().map(|key| key.as_ptr().cast()).collect();
+        let sizes = vec![8; keys.len()];
+        let mut values = vec![null_mut(); keys.len()];
+        let mut errors: Vec<*mut c_char> = vec![null_mut(); keys.len()];
+        // SAFETY: the arrays have one length, and outlive the call.
+        unsafe {
+            (calls.batched_multi_get_cf)(
+                self.pointer,
+                read.0,
+                self.family,
+                keys.len(),
+                pointers.as_ptr(),
+                sizes.as_ptr(),
+                values.as_mut_ptr(),
+                errors.as_mut_ptr(),
+                true,
+            );
+        }
+        assert!(errors.iter().all(|error| error.is_null()), "a failed read");
+        for (at, found) in values.into_iter().enumerate() {
+            assert!(!found.is_null(), "a row that was loaded");
+            let mut size = 0;
+            // SAFETY: the slice is valid until it is destroyed, which happens once.
+            unsafe {
+                let bytes = (calls.pinnableslice_value)(found, &raw mut size);
+                take(at, std::slice::from_raw_parts(bytes.cast(), size));
+                (calls.pinnableslice_destroy)(found);
+            }
         }
     }
 
@@ -206,7 +239,7 @@ impl Fetches {
              data_block_hash_table_util_ratio=0.75;}}"
         );
         let db = Db::open(dir, &options)?;
-        db.load(dir, rows, &options);
+        db.load(dir, rows, &options, value);
         let held = db.number("rocksdb.estimate-table-readers-mem");
         assert!(held <= ram_bytes, "index and filters take {held} bytes of a budget of {ram_bytes}");
         // SAFETY: the function makes a new value.
@@ -227,40 +260,55 @@ impl FetchStore for Fetches {
         let (db, read) = (&self.db, &Options(self.read));
         sharded(ids.iter().map(|id| *id as u64), out, || {
             move |shard, values_out| {
-                let calls = &db.calls;
-                let read = read.0;
                 let keys: Vec<[u8; 8]> = shard.iter().map(|&(id, _)| key(id as i64)).collect();
-                let pointers: Vec<*const c_char> = keys.iter().map(|key| key.as_ptr().cast()).collect();
-                let sizes = vec![8; keys.len()];
-                let mut values = vec![null_mut(); keys.len()];
-                let mut errors: Vec<*mut c_char> = vec![null_mut(); keys.len()];
-                // SAFETY: the arrays have one length, and outlive the call.
-                unsafe {
-                    (calls.batched_multi_get_cf)(
-                        db.pointer,
-                        read,
-                        db.family,
-                        keys.len(),
-                        pointers.as_ptr(),
-                        sizes.as_ptr(),
-                        values.as_mut_ptr(),
-                        errors.as_mut_ptr(),
-                        true,
-                    );
-                }
-                assert!(errors.iter().all(|error| error.is_null()), "a failed read");
-                for (&(_, position), found) in shard.iter().zip(values) {
-                    assert!(!found.is_null(), "a row that was loaded");
-                    let mut size = 0;
-                    // SAFETY: the slice is valid until it is destroyed, which happens once, and this position is in this shard
-                    // alone.
-                    unsafe {
-                        let bytes = (calls.pinnableslice_value)(found, &raw mut size);
-                        values_out.put(position, std::slice::from_raw_parts(bytes.cast(), size));
-                        (calls.pinnableslice_destroy)(found);
-                    }
-                }
+                db.get_sorted(read, &keys, |at, bytes| {
+                    // SAFETY: this position is in this shard alone.
+                    unsafe { values_out.put(shard[at].1, bytes) };
+                });
             }
+        });
+    }
+}
+
+/// A database, all in RAM, in which rows are looked up.
+pub(crate) struct Lookups {
+    db: Db,
+    read: *mut c_void,
+}
+
+impl Lookups {
+    pub(crate) fn load(dir: &Path, rows: u64) -> Result<Self, Missing> {
+        // Blocks are read where the files are mapped, so that no block is copied into a cache.
+        let options = format!(
+            "create_if_missing=true;max_open_files=-1;allow_mmap_reads=true;compression=kNoCompression;\
+             disable_auto_compactions=true;\
+             block_based_table_factory={{no_block_cache=true;block_size={BLOCK_BYTES};format_version=5;checksum=kXXH3;\
+             data_block_index_type=kDataBlockBinaryAndHash;data_block_hash_table_util_ratio=0.75;}}"
+        );
+        let db = Db::open(dir, &options)?;
+        db.load(dir, rows, &options, weights);
+        // SAFETY: the first function makes a new value, which the second changes.
+        let read = unsafe {
+            let read = (db.calls.readoptions_create)();
+            (db.calls.readoptions_set_verify_checksums)(read, 0);
+            read
+        };
+        Ok(Self { db, read })
+    }
+}
+
+impl LookupStore for Lookups {
+    fn what(&self) -> String {
+        format!("{} (MultiGet, mapped files, checksums not verified)", version())
+    }
+
+    fn lookup(&mut self, ids: &[i64], out: &mut [u8]) {
+        let mut sorted: Vec<([u8; 8], u32)> = ids.iter().map(|id| key(*id)).zip(0..).collect();
+        sorted.sort_unstable();
+        let keys: Vec<[u8; 8]> = sorted.iter().map(|(key, _)| *key).collect();
+        let places = out.as_chunks_mut::<WEIGHT_BYTES>().0;
+        self.db.get_sorted(&Options(self.read), &keys, |at, bytes| {
+            places[sorted[at].1 as usize].copy_from_slice(bytes);
         });
     }
 }
@@ -285,7 +333,7 @@ impl Rewrites {
             ram_bytes * 2
         );
         let db = Db::open(dir, &options)?;
-        db.load(dir, rows, &options);
+        db.load(dir, rows, &options, value);
         // SAFETY: each function makes a new value.
         let (write, batches, flush) = unsafe {
             let write = (db.calls.writeoptions_create)();

@@ -3,10 +3,12 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use embcache_benches::scattered_id;
+use embcache_benches::{scattered_id, served_row};
 
 /// Bytes of a row without its id, which is the key: 64 float32, rowwise Adagrad's scalar, and 20 bytes of metadata.
 pub(crate) const VALUE_BYTES: usize = 280;
+/// Bytes of a row of weights: 64 float32.
+pub(crate) const WEIGHT_BYTES: usize = 256;
 /// The number of threads that fetch a batch. The stores read synchronously, so this is also the depth of the disk's queue.
 pub(crate) const THREADS: usize = 64;
 /// The number of keys that a thread takes at a time.
@@ -17,6 +19,15 @@ pub(crate) fn value(id: i64) -> [u8; VALUE_BYTES] {
     let mut bytes = [0; VALUE_BYTES];
     for (at, chunk) in bytes.chunks_exact_mut(8).enumerate() {
         chunk.copy_from_slice(&(id.wrapping_mul(2 * at as i64 + 1)).to_le_bytes());
+    }
+    bytes
+}
+
+/// The bytes of a row of weights alone, as a checkpoint holds them.
+pub(crate) fn weights(id: i64) -> [u8; WEIGHT_BYTES] {
+    let mut bytes = [0; WEIGHT_BYTES];
+    for (chunk, weight) in bytes.chunks_exact_mut(4).zip(served_row(id, 0)) {
+        chunk.copy_from_slice(&weight.to_le_bytes());
     }
     bytes
 }

@@ -1,0 +1,64 @@
+//! Requests to a checkpoint that is served.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use embcache::serve::{ServeOptions, Serving};
+use embcache::types::Id;
+
+use crate::plain_kernels::DIM;
+use crate::served_rows::{Publisher, SERVED_TABLE, served_row};
+
+/// The number of ids of a request.
+pub const REQUEST_IDS: usize = 2000;
+
+/// Answers requests of one thread, always into the same memory.
+pub struct Requests {
+    serving: Arc<Serving>,
+    /// The rows of the last request: `[REQUEST_IDS, DIM]`.
+    pub out: Vec<f32>,
+    /// Which ids of the last request have a row: `[REQUEST_IDS]`.
+    pub found: Vec<bool>,
+}
+
+impl Requests {
+    /// Serve the newest checkpoint.
+    ///
+    /// # Panics
+    /// Panics when it cannot be opened.
+    pub fn open(publisher: &Publisher) -> Self {
+        let serving =
+            Serving::open(publisher.to_serve(), ServeOptions::default()).expect("a checkpoint that was published");
+        Self { serving, out: vec![0.0; REQUEST_IDS * DIM], found: vec![false; REQUEST_IDS] }
+    }
+
+    /// What is served.
+    pub fn serving(&self) -> &Arc<Serving> {
+        &self.serving
+    }
+
+    /// Answer a request of at most [`REQUEST_IDS`] ids, all of which have a row. The result is the seconds that it took.
+    ///
+    /// # Panics
+    /// Panics when a row is missing, and when the disk fails.
+    pub fn answer(&mut self, ids: &[Id]) -> f64 {
+        let begin = Instant::now();
+        let version = self.serving.pin().expect("a version that is not stale");
+        let table = version.table(SERVED_TABLE).expect("the table");
+        let missing = table.lookup(ids, &mut self.out[..ids.len() * DIM], &mut self.found[..ids.len()]).expect("rows");
+        let seconds = begin.elapsed().as_secs_f64();
+        assert_eq!(missing, 0, "ids of the table");
+        seconds
+    }
+
+    /// Answer a request, and check its rows, which are those of version 0.
+    ///
+    /// # Panics
+    /// Panics when a row is another one, and as [`Requests::answer`] does.
+    pub fn check(&mut self, ids: &[Id]) {
+        self.answer(ids);
+        let right = |(id, row): (&Id, &[f32; DIM])| row[..] == served_row(*id, 0)[..];
+        assert!(self.found[..ids.len()].iter().all(|found| *found), "ids of the table");
+        assert!(ids.iter().zip(self.out.as_chunks::<DIM>().0).all(right), "the rows of these ids");
+    }
+}
