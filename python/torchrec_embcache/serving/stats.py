@@ -1,0 +1,60 @@
+"""The counters of a directory of checkpoints that is served, as users see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+from torchrec_embcache import _native
+
+__all__ = ["ServingStats"]
+
+
+@dataclass(frozen=True)
+class ServingStats:
+    """What `Tables.stats()` gives: counters of this process since `serving.open`.
+
+    - `version`, `seq`: the name of the checkpoint that is served now, and its number.
+    - `staleness_seconds`: how long ago it was published.
+    - `polls`, `swaps`, `failed_polls`: how often the directory was looked at, how often a newer version came to be served, and how
+      often that failed, so that the old version serves on.
+    - `last_error`: what the last failure said, until a look succeeds; None where there was none.
+    - `lookups`, `ids`, `missing_ids`: calls of `lookup` and `lookup_pooled`, ids in them, and those of the ids that have no row.
+    - `cold_pages`: pages of the files that were read from the disk before a lookup took rows from them.
+    - `overlay_rows`: rows and tombstones of deltas that are held in the memory of this process.
+    - `shared_index_bytes`, `private_index_bytes`: bytes of indexes that processes share, and of those of this process alone.
+    - `versions_alive`: versions that are served, kept for a rollback, or pinned.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> report = Saver(0).save(item, "ckpt")
+        >>> with serving.open("ckpt") as tables:
+        ...     rows = tables.pin()["item"].lookup([7, 8])
+        ...     stats = tables.stats()
+        >>> stats.seq, stats.lookups, stats.ids, stats.missing_ids, stats.failed_polls
+        (1, 1, 2, 1, 0)
+    """
+
+    version: str
+    seq: int
+    staleness_seconds: float
+    polls: int
+    swaps: int
+    failed_polls: int
+    last_error: str | None
+    lookups: int
+    ids: int
+    missing_ids: int
+    cold_pages: int
+    overlay_rows: int
+    shared_index_bytes: int
+    private_index_bytes: int
+    versions_alive: int
+
+    @classmethod
+    def of(cls, native: _native.ServingStats) -> Self:
+        """From the core's counters."""
+        return cls(**{field.name: getattr(native, field.name) for field in fields(cls)})
