@@ -49,7 +49,7 @@ class ServedTable:
     name: str
     dim: int
     rows: int
-    def lookup(self, ids: I64, out: F32, found: NDArray[np.bool_]) -> int: ...  # fills out [N, D] and found [N]; ids that have a row
+    def lookup(self, ids: I64, out: F32, found: NDArray[np.bool_]) -> int: ...  # fills out [N, D] and found [N]; ids that have no row
     def lookup_pooled(
         self,
         ids: I64,
@@ -57,7 +57,7 @@ class ServedTable:
         pooling: Literal["sum", "mean"],
         weights: F32 | None,  # [N]
         out: F32,  # [B, D]
-    ) -> int: ...  # ids that have a row
+    ) -> int: ...  # ids that have no row
 
 @final
 class ServingStats:
@@ -70,14 +70,15 @@ class ServingStats:
     swaps: int
     failed_polls: int
     last_error: str | None
+    versions: int
     lookups: int
     ids: int
-    missing_ids: int
-    cold_pages: int
-    overlay_rows: int
+    missing: int
+    far_rows: int
+    rows: int
+    overlay_ids: int
     shared_index_bytes: int
-    private_index_bytes: int
-    versions_alive: int
+    private_bytes: int
 
 @final
 class IndexMade:

@@ -19,11 +19,13 @@ class ServingStats:
     - `polls`, `swaps`, `failed_polls`: how often the directory was looked at, how often a newer version came to be served, and how
       often that failed, so that the old version serves on.
     - `last_error`: what the last failure said, until a look succeeds; None where there was none.
-    - `lookups`, `ids`, `missing_ids`: calls of `lookup` and `lookup_pooled`, ids in them, and those of the ids that have no row.
-    - `cold_pages`: pages of the files that were read from the disk before a lookup took rows from them.
-    - `overlay_rows`: rows and tombstones of deltas that are held in the memory of this process.
-    - `shared_index_bytes`, `private_index_bytes`: bytes of indexes that processes share, and of those of this process alone.
-    - `versions_alive`: versions that are served, kept for a rollback, or pinned.
+    - `versions`: versions that are served, kept for a rollback, or pinned.
+    - `lookups`, `ids`, `missing`: lookups in tables, ids in them, and those of the ids that have no row.
+    - `far_rows`: rows whose pages were not seen in memory lately, and were asked for together before rows were taken from them.
+    - `rows`: rows of all tables that are served now.
+    - `overlay_ids`: ids of deltas that the indexes do not cover yet, which are held in the memory of this process.
+    - `shared_index_bytes`: bytes of the indexes that all processes of the machine share.
+    - `private_bytes`: bytes of indexes and of ids of deltas in the memory of this process alone.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -34,7 +36,7 @@ class ServingStats:
         >>> with serving.open("ckpt") as tables:
         ...     rows = tables.pin()["item"].lookup([7, 8])
         ...     stats = tables.stats()
-        >>> stats.seq, stats.lookups, stats.ids, stats.missing_ids, stats.failed_polls
+        >>> stats.seq, stats.lookups, stats.ids, stats.missing, stats.failed_polls
         (1, 1, 2, 1, 0)
     """
 
@@ -45,14 +47,15 @@ class ServingStats:
     swaps: int
     failed_polls: int
     last_error: str | None
+    versions: int
     lookups: int
     ids: int
-    missing_ids: int
-    cold_pages: int
-    overlay_rows: int
+    missing: int
+    far_rows: int
+    rows: int
+    overlay_ids: int
     shared_index_bytes: int
-    private_index_bytes: int
-    versions_alive: int
+    private_bytes: int
 
     @classmethod
     def of(cls, native: _native.ServingStats) -> Self:

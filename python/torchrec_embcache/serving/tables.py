@@ -25,8 +25,8 @@ __all__ = ["Tables", "open"]
 class Tables(ClosedByWith):
     """A directory of checkpoints that is served, as `serving.open` gives it. Any thread may use it.
 
-    A forked child may use it too: what was opened before the fork is shared with it. A child follows the directory by a thread of its
-    own, which starts at its first `pin`.
+    A forked child may use it too. Versions that were pinned before the fork are as they were. At its first use in the child the
+    directory is opened anew, so that the child serves what is newest then, and follows it by a thread of its own.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -50,15 +50,17 @@ class Tables(ClosedByWith):
         >>> tables.close()
     """
 
-    def __init__(self, native: _native.Serving, path: str, follow: Follow | None) -> None:
+    def __init__(self, opens: Callable[[], _native.Serving], path: str, follow: Follow | None) -> None:
         self.path = path
         self.follow = follow
-        self._native: _native.Serving | None = native
-        self._starting = threading.Lock()
-        self._stop: Callable[[], object] = weakref.finalize(self, native.stop)
-        self._follows = follow is None
+        self._opens = opens
+        self._opening = threading.Lock()
+        self._native: _native.Serving | None = None
+        self._is_own = False  # whether this process opened it
+        self._closed = False
+        self._stop: Callable[[], object] = _nothing
+        self._open_here()
         _open.add(self)
-        self._start_following()
 
     def pin(self) -> Version:
         """The version that is served now. It stays as it is until it is let go, by `close()` or a `with` statement.
@@ -66,10 +68,7 @@ class Tables(ClosedByWith):
         Raises `StaleError` where it is older than `max_staleness_seconds` and `on_stale` is "raise", and `StateError` where the
         tables are closed.
         """
-        native = self._ready()
-        if not self._follows:
-            self._start_following()
-        return Version(self, native.pin())
+        return Version(self, self._ready().pin())
 
     def poll(self) -> str | None:
         """Look for a newer checkpoint now. Returns its name where it is served from now on, and None where there is none.
@@ -94,29 +93,38 @@ class Tables(ClosedByWith):
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-        return self._native is None
+        return self._closed
 
     def close(self) -> None:
         """Follow and serve no longer; harmless twice. Versions that are pinned can be read until they are let go."""
-        self._stop()
-        self._native = None
+        with self._opening:
+            self._closed = True
+            self._stop()
+            self._native = None
 
     def _ready(self) -> _native.Serving:
         native = self._native
-        if native is None:
-            raise StateError(f"the tables of {self.path} are closed: open them again by serving.open")
+        if native is None or not self._is_own:
+            native = self._open_here()
         return native
 
-    def _start_following(self) -> None:
-        with self._starting:
-            if self.follow is not None and not self._follows:
-                self._ready().follow(float(self.follow.poll_seconds))
-                self._follows = True
+    def _open_here(self) -> _native.Serving:
+        """Open the directory in this process, and follow it, where neither was done yet."""
+        with self._opening:
+            if self._closed:
+                raise StateError(f"the tables of {self.path} are closed: open them again by serving.open")
+            if self._native is None or not self._is_own:
+                native = self._opens()
+                if self.follow is not None:
+                    native.follow(float(self.follow.poll_seconds))
+                self._stop = weakref.finalize(self, native.stop)
+                self._native, self._is_own = native, True
+            return self._native
 
     def forked(self) -> None:
-        """Called in a forked child, which has none of its parent's threads."""
-        self._starting = threading.Lock()
-        self._follows = self.follow is None
+        """Called in a forked child, which has none of its parent's threads, and may not use what they work with."""
+        self._opening = threading.Lock()
+        self._stop, self._is_own = _nothing, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The same tables: a copy of a model reads what the model reads."""
@@ -129,6 +137,10 @@ class Tables(ClosedByWith):
 
     def __repr__(self) -> str:
         return f"Tables({self.path!r}{', closed' if self.is_closed else ''})"
+
+
+def _nothing() -> None:
+    """What ends the thread of tables that have none."""
 
 
 _open: weakref.WeakSet[Tables] = weakref.WeakSet()
@@ -204,6 +216,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
     if follow is not None:
         settings["max_staleness_seconds"] = follow.max_staleness_seconds
         settings["raise_when_stale"] = follow.on_stale == "raise"
-    directory = open_to_load(path, checks)
-    native = _native.Serving(directory, at=None if at is None else str(at), **settings)
-    return Tables(native, directory.path, follow)
+    settings["at"] = None if at is None else str(at)
+    root = open_to_load(path, checks).path
+    # A forked child opens it anew: a directory that was opened before a fork is its parent's.
+    return Tables(lambda: _native.Serving(open_to_load(root, checks), **settings), root, follow)

@@ -19,7 +19,7 @@ from torchrec_embcache.bags import check_offsets
 from torchrec_embcache.closing import ClosedByWith
 from torchrec_embcache.config import check_choice
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
-from torchrec_embcache.rows import Ids, check_float32, row_ids
+from torchrec_embcache.rows import Ids, check_float32, ids_array
 
 __all__ = ["Pooling", "Rows", "Table", "Version", "current_version"]
 
@@ -263,8 +263,20 @@ def current_version(tables: object) -> Version | None:
 
 
 def _flat(field: str, ids: Ids) -> I64:
-    """Ids [N] as an array. `InputError` for another shape."""
-    shape = getattr(ids, "shape", None)
-    if shape is not None and len(shape) != 1:
-        raise InputError(f"{field} has shape {list(shape)}: give one dimension, as by .reshape(-1)")
-    return row_ids(ids, _CPU)
+    """Integers [N] of 64 bits as an array. `InputError`, which names `field`, for anything else."""
+    given = ids if isinstance(ids, Tensor) else _array(field, ids)
+    if given.ndim != 1:
+        raise InputError(f"{field} has shape {list(given.shape)}: give one dimension, as by .reshape(-1)")
+    if isinstance(given, Tensor):
+        return ids_array(given, field, _CPU)
+    if given.dtype.kind not in "iu" and len(given):
+        raise InputError(f"{field} has dtype {given.dtype}: give integers, as an int64 tensor or array or a list of int")
+    # An id is any 64 bits, so that those of a uint64 array are kept.
+    return np.ascontiguousarray(given).astype(np.int64, casting="unsafe", copy=False)
+
+
+def _array(field: str, value: object) -> NDArray[np.generic]:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as cause:
+        raise InputError(f"{field} is no array of numbers: {cause}") from cause

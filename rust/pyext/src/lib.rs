@@ -100,15 +100,13 @@ mod _native {
     #[pymodule_export]
     use super::segments::PySegments;
     #[pymodule_export]
-    use super::serving::{PyIndexMade, PyServedTable, PyServedVersion, PyServing, make_serving_index};
+    use super::serving::{PyIndexMade, PyServedTable, PyServedVersion, PyServing, PyServingStats, make_serving_index};
     #[pymodule_export]
     use super::settings::{PyAdmission, PyInitializer, PyPlanMode, PyRowBytes, PySweepRule, PyTableCounters};
     #[pymodule_export]
     use super::sizing::{PyMissRatios, miss_ratios, row_bytes};
     #[pymodule_export]
-    use super::stats::{
-        PyAdmissionStats, PyEvictionStats, PyHistogram, PyServingStats, PySsdStats, PyTableStats, PyTierStats,
-    };
+    use super::stats::{PyAdmissionStats, PyEvictionStats, PyHistogram, PySsdStats, PyTableStats, PyTierStats};
     #[pymodule_export]
     use super::sweeps::sweep_tables;
     #[pymodule_export]

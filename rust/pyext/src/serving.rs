@@ -6,7 +6,7 @@ use std::process;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-use embcache::serve::{Follower, IndexMade, MissingRead, Polled, Pooling, ServeOptions, ServedTable, Serving, Version};
+use embcache::serve::{Follower, IndexMade, MissingRead, Polled, Pooling, ServeOptions, ServedTable, Serving, ServingStats, Version};
 use embcache::{Error, Kind};
 use numpy::{PyReadonlyArray1, PyReadwriteArray1, PyReadwriteArray2};
 use pyo3::prelude::*;
@@ -16,7 +16,6 @@ use crate::checkpoint::lock;
 use crate::directory::PyDirectory;
 use crate::error::to_python;
 use crate::logging::{follow_levels, follow_levels_sometimes};
-use crate::stats::PyServingStats;
 
 /// What ids without a row read, by its name. "value" reads `value` in every column.
 fn missing_from(name: &str, value: f32) -> PyResult<MissingRead> {
@@ -105,13 +104,13 @@ impl PyServing {
     fn poll(&self, py: Python<'_>) -> PyResult<Option<String>> {
         follow_levels(py)?;
         match py.detach(|| self.inner.poll()).map_err(to_python)? {
-            Polled::Newer(name) => Ok(Some(name)),
+            Polled::Newer(name) => Ok(Some(name.to_string())),
             Polled::Same => Ok(None),
         }
     }
 
     fn rollback(&self, py: Python<'_>) -> PyResult<String> {
-        py.detach(|| self.inner.rollback()).map_err(to_python)
+        py.detach(|| self.inner.rollback()).map(|name| name.to_string()).map_err(to_python)
     }
 
     /// Start the thread that polls, in place of one that was started before.
@@ -131,8 +130,8 @@ impl PyServing {
         py.detach(|| drop(lock(&self.following).take()));
     }
 
-    fn stats(&self, py: Python<'_>) -> PyResult<Py<PyServingStats>> {
-        PyServingStats::new(py, self.inner.stats())
+    fn stats(&self, py: Python<'_>) -> PyServingStats {
+        py.detach(|| self.inner.stats()).into()
     }
 }
 
@@ -145,8 +144,8 @@ pub(crate) struct PyServedVersion {
 #[pymethods]
 impl PyServedVersion {
     #[getter]
-    fn name(&self) -> &str {
-        self.inner.name()
+    fn name(&self) -> String {
+        self.inner.name().to_string()
     }
 
     /// When it was published, in seconds since 1970.
@@ -161,13 +160,7 @@ impl PyServedVersion {
 
     /// The table of this name, or of "module/name". The error is `Mismatch` and lists the tables that there are.
     fn table(&self, name: &str) -> PyResult<PyServedTable> {
-        let found = self.inner.table(name).map_err(to_python)?;
-        let (module, name) = (found.module(), found.name());
-        let mut all = self.inner.tables().iter();
-        let inner = all.find(|table| table.module() == module && table.name() == name).map(Arc::clone);
-        inner.map(|inner| PyServedTable { inner }).ok_or_else(|| {
-            to_python(Error::new(Kind::State, format!("table {name:?} of module {module:?} is not listed by its version")))
-        })
+        self.inner.table(name).map(|table| PyServedTable { inner: Arc::clone(table) }).map_err(to_python)
     }
 
     fn __repr__(&self) -> String {
@@ -203,7 +196,7 @@ impl PyServedTable {
         self.inner.rows()
     }
 
-    /// Fill `out` [N, D] and `found` [N]. Returns how many ids have a row.
+    /// Fill `out` [N, D] and `found` [N]. Returns how many ids have no row.
     fn lookup(
         &self,
         py: Python<'_>,
@@ -216,7 +209,7 @@ impl PyServedTable {
         py.detach(|| self.inner.lookup(ids, out, found)).map_err(to_python)
     }
 
-    /// Fill `out` [B, D] with the bags that `offsets` [B + 1] divide `ids` [N] into. Returns how many ids have a row.
+    /// Fill `out` [B, D] with the bags that `offsets` [B + 1] divide `ids` [N] into. Returns how many ids have no row.
     #[pyo3(signature = (ids, offsets, pooling, weights, out))]
     fn lookup_pooled(
         &self,
@@ -239,6 +232,57 @@ impl PyServedTable {
     }
 }
 
+/// Counters of a directory that is served.
+#[pyclass(frozen, get_all, name = "ServingStats", module = "torchrec_embcache._native")]
+pub(crate) struct PyServingStats {
+    version: String,
+    seq: u64,
+    staleness_seconds: f64,
+    polls: u64,
+    swaps: u64,
+    failed_polls: u64,
+    last_error: Option<String>,
+    versions: u64,
+    lookups: u64,
+    ids: u64,
+    missing: u64,
+    far_rows: u64,
+    rows: u64,
+    overlay_ids: u64,
+    shared_index_bytes: u64,
+    private_bytes: u64,
+}
+
+#[pymethods]
+impl PyServingStats {
+    fn __repr__(&self) -> String {
+        format!("ServingStats(version={:?}, lookups={}, polls={})", self.version, self.lookups, self.polls)
+    }
+}
+
+impl From<ServingStats> for PyServingStats {
+    fn from(core: ServingStats) -> Self {
+        Self {
+            version: core.version.to_string(),
+            seq: core.version.seq,
+            staleness_seconds: core.staleness_seconds,
+            polls: core.polls,
+            swaps: core.swaps,
+            failed_polls: core.failed_polls,
+            last_error: core.last_error,
+            versions: core.versions,
+            lookups: core.lookups,
+            ids: core.ids,
+            missing: core.missing,
+            far_rows: core.far_rows,
+            rows: core.rows,
+            overlay_ids: core.overlay_ids,
+            shared_index_bytes: core.shared_index_bytes,
+            private_bytes: core.private_bytes,
+        }
+    }
+}
+
 /// What making an index did.
 #[pyclass(frozen, get_all, name = "IndexMade", module = "torchrec_embcache._native")]
 pub(crate) struct PyIndexMade {
@@ -257,7 +301,7 @@ impl PyIndexMade {
 
 impl From<IndexMade> for PyIndexMade {
     fn from(made: IndexMade) -> Self {
-        Self { checkpoint: made.checkpoint, rows: made.rows, bytes: made.bytes, was_there: made.was_there }
+        Self { checkpoint: made.checkpoint.to_string(), rows: made.rows, bytes: made.bytes, was_there: made.was_there }
     }
 }
 

@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 
 use embcache::cache::TableStats;
-use embcache::serve::ServingStats;
 use embcache::stats::{AdmissionStats, Distribution, EvictionStats, SsdStats, TierStats};
 use pyo3::prelude::*;
 
@@ -29,7 +28,7 @@ macro_rules! counters {
         }
 
         impl $class {
-            pub(crate) fn new(py: Python<'_>, core: $core) -> PyResult<Py<Self>> {
+            fn new(py: Python<'_>, core: $core) -> PyResult<Py<Self>> {
                 Py::new(py, Self { $($inner: <$of>::new(py, core.$inner)?,)* $($counter: core.$counter,)+ })
             }
         }
@@ -96,27 +95,6 @@ counters! {
         evicted_by_rule: BTreeMap<&'static str, u64>,
         under_way: bool,
         untold: u64,
-    }
-}
-
-counters! {
-    /// Counters of a directory of checkpoints that is served.
-    PyServingStats, "ServingStats", ServingStats {
-        version: String,
-        seq: u64,
-        staleness_seconds: f64,
-        polls: u64,
-        swaps: u64,
-        failed_polls: u64,
-        last_error: Option<String>,
-        lookups: u64,
-        ids: u64,
-        missing_ids: u64,
-        cold_pages: u64,
-        overlay_rows: u64,
-        shared_index_bytes: u64,
-        private_index_bytes: u64,
-        versions_alive: u64,
     }
 }
 
