@@ -6,7 +6,7 @@ Shapes: F features, B samples a batch, N ids, D a table's width, C the sum of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_embcache.exceptions import UnsupportedError
 from torchrec_embcache.modules.features import check_features, in_order
-from torchrec_embcache.tracing import as_one_call
 
+from .operators import Reader, bags_by_operator, is_traced, rows_by_operator
 from .served import ServedTable, ServingModule, pinned
 from .tables import Tables
 from .version import Pooling, Version
@@ -39,6 +39,7 @@ class _Collection(ServingModule):
         super().__init__(served, tables)
         self._device = device
         self._configs = configs
+        self._reader = Reader(served, self._tables)
         self._counts = [len(config.feature_names) for config in configs]
         self._features = [name for config in configs for name in config.feature_names]
         self._names_by_table: list[list[str]] = get_embedding_names_by_table(configs)
@@ -94,18 +95,28 @@ class ServingEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface
         """Whether features carry weights."""
         return self._is_weighted
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The pooled rows of a batch, float32 `(B, C)`, on the device of the batch. It raises as `Table.lookup_pooled` does."""
-        traced = as_one_call(self, features)
-        if traced is not None:
-            return traced
-        features = self._ordered(features, weighted=self._is_weighted)
-        values = self._pooled(features).to(features.values().device)
+        values = self._traced(features) if is_traced(features) else self._pooled(features)
         return KeyedTensor(keys=self._names, values=values, length_per_key=self._widths)
+
+    def _traced(self, features: Any) -> Tensor:
+        """What a tracer records: an operator for each feature."""
+        by_name, parts = features.to_dict(), []
+        for place, (config, pooling) in enumerate(zip(self._configs, self._pooling, strict=True)):
+            for name in config.feature_names:
+                own = by_name[name]
+                weights = own.weights() if self._is_weighted else None
+                parts.append(
+                    bags_by_operator(
+                        own.values(), own.offsets(), weights, self._reader, place, is_mean=pooling == "mean"
+                    )
+                )
+        return torch.cat(parts, dim=1)
 
     def _pooled(self, features: KeyedJaggedTensor) -> Tensor:
         """Columns of each feature, side by side: [B, C]."""
+        features = self._ordered(features, weighted=self._is_weighted)
         stride = features.stride()
         ids, bounds = features.values().cpu().numpy(), features.offsets().cpu().numpy().astype(np.int64)
         weights = features.weights().detach().cpu().contiguous().numpy() if self._is_weighted else None
@@ -121,7 +132,7 @@ class ServingEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface
                 columns = out[:, column : column + count * table.dim].view(stride, count, table.dim)
                 columns.copy_(part.view(count, stride, table.dim).transpose(0, 1))
                 first, column = first + count, column + count * table.dim
-        return out
+        return out.to(features.values().device)
 
 
 class ServingEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
@@ -155,12 +166,24 @@ class ServingEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
         """The names of the results of each table."""
         return self._names_by_table
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The rows of each feature's ids, float32 `(N[f], D)`, on the device of the batch. It raises as `Table.lookup` does."""
-        traced = as_one_call(self, features)
-        if traced is not None:
-            return cast(dict[str, JaggedTensor], traced)
+        return self._traced(features) if is_traced(features) else self._looked_up(features)
+
+    def _traced(self, features: Any) -> dict[str, JaggedTensor]:
+        """What a tracer records: an operator for each feature."""
+        by_name, found = features.to_dict(), {}
+        for place, (config, names) in enumerate(zip(self._configs, self._names_by_table, strict=True)):
+            for feature, name in zip(config.feature_names, names, strict=True):
+                own = by_name[feature]
+                found[name] = JaggedTensor(
+                    values=rows_by_operator(own.values(), self._reader, place),
+                    lengths=own.lengths(),
+                    weights=own.values() if self._need_indices else None,
+                )
+        return found
+
+    def _looked_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         features = self._ordered(features, weighted=False)
         counts = features.length_per_key()
         lengths = features.lengths().view(len(counts), -1)

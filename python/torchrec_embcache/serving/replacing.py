@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
@@ -164,11 +165,15 @@ class _OneVersion:
         self.tables = tables
 
     def before(self, *_arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a graph of torch's has no versions: its operators read the one that is pinned when they run
         version = None if current_version(self.tables) is not None else self.tables.pin().__enter__()
         _FORWARDS.set((*_FORWARDS.get(), (self, version)))
 
     def after(self, *_arguments: Any) -> None:
         """Also called after an error, be it one of `before`, which has added nothing then."""
+        if torch.compiler.is_compiling():
+            return
         forwards = _FORWARDS.get()
         if forwards and forwards[-1][0] is self:
             _FORWARDS.set(forwards[:-1])

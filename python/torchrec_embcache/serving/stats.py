@@ -15,7 +15,7 @@ class ServingStats:
     """What `Tables.stats()` gives: counters of this process since `serving.open`.
 
     - `version`, `seq`: the name of the checkpoint that is served now, and its number.
-    - `staleness_seconds`: how long ago it was published.
+    - `staleness_seconds`, `is_stale`: how long ago it was published, and whether that is longer than `Follow` allows.
     - `polls`, `swaps`, `failed_polls`: how often the directory was looked at, how often a newer version came to be served, and how
       often that failed, so that the old version serves on.
     - `last_error`: what the last failure said, until a look succeeds; None where there was none.
@@ -56,8 +56,10 @@ class ServingStats:
     overlay_ids: int
     shared_index_bytes: int
     private_bytes: int
+    is_stale: bool
 
     @classmethod
-    def of(cls, native: _native.ServingStats) -> Self:
-        """From the core's counters."""
-        return cls(**{field.name: getattr(native, field.name) for field in fields(cls)})
+    def of(cls, native: _native.ServingStats, most_seconds: float | None) -> Self:
+        """From the core's counters. `most_seconds` is how old what is served may be."""
+        counted = {field.name: getattr(native, field.name) for field in fields(cls) if field.name != "is_stale"}
+        return cls(**counted, is_stale=most_seconds is not None and native.staleness_seconds > most_seconds)

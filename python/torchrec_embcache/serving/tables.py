@@ -88,7 +88,8 @@ class Tables(ClosedByWith):
 
     def stats(self) -> ServingStats:
         """Its counters, as they are now."""
-        return ServingStats.of(self._ready().stats())
+        most = self.follow.max_staleness_seconds if self.follow is not None else None
+        return ServingStats.of(self._ready().stats(), most)
 
     @property
     def is_closed(self) -> bool:
