@@ -378,6 +378,7 @@ def test_what_was_published_long_ago_is_told_or_raises(ckpt: Path) -> None:
     with serving.open(ckpt, follow=kept) as tables:
         assert value_of(tables.pin()) == 1.0
         assert tables.stats().staleness_seconds > 1e8
+        assert tables.stats().is_stale
         assert tables.pin().published == 1e9
     refused = serving.Follow(poll_seconds=3600, max_staleness_seconds=300, on_stale="raise")
     with serving.open(ckpt, follow=refused) as tables:
@@ -387,6 +388,7 @@ def test_what_was_published_long_ago_is_told_or_raises(ckpt: Path) -> None:
         tables.poll()
         assert value_of(tables.pin()) == 20.0
         assert tables.stats().staleness_seconds < 300
+        assert not tables.stats().is_stale
 
 
 @pytest.mark.parametrize(
@@ -805,7 +807,7 @@ def test_what_the_stub_says_of_a_class_is_there(name: str) -> None:
 
 def test_a_counter_has_one_name_everywhere(ckpt: Path) -> None:
     two_saves(ckpt)
-    assert [field.name for field in fields(serving.ServingStats)] == [*in_order("ServingStats")]
+    assert [field.name for field in fields(serving.ServingStats)] == [*in_order("ServingStats"), "is_stale"]
     with serving.open(ckpt) as tables:
         stats = tables.stats()
     assert (stats.rows, stats.polls, stats.swaps, stats.lookups) == (9, 0, 0, 0)
