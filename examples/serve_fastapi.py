@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def make_app() -> FastAPI:
     registry.register(ServingCollector(tables))
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
         yield
         tables.close()
 
@@ -119,9 +119,7 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument(
-        "--max-staleness", type=float, metavar="S", help="older checkpoints are not served: status 503"
-    )
+    parser.add_argument("--max-staleness", type=float, metavar="S", help="older checkpoints are not served: status 503")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         os.environ[PATH] = str(options.path or make_checkpoint(Path(temporary)))

@@ -20,7 +20,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from lives import embedding, update
 from tables import EXTREME_IDS, ssd_tiers
-from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, _native, admission, cache_modules, serving
+from torchrec_embcache import EmbCacheEmbedding, Saver, _native, admission, cache_modules, serving
 from torchrec_embcache.cli import main
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
 from torchrec_embcache.exceptions import (
@@ -66,7 +66,7 @@ def saves_of(rank: int, world: int, path: str) -> list[tuple[str, str, Any]]:
         if save == 2:  # rows that leave by hand are tombstones
             for module in cache_modules(model).values():
                 for table in module.tables.values():
-                    table.remove_rows([id for chunk in table.export() for id in chunk.ids.tolist()][:3])
+                    table.remove_rows([row_id for chunk in table.export() for row_id in chunk.ids.tolist()][:3])
         report = saver.save(model, path, incremental=save > 0, keep=10)
         made.append((report.checkpoint, report.kind, rows_of(model)))
     return made
@@ -351,6 +351,27 @@ def test_what_ids_without_a_row_read_is_chosen(ckpt: Path) -> None:
         serving.open(ckpt, missing="shared")
 
 
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ({"unseen": "zeros"}, 0.0),
+        ({"admission": admission.Count(3), "not_admitted": 0.25}, 0.25),
+        ({"admission": admission.Count(3)}, 0.0),
+    ],
+)
+def test_ids_without_a_row_read_what_the_trainers_evaluation_reads(
+    ckpt: Path, settings: dict[str, Any], value: float
+) -> None:
+    table = embedding(**settings)
+    table.import_rows([7], [[1.0] * 4])
+    Saver(0).save(table, ckpt)
+    asked = torch.tensor([7, 8])
+    table.eval()
+    with serving.open(ckpt) as tables, tables.pin() as version, torch.no_grad():
+        rows = version["item"].lookup(asked)
+        assert rows.tolist() == [[1.0] * 4, [value] * 4] == table(asked).tolist()
+
+
 def test_ids_that_were_refused_a_row_read_the_shared_one(ckpt: Path) -> None:
     table = embedding(admission=admission.Count(3), not_admitted="shared")
     for _ in range(3):
@@ -410,7 +431,9 @@ def test_a_follow_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
 # ---- what happens to the directory
 
 
-def test_a_linked_checkpoint_is_refused_with_the_command_that_helps(ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_linked_checkpoint_is_refused_with_the_command_that_helps(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with embedding(tiers=ssd_tiers(tmp_path / "ssd")) as table:
         table.import_rows([1, 2], [[1.0] * 4, [2.0] * 4])
         assert Saver(0).save(table, ckpt, linked=True).kind == "snapshot"
@@ -461,7 +484,7 @@ with serving.open({str(ckpt)!r}) as tables:
     stats = tables.stats()
     print(tables.pin()["item"].lookup([3]).tolist(), stats.shared_index_bytes, stats.private_bytes > 0)
 """
-    mount = f"mount --bind {ckpt} {ckpt} && mount -o remount,ro,bind {ckpt} && exec {sys.executable} -c \"$0\""
+    mount = f'mount --bind {ckpt} {ckpt} && mount -o remount,ro,bind {ckpt} && exec {sys.executable} -c "$0"'
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mount, script], capture_output=True, text=True, check=False
     )

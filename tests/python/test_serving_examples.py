@@ -87,6 +87,11 @@ def test_processes_serve_beside_a_trainer_without_a_mixed_request(processes: int
     command = [sys.executable, "-W", "ignore", EXAMPLES / "serve_processes.py", *arguments]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert re.search(r"process 1: version 00\d{8}, served \d+ ms after its publication, [\d.]+ s old now; \d+ req", done.stdout)
-    assert len(re.findall(r"^process \d: \d+ requests over \d+ versions, p50 \d+ us, p99 \d+ us", done.stdout, re.M)) == processes
+    assert re.search(
+        r"process 1: version 00\d{8}, served \d+ ms after its publication, [\d.]+ s old now; \d+ req", done.stdout
+    )
+    assert (
+        len(re.findall(r"^process \d: \d+ requests over \d+ versions, p50 \d+ us, p99 \d+ us", done.stdout, re.M))
+        == processes
+    )
     assert done.stdout.count("  agrees ") == 5

@@ -281,7 +281,9 @@ def test_one_forward_reads_one_version_in_all_modules(ckpt: Path) -> None:
         assert model(ids).unique().tolist() == [1.0]
         with tables.pin():
             assert model(ids).unique().tolist() == [2.0]
-            assert model(ids).unique().tolist() == [2.0], "a request of several forwards reads the version that it pinned"
+            assert model(ids).unique().tolist() == [2.0], (
+                "a request of several forwards reads the version that it pinned"
+            )
         model.between = None
         assert model(ids).unique().tolist() == [4.0]
 

@@ -1,4 +1,4 @@
-"""`embcache`: look at checkpoints, check, compare, merge, convert, divide and index them, look at tables that run, size and draw them.
+"""`embcache`: look at checkpoints, check, compare, merge, convert, divide, index; look at tables that run, size and draw them.
 
 `embcache --help` has the commands.
 

@@ -12,7 +12,7 @@ __all__ = ["index"]
 
 
 def index(path: str, at: str | None = None) -> Report:
-    """Make the index of a checkpoint beside it: of the newest, of the one that `at` names or numbers, or of the one that `path` is."""
+    """Make the index of a checkpoint: of the newest, of the one that `at` names or numbers, or of the one that `path` is."""
     directory = open_to_load(path)
     name = os.path.basename(directory.path)
     root = directory.path

@@ -30,7 +30,10 @@ SERVING_METRICS: tuple[Metric, ...] = (
     ),
     Metric("polls", "embcache_serving_polls_total", "counter", "Looks for a newer checkpoint."),
     Metric(
-        "swaps", "embcache_serving_swaps_total", "counter", "Versions that took the place of another, by a rollback too."
+        "swaps",
+        "embcache_serving_swaps_total",
+        "counter",
+        "Versions that took the place of another, by a rollback too.",
     ),
     Metric(
         "failed_polls",
@@ -39,7 +42,9 @@ SERVING_METRICS: tuple[Metric, ...] = (
         "Looks that failed, so that the version of before served on.",
     ),
     Metric("last_error", "embcache_serving_failing", "flag", "1 where the last look failed; the log says why."),
-    Metric("versions", "embcache_serving_versions", "gauge", "Versions that are served, kept for a rollback, or pinned."),
+    Metric(
+        "versions", "embcache_serving_versions", "gauge", "Versions that are served, kept for a rollback, or pinned."
+    ),
     Metric("lookups", "embcache_serving_lookups_total", "counter", "Lookups in tables."),
     Metric("ids", "embcache_serving_ids_total", "counter", "Ids that were looked up."),
     Metric("missing", "embcache_serving_missing_ids_total", "counter", "Those of them that have no row."),

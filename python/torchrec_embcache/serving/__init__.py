@@ -4,7 +4,7 @@
     with tables.pin() as version:  # one checkpoint for all tables of a request
         rows = version["item"].lookup(ids)
 
-`docs/serving.md` is the guide. `replace`, which puts such tables into a model of TorchRec's, needs TorchRec; nothing else here does.
+`docs/serving.md` is the guide. Only models of TorchRec's need TorchRec, when `replace` puts such tables into them.
 """
 
 from typing import TYPE_CHECKING, Any

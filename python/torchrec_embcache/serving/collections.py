@@ -59,9 +59,7 @@ class _Collection(ServingModule):
             )
         owner = f"{type(self).__name__} of {self.served.path}"
         device = features.values().device if isinstance(features, KeyedJaggedTensor) else self._device
-        checked = check_features(
-            features, self._features, weighted=weighted, clicks=False, owner=owner, device=device
-        )
+        checked = check_features(features, self._features, weighted=weighted, clicks=False, owner=owner, device=device)
         return in_order(checked, self._features)
 
 
@@ -209,7 +207,7 @@ class ServingEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
 
 
 def serving_collection(served: Tables, module: Any, path: str) -> _Collection | None:
-    """What takes the place of a collection of TorchRec's, whose path in the checkpoint is `path`; None where `module` is no such one."""
+    """What takes the place of a collection of TorchRec's, whose path in the checkpoint is `path`; None for another module."""
     if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
         return None
     device = torch.device(module.device)

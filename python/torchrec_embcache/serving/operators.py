@@ -65,6 +65,7 @@ def served_bags(
     ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: int, dim: int, is_mean: bool
 ) -> Tensor:
     """Pooled rows [B, D] of ids [N] in the bags that offsets [B + 1] make of them."""
+    del dim  # the shape of the result, which is needed where nothing is run
     reader = _reader(key)
     flat, bounds = ids_array(ids, "ids", ids.device), ids_array(offsets, "offsets", offsets.device)
     check_offsets(bounds, len(flat), 1)
@@ -75,9 +76,7 @@ def served_bags(
 
 
 @served_bags.register_fake
-def _(
-    ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: int, dim: int, is_mean: bool
-) -> Tensor:
+def _(ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: int, dim: int, is_mean: bool) -> Tensor:
     del weights, key, table, is_mean
     return ids.new_empty(offsets.shape[0] - 1, dim, dtype=torch.float32)
 
@@ -85,6 +84,7 @@ def _(
 @torch.library.custom_op("torchrec_embcache::served_rows", mutates_args=())
 def served_rows(ids: Tensor, key: str, table: int, dim: int) -> Tensor:
     """Rows [N, D] of ids [N]."""
+    del dim
     reader = _reader(key)
     with pinned(reader.served) as version:
         rows = reader.tables[table].of(version).rows_of(ids_array(ids, "ids", ids.device))

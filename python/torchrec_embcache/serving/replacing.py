@@ -13,12 +13,11 @@ from torch import nn
 
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
 from torchrec_embcache.nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
-from torchrec_embcache.table_names import Pair
 from torchrec_embcache.whole_model import CacheModule, path_in_model
 
 from .served import ServedTable, ServingEmbedding, ServingEmbeddingBag, ServingModule, pinned
 from .tables import Tables
-from .version import Version, current_version
+from .version import Pooling, Version, current_version
 
 __all__ = ["replace"]
 
@@ -28,9 +27,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def replace(model: Model, tables: Tables, *, modules: Mapping[str, str] | None = None) -> Model | ServingModule:
     """Let a model read tables that are served: each module that has tables gives way to one that takes and gives the same.
 
-    These are TorchRec's `EmbeddingBagCollection` and `EmbeddingCollection` and this package's modules, unsharded. The model need
-    not have been trained in this process: collections of TorchRec's may be made on "meta". A table is found in the checkpoint by the path of its module in the model
-    and by its name, as `Saver` stored it. One forward of the model reads one version, in all of its modules.
+    These are TorchRec's `EmbeddingBagCollection` and `EmbeddingCollection` and this package's modules, unsharded. Collections of
+    TorchRec's may be made on "meta". A table is found in the checkpoint by the path of its module in the model and by its name, as
+    `Saver` stored it. One forward of the model reads one version, in all of its modules.
 
     Args:
         model: it is changed in place. Its dense part is left alone: load that by torch.
@@ -97,15 +96,17 @@ def _found(model: nn.Module) -> dict[str, nn.Module]:
             found[path] = module
     if not found:
         raise InputError(
-            f"{type(model).__name__} has no module to replace: give a model with an EmbeddingBagCollection, an EmbeddingCollection, "
-            "or a module of torchrec_embcache"
+            f"{type(model).__name__} has no module to replace: give a model with an EmbeddingBagCollection, an "
+            "EmbeddingCollection, or a module of torchrec_embcache"
         )
     return found
 
 
 def _has_tables(module: nn.Module) -> bool:
-    return isinstance(module, CacheModule) or _torchrec_has("modules.embedding_modules", "EmbeddingBagCollection", module) or (
-        _torchrec_has("modules.embedding_modules", "EmbeddingCollection", module)
+    return (
+        isinstance(module, CacheModule)
+        or _torchrec_has("modules.embedding_modules", "EmbeddingBagCollection", module)
+        or _torchrec_has("modules.embedding_modules", "EmbeddingCollection", module)
     )
 
 
@@ -120,17 +121,15 @@ def _torchrec_has(where: str, kind: str, module: nn.Module) -> bool:
 
 
 def _renamed(paths: dict[str, str], modules: Mapping[str, str] | None) -> dict[str, str]:
-    """The path in the checkpoint of each module, by its path in the model. `paths`: these paths without wrappers, by those with."""
+    """The path in the checkpoint of each module, by its path in the model. `paths` has these paths without wrappers."""
     if not isinstance(modules, Mapping | None):
-        raise InputError(
-            f"modules is a {type(modules).__name__}: give paths in the checkpoint by paths in the model"
-        )
+        raise InputError(f"modules is a {type(modules).__name__}: give paths in the checkpoint by paths in the model")
     renames = dict(modules or {})
     unknown = sorted(set(renames) - set(paths.values()))
     if unknown:
+        there = ", ".join(map(repr, paths.values()))
         raise InputError(
-            f"modules names {', '.join(map(repr, unknown))}, and the modules with tables are {', '.join(map(repr, paths.values()))}: "
-            "give one of these"
+            f"modules names {', '.join(map(repr, unknown))}, and the modules with tables are {there}: give one of these"
         )
     return {path: renames.get(short, short) for path, short in paths.items()}
 
@@ -142,7 +141,8 @@ def _serving(tables: Tables, module: nn.Module, path: str) -> ServingModule:
         return ServingEmbedding(tables, table, module.padding_idx)
     if isinstance(module, EmbCacheEmbeddingBag):
         table = ServedTable((path, module.table.name), module.embedding_dim)
-        return ServingEmbeddingBag(tables, table, module.padding_idx, module.mode, module.include_last_offset)
+        pooling: Pooling = "mean" if module.mode == "mean" else "sum"
+        return ServingEmbeddingBag(tables, table, module.padding_idx, pooling, module.include_last_offset)
     if find_spec("torchrec") is not None:
         from .collections import serving_collection
 
@@ -150,7 +150,8 @@ def _serving(tables: Tables, module: nn.Module, path: str) -> ServingModule:
         if made is not None:
             return made
     raise UnsupportedError(
-        f"module {path!r} is a {type(module).__name__}, which cannot be replaced: use an EmbeddingBagCollection or EmbeddingCollection"
+        f"module {path!r} is a {type(module).__name__}, which cannot be replaced: use an EmbeddingBagCollection or an "
+        "EmbeddingCollection"
     )
 
 

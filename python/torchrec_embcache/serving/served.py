@@ -53,8 +53,8 @@ class ServedTable:
             )
         if found.dim != self.dim:
             raise MismatchError(
-                f"table {shown(self.pair)!r} has embedding_dim {self.dim} in the model and {found.dim} in checkpoint {version.name}: "
-                "make the model as the one that was trained"
+                f"table {shown(self.pair)!r} has embedding_dim {self.dim} in the model and {found.dim} in checkpoint "
+                f"{version.name}: make the model as the one that was trained"
             )
         return found
 
@@ -76,7 +76,7 @@ class ServingModule(nn.Module):
 
 
 class ServingEmbedding(ServingModule):
-    """An `EmbCacheEmbedding` that reads a table that is served: ids of any shape in, float32 `(*, D)` out, on the device of the ids."""
+    """An `EmbCacheEmbedding` over a table that is served: ids of any shape in, float32 `(*, D)` out, on the device of the ids."""
 
     def __init__(self, served: Tables, table: ServedTable, padding_idx: int | None) -> None:
         super().__init__(served, [table])
@@ -95,7 +95,7 @@ class ServingEmbedding(ServingModule):
 
 
 class ServingEmbeddingBag(ServingModule):
-    """An `EmbCacheEmbeddingBag` that reads a table that is served: the same arguments in, float32 `[B, D]` out."""
+    """An `EmbCacheEmbeddingBag` over a table that is served: the same arguments in, float32 `[B, D]` out."""
 
     def __init__(
         self, served: Tables, table: ServedTable, padding_idx: int | None, mode: Pooling, include_last_offset: bool

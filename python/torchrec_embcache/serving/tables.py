@@ -133,7 +133,8 @@ class Tables(ClosedByWith):
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
-            f"tables that are served from {self.path} cannot be pickled: open them by serving.open in the process that is to use them"
+            f"tables that are served from {self.path} cannot be pickled: open them by serving.open in the process that is to use "
+            "them"
         )
 
     def __repr__(self) -> str:
@@ -205,7 +206,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
         raise ConfigError(f"follow={follow!r}: give a serving.Follow, or None")
     if at is not None and follow is not None:
         raise ConfigError(f"at={at!r} serves one checkpoint, and follow= the newest: give one of them")
-    if isinstance(at, bool) or not isinstance(at, str | int | None) or (isinstance(at, int) and at < 0):
+    if at is not None and not (isinstance(at, str) or (type(at) is int and at >= 0)):
         raise ConfigError(f"at={at!r} is no checkpoint: give its name, as '0000000007-...', or its number")
     settings: dict[str, Any] = {}
     if missing is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Literal, Self, cast
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -51,15 +51,15 @@ class Rows(Tensor):
         tensor([3., 0.])
     """
 
-    # As torch's Parameter does: operations see a plain tensor, and cost no more for it.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # As torch's Parameter has it: operations see a plain tensor, and cost no more for it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
 
     found: Tensor
 
     @staticmethod
     def of(values: Tensor, found: Tensor) -> Rows:
         """The same memory as `values`."""
-        rows = cast(Rows, torch.Tensor._make_subclass(Rows, values))
+        rows = values.as_subclass(Rows)
         rows.found = found
         return rows
 
@@ -166,7 +166,9 @@ class Table:
 
     def _ready(self) -> _native.ServedTable:
         if not self._version.is_held:
-            raise StateError(f"table {self.name!r} is of version {self._version.name}, which was let go: pin a version anew")
+            raise StateError(
+                f"table {self.name!r} is of version {self._version.name}, which was let go: pin a version anew"
+            )
         return self._native
 
     def __repr__(self) -> str:
@@ -270,7 +272,9 @@ def _flat(field: str, ids: Ids) -> I64:
     if isinstance(given, Tensor):
         return ids_array(given, field, _CPU)
     if given.dtype.kind not in "iu" and len(given):
-        raise InputError(f"{field} has dtype {given.dtype}: give integers, as an int64 tensor or array or a list of int")
+        raise InputError(
+            f"{field} has dtype {given.dtype}: give integers, as an int64 tensor or array or a list of int"
+        )
     # An id is any 64 bits, so that those of a uint64 array are kept.
     return np.ascontiguousarray(given).astype(np.int64, casting="unsafe", copy=False)
 
