@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from test_serving import publish, two_saves, until
+from serving_cases import publish, two_saves, until
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

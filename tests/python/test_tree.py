@@ -196,10 +196,7 @@ SKIPPED = {
     "target",
     "dist",
     "__pycache__",
-    ".hypothesis",
-    ".mypy_cache",
-    ".ruff_cache",
-    ".pytest_cache",
+    *(".hypothesis", ".mypy_cache", ".ruff_cache", ".pytest_cache"),
 }
 
 

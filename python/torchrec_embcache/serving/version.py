@@ -56,10 +56,9 @@ class Rows(Tensor):
 
     found: Tensor
 
-    @staticmethod
-    def of(values: Tensor, found: Tensor) -> Rows:
-        """The same memory as `values`."""
-        rows = values.as_subclass(Rows)
+    def __new__(cls, values: Tensor, found: Tensor) -> Self:
+        """They have the memory of `values`."""
+        rows = values.as_subclass(cls)
         rows.found = found
         return rows
 
@@ -117,7 +116,7 @@ class Table:
         """As `lookup`, of an int64 array [N]."""
         values, found = torch.empty(len(ids), self.dim), torch.empty(len(ids), dtype=torch.bool)
         self._ready().lookup(ids, values.numpy(), found.numpy())
-        return Rows.of(values, found)
+        return Rows(values, found)
 
     def lookup_pooled(
         self, ids: Ids, offsets: Ids, pooling: Pooling = "sum", per_sample_weights: Tensor | None = None
