@@ -222,6 +222,14 @@ def test_a_thread_takes_up_what_is_published(ckpt: Path) -> None:
     assert "embcache-follow" not in threads()
 
 
+def test_closing_does_not_wait_for_the_next_look(ckpt: Path) -> None:
+    two_saves(ckpt)
+    for _ in range(100):  # also where the thread has hardly begun
+        with serving.open(ckpt, follow=serving.Follow(poll_seconds=100_000)) as tables:
+            assert value_of(tables.pin()) == 1.0
+    assert "embcache-follow" not in threads()
+
+
 def test_requests_in_threads_see_one_version_whole_while_versions_swap(ckpt: Path) -> None:
     """Each save gives every row of two tables its own number. No request may see two numbers."""
     count, ids = 40, list(range(300))

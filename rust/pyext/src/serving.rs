@@ -6,7 +6,9 @@ use std::process;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-use embcache::serve::{Follower, IndexMade, MissingRead, Polled, Pooling, ServeOptions, ServedTable, Serving, ServingStats, Version};
+use embcache::serve::{
+    Follower, IndexMade, MissingRead, Polled, Pooling, ServeOptions, ServedTable, Serving, ServingStats, Version,
+};
 use embcache::{Error, Kind};
 use numpy::{PyReadonlyArray1, PyReadwriteArray1, PyReadwriteArray2};
 use pyo3::prelude::*;
@@ -35,10 +37,9 @@ fn pooling_from(name: &str) -> PyResult<Pooling> {
     match name {
         "sum" => Ok(Pooling::Sum),
         "mean" => Ok(Pooling::Mean),
-        _ => Err(to_python(Error::new(
-            Kind::Config,
-            format!("pooling={name:?} is not known: use \"sum\" or \"mean\""),
-        ))),
+        _ => {
+            Err(to_python(Error::new(Kind::Config, format!("pooling={name:?} is not known: use \"sum\" or \"mean\""))))
+        }
     }
 }
 
@@ -197,6 +198,7 @@ impl PyServedTable {
     }
 
     /// Fill `out` [N, D] and `found` [N]. Returns how many ids have no row.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
     fn lookup(
         &self,
         py: Python<'_>,
@@ -204,12 +206,12 @@ impl PyServedTable {
         mut out: PyReadwriteArray2<'_, f32>,
         mut found: PyReadwriteArray1<'_, bool>,
     ) -> PyResult<usize> {
-        let (ids, out, found) =
-            (slice("ids", &ids)?, slice2_mut("out", &mut out)?, slice_mut("found", &mut found)?);
+        let (ids, out, found) = (slice("ids", &ids)?, slice2_mut("out", &mut out)?, slice_mut("found", &mut found)?);
         py.detach(|| self.inner.lookup(ids, out, found)).map_err(to_python)
     }
 
     /// Fill `out` [B, D] with the bags that `offsets` [B + 1] divide `ids` [N] into. Returns how many ids have no row.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
     #[pyo3(signature = (ids, offsets, pooling, weights, out))]
     fn lookup_pooled(
         &self,
