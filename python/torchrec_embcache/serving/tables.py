@@ -168,7 +168,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
     """Serve the tables of a directory of checkpoints, as `Saver` writes it, of any number of ranks.
 
     Nothing of a trainer is needed. Rows are read from the checkpoint's own files, which processes of a machine share. An index of
-    about 9 bytes a row lies beside them. Where it is not there yet, it is made now, by one process for all; `embcache index` makes
+    about 17 bytes a row lies beside them. Where it is not there yet, it is made now, by one process for all; `embcache index` makes
     it ahead.
 
     Args:
