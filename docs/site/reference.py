@@ -9,8 +9,9 @@ PACKAGE = "torchrec_embcache"
 # Methods that users do not call, by who does. The reference leaves them out.
 _CALLED_BY: dict[str, list[str]] = {
     "the core and other modules": [
-        "buckets_changed", "call", "expect_state_dicts", "forget_prefetched", "given_as", "hyperparameters",
-        "is_agreed", "is_timed", "kind", "lowest", "lowest_alone", "native", "of", "planned_rows", "resolve",
+        "bags_of", "buckets_changed", "by_pair", "call", "expect_state_dicts", "forget_prefetched", "forked", "given_as",
+        "hyperparameters",
+        "is_agreed", "is_timed", "kind", "lowest", "lowest_alone", "native", "of", "planned_rows", "resolve", "rows_of",
         "scalar_slot", "settle", "settle_prefetched", "table_configs", "tables_by_key", "take_over",
         "takes_a_share", "vector_floats", "weights",
     ],
@@ -194,6 +195,21 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "serialize.WriteBlock",
         ],
     ),
+    "serving": (
+        "Serving",
+        "Read-only tables out of checkpoints, kept up with a trainer. [The guide](../serving.md) says how.",
+        [
+            "serving.open",
+            "serving.Follow",
+            "serving.Tables",
+            "serving.Version",
+            "serving.Table",
+            "serving.Rows",
+            "serving.ServingStats",
+            "serving.replace",
+            "monitoring.ServingCollector",
+        ],
+    ),
     "exceptions": (
         "Errors and warnings",
         "What is raised, and when. [Troubleshooting](../troubleshooting.md) says what to do.",
@@ -204,6 +220,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "exceptions.CapacityError",
             "exceptions.HostMemoryError",
             "exceptions.StateError",
+            "exceptions.StaleError",
             "exceptions.MismatchError",
             "exceptions.PathError",
             "exceptions.StoragePermissionError",

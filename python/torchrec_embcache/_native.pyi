@@ -51,6 +51,14 @@ from ._native_checkpoint import (
     sweep_parts as sweep_parts,
     work_behind as work_behind,
 )
+from ._native_serving import (
+    IndexMade as IndexMade,
+    ServedTable as ServedTable,
+    ServedVersion as ServedVersion,
+    Serving as Serving,
+    ServingStats as ServingStats,
+    make_serving_index as make_serving_index,
+)
 
 __version__: str  # of the package
 

@@ -19,6 +19,7 @@ __all__ = [
     "MismatchError",
     "PathError",
     "ReadOnlyError",
+    "StaleError",
     "StateError",
     "StorageError",
     "StoragePermissionError",
@@ -222,6 +223,24 @@ class InUseError(EmbCacheError, OSError):
         Traceback (most recent call last):
             ...
         torchrec_embcache.exceptions.InUseError: .../cache/item/item/0-of-1 is in use by pid ... (this process): ...
+    """
+
+
+class StaleError(EmbCacheError, RuntimeError):
+    """What is served was published longer ago than `max_staleness_seconds` allows, and `on_stale` is "raise".
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> report = Saver(0).save(item, "ckpt")
+        >>> follow = serving.Follow(max_staleness_seconds=0, on_stale="raise")  # no checkpoint is as young as that
+        >>> with serving.open("ckpt", follow=follow) as tables:
+        ...     tables.pin()
+        Traceback (most recent call last):
+            ...
+        torchrec_embcache.exceptions.StaleError: ...
     """
 
 

@@ -10,7 +10,7 @@ from .cache import CacheTable, internals
 from .exceptions import InputError
 from .flushing import flush_tables
 
-__all__ = ["CacheModule", "cache_modules", "flush"]
+__all__ = ["CacheModule", "cache_modules", "flush", "path_in_model"]
 
 # The attribute by which a wrapper holds the module that it wraps. These names are left out of module paths.
 _WRAPPED = {
@@ -91,6 +91,17 @@ def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
         ]
         todo.extend(reversed(children))
     return found
+
+
+def path_in_model(model: nn.Module, path: str) -> str:
+    """The path of a module without the names of wrappers, where `path` is what `named_modules` of `model` calls it."""
+    names: list[str] = []
+    module = model
+    for name in path.split(".") if path else ():
+        if name not in _WRAPPED.get(type(module).__name__, set()):
+            names.append(name)
+        module = module.get_submodule(name)
+    return ".".join(names)
 
 
 def flush(model: nn.Module) -> None:

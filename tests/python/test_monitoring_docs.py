@@ -3,14 +3,16 @@
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from torchrec_embcache.monitoring import METRICS
+from torchrec_embcache.monitoring import METRICS, SERVING_METRICS, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()
+SERVING = (ROOT / "docs" / "serving.md").read_text()
 PROGRAMS = [
     (part.split("\n", 1)[0], program)
     for part in PAGE.split("\n## ")[1:]
@@ -18,20 +20,21 @@ PROGRAMS = [
 ]
 
 
-def listed() -> str:
-    """The list of metrics as the page has it."""
+def listed(metrics: Sequence[Metric]) -> str:
+    """The list of metrics as a page has it."""
     kinds = {"text": "info"}
     rows = [
         f"| `{metric.name}`{f' (label `{metric.label}`)' if metric.label else ''} | {kinds.get(metric.kind, metric.kind)} "
         f"| `{metric.path}` | {metric.about} |"
-        for metric in METRICS
+        for metric in metrics
     ]
     return "\n".join(["| metric | kind | path | what it says |", "| --- | --- | --- | --- |", *rows])
 
 
-def test_the_page_lists_every_metric_with_its_meaning() -> None:
-    (found,) = re.findall(r"<!-- [^\n]*holds this list[^\n]* -->\n\n(.*?)\n\n<!-- to here -->", PAGE, re.DOTALL)
-    assert found == listed()
+@pytest.mark.parametrize(("page", "metrics"), [(PAGE, METRICS), (SERVING, SERVING_METRICS)])
+def test_a_page_lists_every_metric_with_its_meaning(page: str, metrics: Sequence[Metric]) -> None:
+    (found,) = re.findall(r"<!-- [^\n]*holds this list[^\n]* -->\n\n(.*?)\n\n<!-- to here -->", page, re.DOTALL)
+    assert found == listed(metrics)
 
 
 def test_queries_name_metrics_that_there_are() -> None:

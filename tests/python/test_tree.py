@@ -142,13 +142,14 @@ PYTHON_IMPORTS: dict[str, set[str]] = {
     "serialize": _CACHE | _SAVER | {"nn", "blocks"},
     "dcp": _SAVER,
     "lightning": _CACHE | _SAVER | {"saver", "save_log", "monitoring"},
-    "monitoring": _CACHE | {"table_names"},
+    "serving": _CACHE | {"nn", "lifecycle_configs", "modules", "table_names"},
+    "monitoring": _CACHE | {"nn", "lifecycle_configs", "modules", "table_names", "serving"},
     "plotting": _CACHE | {"table_names", "monitoring", "sizing"},
     "megatron": _SAVER | {"saver", "save_log", "folder"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {
-    "torchrec": {"modules", "sharded", "train_pipeline"},
+    "torchrec": {"modules", "serving", "sharded", "train_pipeline"},
     "torchrec_embcache._native": {
         "__init__",  # the version
         "buckets",
@@ -179,6 +180,7 @@ RESERVED = {
         "sessions",
         "blocks",
         "dcp",
+        "serving",
         "cli",
     },
     "torch.distributed.checkpoint": {"dcp", "cli"},
@@ -194,9 +196,7 @@ SKIPPED = {
     "target",
     "dist",
     "__pycache__",
-    *(".hypothesis", ".mypy_cache"),
-    ".ruff_cache",
-    ".pytest_cache",
+    *(".hypothesis", ".mypy_cache", ".ruff_cache", ".pytest_cache"),
 }
 
 

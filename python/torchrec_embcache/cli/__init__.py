@@ -1,4 +1,4 @@
-"""`embcache`: look at checkpoints, check, compare, merge, convert and divide them, look at tables that run, size and draw them.
+"""`embcache`: look at checkpoints, check, compare, merge, convert, divide, index; look at tables that run, size and draw them.
 
 `embcache --help` has the commands.
 
@@ -20,6 +20,7 @@ from .advise import add_advise
 from .checkpoints import compact, inspect, reshard, verify
 from .compare import diff
 from .convert import Settings, convert
+from .index import index
 from .layouts import READERS
 from .plot import add_plot
 from .report import FAILED, Report
@@ -77,6 +78,17 @@ def _add_rewriting(command: _AddCommand, checkpoint: str) -> None:
     made.add_argument("path", help="a directory of checkpoints; a run that saves there goes on from the merged one")
     made.add_argument("--keep", type=int, default=1, metavar="N", help="checkpoints that stay, the merged one included")
     made.add_argument("--no-counters", action="store_true", help=no_counters)
+
+
+def _add_index(command: _AddCommand, checkpoint: str) -> None:
+    """The command that makes ready to serve."""
+    made = command(
+        "index",
+        "make the index by which processes that serve a checkpoint find its rows; they make it themselves otherwise",
+        lambda a: index(a.path, a.at),
+    )
+    made.add_argument("path", help=checkpoint)
+    made.add_argument("--at", metavar="N", help="the number or the name of a checkpoint; by default the newest")
 
 
 def _add_top(command: _AddCommand) -> None:
@@ -186,6 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("id", type=_row_id, help="a signed or unsigned 64-bit number; 0x... is hexadecimal")
 
     _add_rewriting(command, checkpoint)
+    _add_index(command, checkpoint)
     for add in (add_advise, add_plot, _add_top, _add_convert):
         add(command)
     return parser

@@ -21,14 +21,15 @@ from .report import FOUND, Grid, Report, date_of
 from .rules import sweeps_of, times_in
 from .tiers import BESIDE_ROWS, inspect_tiers, shards_below
 
-__all__ = ["Opened", "compact", "inspect", "reshard", "verify"]
+__all__ = ["CHECKPOINT_NAME", "Opened", "compact", "inspect", "reshard", "verify"]
 
 #: What `inspect` shows of a table.
 _COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_buckets")
 #: How what a table has beside its rows is called where it is shown.
 _BESIDE_ROWS = {**BESIDE_ROWS, "missing_read": "ids without a row read", "precision": "precision"}
 _WINDOW_BYTES = 8 << 20
-_NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
+#: The name of a checkpoint's directory.
+CHECKPOINT_NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Opened:
         """`path` is a directory of checkpoints, of which `LATEST` names one, or one checkpoint in it."""
         directory = open_to_load(path)
         name = os.path.basename(directory.path)
-        if _NAME.fullmatch(name) and not directory.has("LATEST"):
+        if CHECKPOINT_NAME.fullmatch(name) and not directory.has("LATEST"):
             directory = open_to_load(os.path.dirname(directory.path))
         else:
             name = _native.latest_checkpoint(directory)
@@ -98,7 +99,7 @@ def _checkpoints(directory: Directory) -> Iterator[dict[str, Any]]:
         latest = _native.latest_checkpoint(directory)
     except EmbCacheError:
         latest = None
-    for name in sorted(name for name in os.listdir(root) if _NAME.fullmatch(name)):
+    for name in sorted(name for name in os.listdir(root) if CHECKPOINT_NAME.fullmatch(name)):
         walked = [] if os.path.islink(os.path.join(root, name)) else os.walk(os.path.join(root, name))
         files = [Path(folder, file) for folder, _, files in walked for file in files]
         found: dict[str, Any] = {

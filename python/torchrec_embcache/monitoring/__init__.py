@@ -13,15 +13,18 @@ from .jsonl import JsonlLogger
 from .prometheus import PrometheusExporter
 from .rates import scalars
 from .sampling import Sample, Sampler, TableSample, Value
+from .serving import SERVING_METRICS, ServingCollector
 from .tensorboard import TensorBoardLogger
 
 __all__ = [
     "METRICS",
+    "SERVING_METRICS",
     "JsonlLogger",
     "Metric",
     "PrometheusExporter",
     "Sample",
     "Sampler",
+    "ServingCollector",
     "TableSample",
     "TensorBoardLogger",
     "Value",

@@ -11,10 +11,12 @@ from torch import nn
 
 from torchrec_embcache.exceptions import StorageError, UnsupportedError
 from torchrec_embcache.metrics import Histogram
+from torchrec_embcache.serving.tables import Tables
 
 from .background import WarnsOnce, close_at_exit
 from .catalog import METRICS, Metric
 from .sampling import Sampler, TableSample, Value
+from .serving import ServingCollector
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -35,13 +37,14 @@ class PrometheusExporter:
     the labels `module`, `table` and `rank`. Every rank of a training serves its own tables, on a port of its own.
 
     Args:
-        model: any `nn.Module` with tables of this package. The exporter keeps neither it nor its tables alive.
+        model: any `nn.Module` with tables of this package, also of those that are served; or what `serving.open` returned. The
+            exporter keeps neither it nor its tables alive.
         port: of TCP, to listen at. 0 picks a free one, which `port` and `url` then say.
         host: the address to listen at: "127.0.0.1" serves this machine alone, and the default all of its networks. Whoever reaches
             it can read the names and the sizes of the tables, and change nothing.
 
     Raises:
-        InputError: `model` is no `nn.Module`.
+        InputError: `model` is neither.
         UnsupportedError: prometheus-client is not installed.
         StorageError: the port is taken, or the system refuses it.
 
@@ -60,8 +63,9 @@ class PrometheusExporter:
         ['embcache_host_misses_total{module="",rank="0",table="item"} 2.0']
     """
 
-    def __init__(self, model: nn.Module, port: int, *, host: str = "0.0.0.0") -> None:
-        self._sampler = Sampler(model)
+    def __init__(self, model: nn.Module | Tables, port: int, *, host: str = "0.0.0.0") -> None:
+        collectors: list[Any] = [] if isinstance(model, Tables) else [_Collector(Sampler(model))]
+        collectors.append(ServingCollector(model))
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as missing:
@@ -69,7 +73,8 @@ class PrometheusExporter:
                 'PrometheusExporter needs prometheus-client: pip install "torchrec-embcache[prometheus]"'
             ) from missing
         registry = CollectorRegistry()
-        registry.register(_Collector(self._sampler))
+        for collector in collectors:
+            registry.register(collector)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:

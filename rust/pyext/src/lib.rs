@@ -23,6 +23,7 @@ mod plan;
 mod records;
 mod rows;
 mod segments;
+mod serving;
 mod settings;
 mod sizing;
 mod stats;
@@ -98,6 +99,8 @@ mod _native {
     };
     #[pymodule_export]
     use super::segments::PySegments;
+    #[pymodule_export]
+    use super::serving::{PyIndexMade, PyServedTable, PyServedVersion, PyServing, PyServingStats, make_serving_index};
     #[pymodule_export]
     use super::settings::{PyAdmission, PyInitializer, PyPlanMode, PyRowBytes, PySweepRule, PyTableCounters};
     #[pymodule_export]

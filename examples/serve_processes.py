@@ -1,0 +1,177 @@
+"""Several processes serve one directory of checkpoints while a trainer saves deltas into it, and what they see is compared.
+
+    python examples/serve_processes.py --processes 4 --seconds 30
+
+The trainer gives every row of two tables the number of the save. So a request that saw two versions, or a row that was half
+written, would read two numbers. Each serving process prints a line a second: the version, how long after its publication it was
+first served, and the median and 99th percentile of lookups. At the end it is said what memory the processes take together.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import queue
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reporting import Checks
+from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
+
+TABLES = ("user", "item")
+DIM = 16
+
+
+def make_table(name: str) -> EmbCacheEmbedding:
+    return EmbCacheEmbedding(
+        name=name, embedding_dim=DIM, tiers=TierBudgets(host_bytes="256MiB"), optimizer=optimizers.SGD(lr=0.1)
+    )
+
+
+class Trainer:
+    """Saves a full checkpoint, and then deltas in which some rows changed. Each number of a row is that of its save."""
+
+    def __init__(self, path: Path, rows: int) -> None:
+        self.path, self.rows, self.saves = path, rows, 0
+        self.model = torch.nn.ModuleDict({name: make_table(name) for name in TABLES})
+        self._saver = Saver(0)
+
+    def save(self) -> None:
+        """Rows that a request reads together change together: those whose id has the same remainder."""
+        ids = torch.arange(self.rows) if self.saves == 0 else torch.arange(self.saves % 10, self.rows, 10)
+        for table in self.model.values():
+            assert isinstance(table, EmbCacheEmbedding)
+            table.import_rows(ids, torch.full((len(ids), DIM), float(self.saves)))
+        self._saver.save(self.model, str(self.path), incremental=self.saves > 0, keep=3)
+        self.saves += 1
+
+
+@dataclass
+class Served:
+    """What a serving process saw."""
+
+    number: int
+    requests: int = 0
+    mixed: int = 0  # requests that read two numbers
+    lost: int = 0  # ids that were not found
+    versions: int = 0
+    failed_polls: int = 0
+    delays: list[float] = field(default_factory=list)  # from a publication until it is served, in seconds
+    p50_us: float = 0.0
+    p99_us: float = 0.0
+    pss_kib: int = 0
+
+
+def pss_kib() -> int:
+    """Memory of this process in KiB, each shared page divided by the processes that share it."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+
+
+def quantiles(times: list[float]) -> tuple[float, float]:
+    """The median and the 99th percentile of seconds, in microseconds."""
+    if not times:
+        return 0.0, 0.0
+    p50, p99 = (
+        torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
+    )
+    return p50 * 1e6, p99 * 1e6
+
+
+def serve(number: int, path: str, rows: int, batch: int, ends: Event, results: "Queue[Served]") -> None:
+    """Answer requests until `ends`: each reads as many rows of both tables, of one version."""
+    torch.set_num_threads(1)
+    served, random = Served(number), torch.Generator().manual_seed(number)
+    with serving.open(path, follow=serving.Follow(poll_seconds=0.05)) as tables:
+        name, times, all_times, said = "", list[float](), list[float](), time.monotonic()
+        while not ends.is_set():
+            last = int(torch.randint(10, (1,), generator=random))
+            ids = torch.randint(rows // 10, (batch,), generator=random) * 10 + last
+            begin = time.perf_counter()
+            with tables.pin() as version:
+                found = [version[table].lookup(ids) for table in TABLES]
+            times.append(time.perf_counter() - begin)
+            served.requests += 1
+            read = torch.stack([part[:] for part in found])
+            served.mixed += bool(read.min() != read.max())
+            served.lost += sum(int((~part.found).sum()) for part in found)
+            if version.name != name:
+                if name:  # what was there before this process is no news
+                    served.delays.append(max(0.0, time.time() - tables.pin().published))
+                name, served.versions = version.name, served.versions + 1
+            if time.monotonic() - said >= 1.0:
+                p50, p99 = quantiles(times)
+                delay = f"{1e3 * served.delays[-1]:.0f} ms" if served.delays else "-"
+                stale = tables.stats().staleness_seconds
+                print(
+                    f"process {number}: version {name[:10]}, served {delay} after its publication, {stale:.1f} s old now; "
+                    f"{len(times)} requests, p50 {p50:.0f} us, p99 {p99:.0f} us",
+                    flush=True,
+                )
+                all_times, times, said = all_times + times, [], time.monotonic()
+        served.p50_us, served.p99_us = quantiles(all_times + times)
+        served.failed_polls, served.pss_kib = tables.stats().failed_polls, pss_kib()
+        results.put(served)
+
+
+def run(options: argparse.Namespace, path: Path) -> int:
+    """Train and serve, and compare. The exit status says whether all checks hold."""
+    trainer, checks = Trainer(path, options.rows), Checks()
+    trainer.save()
+    context: Any = multiprocessing.get_context("spawn")
+    ends, results = context.Event(), context.Queue()
+    processes = [
+        context.Process(target=serve, args=(number, str(path), options.rows, options.batch, ends, results))
+        for number in range(options.processes)
+    ]
+    for process in processes:
+        process.start()
+    stop = time.monotonic() + options.seconds
+    while time.monotonic() < stop:
+        next_save = time.monotonic() + options.every
+        trainer.save()
+        time.sleep(max(0.0, min(next_save, stop) - time.monotonic()))
+    ends.set()
+    found: list[Served] = []
+    with contextlib.suppress(queue.Empty):
+        found.extend(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(60)
+    print(f"{trainer.saves} saves of {options.rows} rows in each of {len(TABLES)} tables")
+    for served in sorted(found, key=lambda served: served.number):
+        slowest = max(served.delays, default=0.0)
+        print(
+            f"process {served.number}: {served.requests} requests over {served.versions} versions, p50 {served.p50_us:.0f} us, "
+            f"p99 {served.p99_us:.0f} us, a version is served at most {1e3 * slowest:.0f} ms after its publication, "
+            f"{served.pss_kib} KiB"
+        )
+    checks("every process served to the end", len(found) == options.processes, f"{len(found)} of {options.processes}")
+    checks("no request read two versions", not any(served.mixed for served in found))
+    checks("every id was found", not any(served.lost for served in found))
+    checks("every process saw later versions", all(served.versions > 1 for served in found))
+    checks("no look for a newer version failed", not any(served.failed_polls for served in found))
+    return checks.end()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--every", type=float, default=0.5, metavar="S", help="seconds between two saves")
+    parser.add_argument("--rows", type=int, default=100_000, help="of each table")
+    parser.add_argument("--batch", type=int, default=1000, help="ids of a request, in each table")
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go, kept; by default a temporary one")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        return run(options, (options.folder or Path(temporary)) / "ckpt")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

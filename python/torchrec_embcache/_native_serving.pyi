@@ -1,0 +1,92 @@
+"""The part of `_native` that serves checkpoints (`rust/core/src/serve`). There is no module of this name at run time.
+
+Shapes: N ids, B bags, D a table's width.
+"""
+
+from typing import Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._native import F32, I64, Directory
+
+@final
+class Serving:
+    """A directory of checkpoints that is served. Every method may be called by any thread."""
+
+    def __new__(
+        cls,
+        directory: Directory,
+        *,
+        at: str | None = None,  # the name of a checkpoint or the digits of its number; None: the newest
+        host_bytes: int | None = None,  # what this process may keep of its own
+        max_staleness_seconds: float | None = None,
+        raise_when_stale: bool = False,
+        missing: Literal["zeros", "initial", "shared", "value"] | None = None,  # None: what the manifest says
+        missing_value: float = 0.0,  # what "value" reads
+    ) -> Serving: ...
+    def pin(self) -> ServedVersion: ...  # StaleError
+    def poll(self) -> str | None: ...  # the name of the version that is served from now on, where it is a newer one
+    def rollback(self) -> str: ...  # the name of the version that is served from now on; StateError where none was kept
+    def follow(self, every_seconds: float) -> None: ...  # a thread of the core's polls
+    def stop(self) -> None: ...  # ends that thread; harmless twice
+    def stats(self) -> ServingStats: ...
+
+@final
+class ServedVersion:
+    """One checkpoint that is served. It stays whole for as long as this lives."""
+
+    name: str
+    published: float  # in seconds since 1970
+    def tables(self) -> list[ServedTable]: ...
+    def table(self, name: str) -> ServedTable: ...  # its name where one table has it, or "module/name"
+
+@final
+class ServedTable:
+    """A table of a version."""
+
+    module: str
+    name: str
+    dim: int
+    rows: int
+    def lookup(self, ids: I64, out: F32, found: NDArray[np.bool_]) -> int: ...  # fills out [N, D] and found [N]; ids that have no row
+    def lookup_pooled(
+        self,
+        ids: I64,
+        offsets: I64,  # [B + 1]
+        pooling: Literal["sum", "mean"],
+        weights: F32 | None,  # [N]
+        out: F32,  # [B, D]
+    ) -> int: ...  # ids that have no row
+
+@final
+class ServingStats:
+    """Counters of a directory of checkpoints that is served, since it was opened."""
+
+    version: str
+    seq: int
+    staleness_seconds: float
+    polls: int
+    swaps: int
+    failed_polls: int
+    last_error: str | None
+    versions: int
+    lookups: int
+    ids: int
+    missing: int
+    far_rows: int
+    rows: int
+    overlay_ids: int
+    shared_index_bytes: int
+    private_bytes: int
+
+@final
+class IndexMade:
+    """What making an index did."""
+
+    checkpoint: str
+    rows: int
+    bytes: int
+    was_there: bool
+
+def make_serving_index(directory: Directory, at: str | None = None) -> IndexMade: ...

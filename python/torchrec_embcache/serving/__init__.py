@@ -1,0 +1,29 @@
+"""Read-only tables out of checkpoints, for processes that answer requests, kept up with a trainer that saves deltas.
+
+    tables = serving.open("ckpt", follow=serving.Follow(poll_seconds=1))
+    with tables.pin() as version:  # one checkpoint for all tables of a request
+        rows = version["item"].lookup(ids)
+
+`docs/serving.md` is the guide. Only models of TorchRec's need TorchRec, when `replace` puts such tables into them.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .follow import Follow
+from .stats import ServingStats
+from .tables import Tables, open  # noqa: A004  # users write serving.open
+from .version import Rows, Table, Version
+
+if TYPE_CHECKING:
+    from .replacing import replace
+
+__all__ = ["Follow", "Rows", "ServingStats", "Table", "Tables", "Version", "open", "replace"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "replace":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .replacing import replace
+
+    globals()[name] = replace
+    return replace

@@ -1,0 +1,50 @@
+"""How tables that are served are kept up with the trainer that saves checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+from torchrec_embcache.config import as_float, check_choice
+from torchrec_embcache.exceptions import ConfigError
+
+__all__ = ["Follow"]
+
+OnStale = Literal["serve", "raise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Follow:
+    """How tables are kept up with the trainer that saves checkpoints.
+
+    - `poll_seconds`: a thread looks for a newer checkpoint so often.
+    - `max_staleness_seconds`: what is served is stale when it was published longer ago than this. None: it never is.
+    - `on_stale`: whether stale tables "serve" on, or `pin` raises `StaleError` ("raise"). Either way
+      `Tables.stats().staleness_seconds` and the metrics say how old they are.
+
+    Raises `ConfigError` for a value out of range.
+
+    Examples:
+        >>> from torchrec_embcache import serving
+        >>> serving.Follow(poll_seconds=1, max_staleness_seconds=300, on_stale="raise")
+        Follow(poll_seconds=1, max_staleness_seconds=300, on_stale='raise')
+    """
+
+    poll_seconds: float = 1.0
+    max_staleness_seconds: float | None = None
+    on_stale: OnStale = "serve"
+
+    def __post_init__(self) -> None:
+        poll = as_float(self.poll_seconds)
+        if poll is None or not 0.0 < poll <= threading.TIMEOUT_MAX:
+            raise ConfigError(f"Follow.poll_seconds={self.poll_seconds!r}: give seconds above 0")
+        if self.max_staleness_seconds is not None:
+            most = as_float(self.max_staleness_seconds)
+            if most is None or not 0.0 <= most <= threading.TIMEOUT_MAX:
+                raise ConfigError(
+                    f"Follow.max_staleness_seconds={self.max_staleness_seconds!r}: give seconds from 0, or None for no bound"
+                )
+        check_choice("Follow.on_stale", self.on_stale, OnStale)
+        if self.on_stale == "raise" and self.max_staleness_seconds is None:
+            raise ConfigError('Follow.on_stale="raise" needs a bound: give max_staleness_seconds')

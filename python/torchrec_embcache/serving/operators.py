@@ -1,0 +1,112 @@
+"""The lookups of replaced modules as operators of torch, for what traces a model: torch.compile, torch.export, torch.fx.
+
+A tracer cannot see the tables that a module reads. A graph names them by the module's key, which is looked up when it runs.
+Shapes: N ids, B bags, D a table's width.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from torchrec_embcache.bags import check_offsets
+from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.rows import ids_array
+
+from .served import ServedTable, pinned
+from .tables import Tables
+
+__all__ = ["Reader", "bags_by_operator", "is_traced", "rows_by_operator"]
+
+
+class Reader:
+    """The tables of a module that is replaced. Copies of the module share it.
+
+    Its key is the path of the module in the checkpoint, with a number where other modules that live have that key.
+    """
+
+    def __init__(self, served: Tables, tables: tuple[ServedTable, ...]) -> None:
+        self.served = served
+        self.tables = tables
+        path = tables[0].pair[0] if tables else ""
+        keys = (f"{path}#{number}" if number else path for number in itertools.count())
+        self.key = next(key for key in keys if key not in _READERS)
+        _READERS[self.key] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
+        return self
+
+
+_READERS: weakref.WeakValueDictionary[str, Reader] = weakref.WeakValueDictionary()
+
+
+def _reader(key: str) -> Reader:
+    found = _READERS.get(key)
+    if found is None:
+        raise StateError(
+            f"the graph reads tables of module {key!r}, and no such module is served in this process: call serving.replace on a "
+            "model with it, and keep that model"
+        )
+    return found
+
+
+def is_traced(value: object) -> bool:
+    """Whether what is called with `value` is being traced, and not run."""
+    return isinstance(value, fx.Proxy) or torch.compiler.is_compiling()
+
+
+@torch.library.custom_op("torchrec_embcache::served_bags", mutates_args=())
+def served_bags(
+    ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: int, dim: int, is_mean: bool
+) -> Tensor:
+    """Pooled rows [B, D] of ids [N] in the bags that offsets [B + 1] make of them."""
+    del dim  # the shape of the result, which is needed where nothing is run
+    reader = _reader(key)
+    flat, bounds = ids_array(ids, "ids", ids.device), ids_array(offsets, "offsets", offsets.device)
+    check_offsets(bounds, len(flat), 1)
+    factors = None if weights is None else weights.detach().cpu().contiguous().numpy().astype(np.float32, copy=False)
+    with pinned(reader.served) as version:
+        pooled = reader.tables[table].of(version).bags_of(flat, bounds, "mean" if is_mean else "sum", factors)
+    return pooled.to(ids.device)
+
+
+@served_bags.register_fake
+def _(ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: int, dim: int, is_mean: bool) -> Tensor:
+    del weights, key, table, is_mean
+    return ids.new_empty(offsets.shape[0] - 1, dim, dtype=torch.float32)
+
+
+@torch.library.custom_op("torchrec_embcache::served_rows", mutates_args=())
+def served_rows(ids: Tensor, key: str, table: int, dim: int) -> Tensor:
+    """Rows [N, D] of ids [N]."""
+    del dim
+    reader = _reader(key)
+    with pinned(reader.served) as version:
+        rows = reader.tables[table].of(version).rows_of(ids_array(ids, "ids", ids.device))
+    return rows.as_subclass(Tensor).to(ids.device)
+
+
+@served_rows.register_fake
+def _(ids: Tensor, key: str, table: int, dim: int) -> Tensor:
+    del key, table
+    return ids.new_empty(ids.shape[0], dim, dtype=torch.float32)
+
+
+def bags_by_operator(
+    ids: Tensor, offsets: Tensor, weights: Tensor | None, reader: Reader, table: int, *, is_mean: bool
+) -> Tensor:
+    """What a graph has for pooled rows. The arguments may be a tracer's."""
+    dim = reader.tables[table].dim
+    call = torch.ops.torchrec_embcache.served_bags
+    return cast(Tensor, call(ids, offsets, weights, reader.key, table, dim, is_mean))
+
+
+def rows_by_operator(ids: Tensor, reader: Reader, table: int) -> Tensor:
+    """What a graph has for rows. The arguments may be a tracer's."""
+    call = torch.ops.torchrec_embcache.served_rows
+    return cast(Tensor, call(ids, reader.key, table, reader.tables[table].dim))

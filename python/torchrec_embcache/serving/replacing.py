@@ -1,0 +1,189 @@
+"""Puts tables that are served into a model, in the places of the modules that it was trained with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
+from torchrec_embcache.nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
+from torchrec_embcache.whole_model import CacheModule, path_in_model
+
+from .served import ServedTable, ServingEmbedding, ServingEmbeddingBag, ServingModule, pinned
+from .tables import Tables
+from .version import Pooling, Version, current_version
+
+__all__ = ["replace"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def replace(model: Model, tables: Tables, *, modules: Mapping[str, str] | None = None) -> Model | ServingModule:
+    """Let a model read tables that are served: each module that has tables gives way to one that takes and gives the same.
+
+    These are TorchRec's `EmbeddingBagCollection` and `EmbeddingCollection` and this package's modules, unsharded. Collections of
+    TorchRec's may be made on "meta". A table is found in the checkpoint by the path of its module in the model and by its name, as
+    `Saver` stored it. One forward of the model reads one version, in all of its modules.
+
+    Args:
+        model: it is changed in place. Its dense part is left alone: load that by torch.
+        tables: from `serving.open`.
+        modules: the path of a module in the checkpoint by its path in `model`, where these differ. "" is the model itself.
+
+    Returns:
+        The model; or what takes its place, where the model itself is such a module.
+
+    Raises:
+        InputError: the model has no such module, or `modules` names one that it does not have.
+        MismatchError: the checkpoint does not have a table, or has it with another width.
+        UnsupportedError: a module is sharded, or is weighted and pools by the mean. Nothing was replaced then.
+        StateError: the tables are closed.
+
+    Examples:
+        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+        >>> from torchrec_embcache import EmbCacheEmbeddingBagCollection, Saver, TierBudgets, serving
+        >>> config = EmbeddingBagConfig(name="item", embedding_dim=2, num_embeddings=100, feature_names=["seen"])
+        >>> trained = EmbCacheEmbeddingBagCollection([config], tiers=TierBudgets(host_bytes="1MiB"))
+        >>> trained.tables["item"].import_rows([7, 8], [[1.0, 2.0], [3.0, 4.0]])
+        >>> report = Saver(0).save(torch.nn.ModuleDict({"bags": trained}), "ckpt")
+        >>> model = torch.nn.ModuleDict({"bags": EmbeddingBagCollection([config], device=torch.device("meta"))})
+        >>> with serving.open("ckpt") as tables:
+        ...     model = serving.replace(model, tables)
+        ...     pooled = model["bags"](KeyedJaggedTensor(["seen"], torch.tensor([7, 8]), lengths=torch.tensor([2])))
+        >>> pooled["seen"]
+        tensor([[4., 6.]])
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}: give an nn.Module")
+    if not isinstance(tables, Tables):
+        raise InputError(f"tables is a {type(tables).__name__}: give what serving.open returned")
+    if tables.is_closed:
+        raise StateError(f"the tables of {tables.path} are closed: open them again by serving.open")
+    found = _found(model)
+    paths = _renamed({path: path_in_model(model, path) for path in found}, modules)
+    made: dict[int, ServingModule] = {}
+    with pinned(tables):
+        for path, module in found.items():
+            if id(module) not in made:
+                made[id(module)] = _serving(tables, module, paths[path])
+    if "" in found:
+        return made[id(found[""])]
+    for path, module in found.items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, made[id(module)])
+    _read_one_version(model, tables)
+    return model
+
+
+def _found(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules to replace by their paths, those inside others left out. `InputError` and `UnsupportedError`."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        inside = any(path.startswith(f"{above}.") or above == "" for above in found)
+        if inside or isinstance(module, ServingModule):
+            continue
+        if _is_sharded(module):
+            raise UnsupportedError(
+                f"module {path!r}, a {type(module).__name__}, is sharded: build the model as it was before it was sharded"
+            )
+        if _has_tables(module):
+            found[path] = module
+    if not found:
+        raise InputError(
+            f"{type(model).__name__} has no module to replace: give a model with an EmbeddingBagCollection, an "
+            "EmbeddingCollection, or a module of torchrec_embcache"
+        )
+    return found
+
+
+def _has_tables(module: nn.Module) -> bool:
+    return (
+        isinstance(module, CacheModule)
+        or _torchrec_has("modules.embedding_modules", "EmbeddingBagCollection", module)
+        or _torchrec_has("modules.embedding_modules", "EmbeddingCollection", module)
+    )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return _torchrec_has("distributed.types", "ShardedModule", module)
+
+
+def _torchrec_has(where: str, kind: str, module: nn.Module) -> bool:
+    """Whether a module is of a class of TorchRec's. Where TorchRec was not imported, none is."""
+    there = sys.modules.get(f"torchrec.{where}")
+    return there is not None and isinstance(module, getattr(there, kind))
+
+
+def _renamed(paths: dict[str, str], modules: Mapping[str, str] | None) -> dict[str, str]:
+    """The path in the checkpoint of each module, by its path in the model. `paths` has these paths without wrappers."""
+    if not isinstance(modules, Mapping | None):
+        raise InputError(f"modules is a {type(modules).__name__}: give paths in the checkpoint by paths in the model")
+    renames = dict(modules or {})
+    unknown = sorted(set(renames) - set(paths.values()))
+    if unknown:
+        there = ", ".join(map(repr, paths.values()))
+        raise InputError(
+            f"modules names {', '.join(map(repr, unknown))}, and the modules with tables are {there}: give one of these"
+        )
+    return {path: renames.get(short, short) for path, short in paths.items()}
+
+
+def _serving(tables: Tables, module: nn.Module, path: str) -> ServingModule:
+    """What takes the place of a module with tables, whose path in the checkpoint is `path`."""
+    if isinstance(module, EmbCacheEmbedding):
+        table = ServedTable((path, module.table.name), module.embedding_dim)
+        return ServingEmbedding(tables, table, module.padding_idx)
+    if isinstance(module, EmbCacheEmbeddingBag):
+        table = ServedTable((path, module.table.name), module.embedding_dim)
+        pooling: Pooling = "mean" if module.mode == "mean" else "sum"
+        return ServingEmbeddingBag(tables, table, module.padding_idx, pooling, module.include_last_offset)
+    if find_spec("torchrec") is not None:
+        from .collections import serving_collection
+
+        made = serving_collection(tables, module, path)
+        if made is not None:
+            return made
+    raise UnsupportedError(
+        f"module {path!r} is a {type(module).__name__}, which cannot be replaced: use an EmbeddingBagCollection or an "
+        "EmbeddingCollection"
+    )
+
+
+# The versions that forwards of models have pinned: by which hooks, and which; None where the caller had pinned one.
+_FORWARDS: ContextVar[tuple[tuple[object, Version | None], ...]] = ContextVar("forwards", default=())
+
+
+class _OneVersion:
+    """Hooks of a model that pin one version for all of its modules, from the begin of a forward to its end."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+
+    def before(self, *_arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a graph of torch's has no versions: its operators read the one that is pinned when they run
+        version = None if current_version(self.tables) is not None else self.tables.pin().__enter__()
+        _FORWARDS.set((*_FORWARDS.get(), (self, version)))
+
+    def after(self, *_arguments: Any) -> None:
+        """Also called after an error, be it one of `before`, which has added nothing then."""
+        if torch.compiler.is_compiling():
+            return
+        forwards = _FORWARDS.get()
+        if forwards and forwards[-1][0] is self:
+            _FORWARDS.set(forwards[:-1])
+            version = forwards[-1][1]
+            if version is not None:
+                version.__exit__(None, None, None)
+
+
+def _read_one_version(model: nn.Module, tables: Tables) -> None:
+    hooks = _OneVersion(tables)
+    model.register_forward_pre_hook(hooks.before)
+    model.register_forward_hook(hooks.after, always_call=True)

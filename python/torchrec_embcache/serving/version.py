@@ -1,0 +1,285 @@
+"""One checkpoint that is served, its tables, and their rows.
+
+Shapes: N ids, B bags, D a table's width.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_embcache import _native
+from torchrec_embcache.bags import check_offsets
+from torchrec_embcache.closing import ClosedByWith
+from torchrec_embcache.config import check_choice
+from torchrec_embcache.exceptions import ConfigError, InputError, StateError
+from torchrec_embcache.rows import Ids, check_float32, ids_array
+
+__all__ = ["Pooling", "Rows", "Table", "Version", "current_version"]
+
+I64 = NDArray[np.int64]
+Pooling = Literal["sum", "mean"]
+
+_CPU = torch.device("cpu")
+# The versions of `with` statements that this task or thread is in, the innermost last.
+_PINNED: ContextVar[tuple[Version, ...]] = ContextVar("pinned versions", default=())
+
+
+class Rows(Tensor):
+    """The rows of N ids: a float32 tensor [N, D] on the CPU, and `found`, bool [N], which says of each id whether it has a row.
+
+    Where `found` is False the row is what ids without one read. What torch computes from it is a plain tensor.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> report = Saver(0).save(item, "ckpt")
+        >>> with serving.open("ckpt", missing="zeros") as tables, tables.pin() as version:
+        ...     rows = version["item"].lookup([7, 8])
+        >>> rows, rows.found
+        (Rows([[1., 2.],
+              [0., 0.]]), tensor([ True, False]))
+        >>> rows @ torch.ones(2)
+        tensor([3., 0.])
+    """
+
+    # As torch's Parameter has it: operations see a plain tensor, and cost no more for it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
+
+    found: Tensor
+
+    def __new__(cls, values: Tensor, found: Tensor) -> Self:
+        """They have the memory of `values`."""
+        rows = values.as_subclass(cls)
+        rows.found = found
+        return rows
+
+
+class Table:
+    """One table of a version: rows of ids, read-only. `Version` gives it, and it can be used until that version is let go.
+
+    `name`, `module` (the path that its module had in the trainer's model), `dim` (D) and `rows` are as the checkpoint says.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> item.import_rows([7, 8], [[1.0, 2.0], [3.0, 4.0]])
+        >>> report = Saver(0).save(item, "ckpt")
+        >>> with serving.open("ckpt") as tables, tables.pin() as version:
+        ...     table = version["item"]
+        ...     print(table, table.lookup([8, 7]).tolist())
+        Table('item', dim=2, rows=2) [[3.0, 4.0], [1.0, 2.0]]
+    """
+
+    def __init__(self, version: Version, native: _native.ServedTable) -> None:
+        self._version = version
+        self._native = native
+        self.module = native.module
+        self.name = native.name
+        self.dim = native.dim
+        self.rows = native.rows
+
+    def lookup(self, ids: Ids) -> Rows:
+        """The rows of ids [N]: float32 [N, D], and `found`, bool [N].
+
+        Args:
+            ids: an int64 or int32 tensor on the CPU, an array or a list of integers; any may be repeated.
+
+        Raises:
+            InputError: `ids` are no such integers, or have another shape.
+            StateError: the version was let go.
+            CorruptionError: the file that holds a row has changed or is cut.
+            StorageError: a row cannot be read.
+
+        Examples:
+            >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
+            >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+            >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+            >>> item.import_rows([7], [[1.0, 2.0]])
+            >>> report = Saver(0).save(item, "ckpt")
+            >>> with serving.open("ckpt", missing=0.5) as tables, tables.pin() as version:
+            ...     version["item"].lookup(torch.tensor([7, 8])).tolist()
+            [[1.0, 2.0], [0.5, 0.5]]
+        """
+        return self.rows_of(_flat("ids", ids))
+
+    def rows_of(self, ids: I64) -> Rows:
+        """As `lookup`, of an int64 array [N]."""
+        values, found = torch.empty(len(ids), self.dim), torch.empty(len(ids), dtype=torch.bool)
+        self._ready().lookup(ids, values.numpy(), found.numpy())
+        return Rows(values, found)
+
+    def lookup_pooled(
+        self, ids: Ids, offsets: Ids, pooling: Pooling = "sum", per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """The sums or the means of the rows of bags: float32 [B, D]. An empty bag gives zeros.
+
+        Args:
+            ids: [N], of all bags, one bag after the other.
+            offsets: [B + 1], where each bag begins in `ids`, and at last N, as `KeyedJaggedTensor.offsets()` has them.
+            pooling: "sum" or "mean".
+            per_sample_weights: float32 [N], which multiply the rows. Only with "sum".
+
+        Raises:
+            InputError: the arguments do not fit each other.
+            ConfigError: another `pooling`, or weights with "mean".
+            StateError: the version was let go.
+            CorruptionError: the file that holds a row has changed or is cut.
+            StorageError: a row cannot be read.
+
+        Examples:
+            >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
+            >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+            >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+            >>> item.import_rows([7, 8], [[1.0, 2.0], [3.0, 4.0]])
+            >>> report = Saver(0).save(item, "ckpt")
+            >>> with serving.open("ckpt") as tables, tables.pin() as version:
+            ...     version["item"].lookup_pooled([7, 8, 8], [0, 2, 2, 3], "mean").tolist()
+            [[2.0, 3.0], [0.0, 0.0], [3.0, 4.0]]
+        """
+        check_choice("pooling", pooling, Pooling)
+        if per_sample_weights is not None and pooling != "sum":
+            raise ConfigError(f'per_sample_weights with pooling={pooling!r}: as in torch, use pooling="sum"')
+        flat, bounds = _flat("ids", ids), _flat("offsets", offsets)
+        check_offsets(bounds, len(flat), 1)
+        weights = None
+        if per_sample_weights is not None:
+            check_float32("per_sample_weights", per_sample_weights, (len(flat),))
+            weights = per_sample_weights.detach().cpu().contiguous().numpy()
+        return self.bags_of(flat, bounds, pooling, weights)
+
+    def bags_of(self, ids: I64, offsets: I64, pooling: Pooling, weights: NDArray[np.float32] | None) -> Tensor:
+        """As `lookup_pooled`, of arrays that were checked."""
+        out = torch.empty(len(offsets) - 1, self.dim)
+        self._ready().lookup_pooled(ids, offsets, pooling, weights, out.numpy())
+        return out
+
+    def _ready(self) -> _native.ServedTable:
+        if not self._version.is_held:
+            raise StateError(
+                f"table {self.name!r} is of version {self._version.name}, which was let go: pin a version anew"
+            )
+        return self._native
+
+    def __repr__(self) -> str:
+        of = f" of module {self.module!r}" if self.module else ""
+        return f"Table({self.name!r}{of}, dim={self.dim}, rows={self.rows})"
+
+
+class Version(ClosedByWith):
+    """One checkpoint, with all its tables, as `Tables.pin` gives it. Nothing that is published meanwhile changes it.
+
+    `name` is the checkpoint's, and `published` says when that was published, in seconds since 1970. At the end of a `with`
+    statement, or by `close()`, it is let go: what no one has pinned is freed once a newer version is served. Inside the statement
+    every module that `serving.replace` made of the same tables reads this version.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> report = Saver(0).save(item, "ckpt")
+        >>> with serving.open("ckpt") as tables, tables.pin() as version:
+        ...     version.tables, version["item"].rows, version.name == report.checkpoint
+        ((Table('item', dim=2, rows=1),), 1, True)
+        >>> version.close()  # harmless twice
+    """
+
+    def __init__(self, of: object, native: _native.ServedVersion) -> None:
+        self.of = of
+        self._native: _native.ServedVersion | None = native
+        self.name = native.name
+        self._named: dict[str, Table] = {}
+        self._by_pair: dict[tuple[str, str], Table] | None = None
+
+    @property
+    def published(self) -> float:
+        """When the checkpoint was published, in seconds since 1970."""
+        return self._held().published
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was not let go yet."""
+        return self._native is not None
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """Every table, in the order of the checkpoint."""
+        return tuple(self.by_pair().values())
+
+    def by_pair(self) -> dict[tuple[str, str], Table]:
+        """Every table by the path of its module and its name."""
+        native = self._held()
+        if self._by_pair is None:
+            self._by_pair = {(table.module, table.name): Table(self, table) for table in native.tables()}
+        return self._by_pair
+
+    def __getitem__(self, name: str) -> Table:
+        """A table by its name, or by "module/name". `MismatchError`, which lists the tables, where there is none or several."""
+        found = self._named.get(name)
+        if found is None:
+            if not isinstance(name, str):
+                raise InputError(f"a table is named by text, not by {name!r}: give its name")
+            found = self._named[name] = Table(self, self._held().table(name))
+        return found
+
+    def close(self) -> None:
+        """Let the version go; harmless twice. Its tables refuse use from then on."""
+        self._native = None
+        self._named.clear()
+        self._by_pair = None
+
+    def _held(self) -> _native.ServedVersion:
+        if self._native is None:
+            raise StateError(f"version {self.name} was let go: pin one anew by Tables.pin()")
+        return self._native
+
+    def __enter__(self) -> Self:
+        self._held()
+        _PINNED.set((*_PINNED.get(), self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _PINNED.set(tuple(version for version in _PINNED.get() if version is not self))
+        super().__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return f"Version({self.name!r}{'' if self.is_held else ', let go'})"
+
+
+def current_version(tables: object) -> Version | None:
+    """The version of these tables whose `with` statement the caller is in, if there is one."""
+    return next((version for version in reversed(_PINNED.get()) if version.of is tables), None)
+
+
+def _flat(field: str, ids: Ids) -> I64:
+    """Integers [N] of 64 bits as an array. `InputError`, which names `field`, for anything else."""
+    given = ids if isinstance(ids, Tensor) else _array(field, ids)
+    if given.ndim != 1:
+        raise InputError(f"{field} has shape {list(given.shape)}: give one dimension, as by .reshape(-1)")
+    if isinstance(given, Tensor):
+        return ids_array(given, field, _CPU)
+    if given.dtype.kind not in "iu" and len(given):
+        raise InputError(
+            f"{field} has dtype {given.dtype}: give integers, as an int64 tensor or array or a list of int"
+        )
+    # An id is any 64 bits, so that those of a uint64 array are kept.
+    return np.ascontiguousarray(given).astype(np.int64, casting="unsafe", copy=False)
+
+
+def _array(field: str, value: object) -> NDArray[np.generic]:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as cause:
+        raise InputError(f"{field} is no array of numbers: {cause}") from cause

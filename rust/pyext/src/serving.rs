@@ -1,0 +1,316 @@
+//! Serving: read-only tables of checkpoints. Shapes: N ids, B bags, D a table's width.
+//!
+//! A lookup holds no lock and no GIL. What follows a directory is a thread of the core's, which knows no Python.
+
+use std::process;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use embcache::serve::{
+    Follower, IndexMade, MissingRead, Polled, Pooling, ServeOptions, ServedTable, Serving, ServingStats, Version,
+};
+use embcache::{Error, Kind};
+use numpy::{PyReadonlyArray1, PyReadwriteArray1, PyReadwriteArray2};
+use pyo3::prelude::*;
+
+use crate::buffers::{slice, slice_mut, slice2_mut};
+use crate::checkpoint::lock;
+use crate::directory::PyDirectory;
+use crate::error::to_python;
+use crate::logging::{follow_levels, follow_levels_sometimes};
+
+/// What ids without a row read, by its name. "value" reads `value` in every column.
+fn missing_from(name: &str, value: f32) -> PyResult<MissingRead> {
+    match name {
+        "zeros" => Ok(MissingRead::Zeros),
+        "initial" => Ok(MissingRead::Initial),
+        "shared" => Ok(MissingRead::SharedRow),
+        "value" => Ok(MissingRead::Value(value)),
+        _ => Err(to_python(Error::new(
+            Kind::Config,
+            format!("missing={name:?} is not known: use \"zeros\", \"initial\", \"shared\" or a number"),
+        ))),
+    }
+}
+
+fn pooling_from(name: &str) -> PyResult<Pooling> {
+    match name {
+        "sum" => Ok(Pooling::Sum),
+        "mean" => Ok(Pooling::Mean),
+        _ => {
+            Err(to_python(Error::new(Kind::Config, format!("pooling={name:?} is not known: use \"sum\" or \"mean\""))))
+        }
+    }
+}
+
+/// A number of seconds as a duration. `what` names it in the error.
+fn seconds(what: &str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds).map_err(|_| {
+        to_python(Error::new(Kind::Config, format!("{what}={seconds} is no duration: give seconds from 0 to 2^64")))
+    })
+}
+
+/// A thread that follows a directory, and the process that has it. A forked child has the handle, and not the thread.
+struct Following {
+    process: u32,
+    follower: Option<Follower>,
+}
+
+impl Drop for Following {
+    /// End the thread, and wait for it where it is one of this process.
+    fn drop(&mut self) {
+        if self.process != process::id() {
+            std::mem::forget(self.follower.take());
+        }
+    }
+}
+
+/// A directory of checkpoints that is served.
+#[pyclass(frozen, name = "Serving", module = "torchrec_embcache._native")]
+pub(crate) struct PyServing {
+    inner: Arc<Serving>,
+    following: Mutex<Option<Following>>,
+}
+
+#[pymethods]
+impl PyServing {
+    #[new]
+    #[pyo3(signature = (directory, *, at=None, host_bytes=None, max_staleness_seconds=None, raise_when_stale=false, missing=None, missing_value=0.0))]
+    #[expect(clippy::too_many_arguments, reason = "they are the settings of a user's call")]
+    fn new(
+        py: Python<'_>,
+        directory: &PyDirectory,
+        at: Option<String>,
+        host_bytes: Option<u64>,
+        max_staleness_seconds: Option<f64>,
+        raise_when_stale: bool,
+        missing: Option<&str>,
+        missing_value: f32,
+    ) -> PyResult<Self> {
+        let max_staleness = max_staleness_seconds.map(|given| seconds("max_staleness_seconds", given)).transpose()?;
+        let missing = missing.map(|name| missing_from(name, missing_value)).transpose()?;
+        let options = ServeOptions { at, host_bytes, max_staleness, raise_when_stale, missing };
+        follow_levels(py)?;
+        let root = directory.inner.clone();
+        let inner = py.detach(|| Serving::open(root, options)).map_err(to_python)?;
+        Ok(Self { inner, following: Mutex::new(None) })
+    }
+
+    fn pin(&self, py: Python<'_>) -> PyResult<PyServedVersion> {
+        follow_levels_sometimes(py)?;
+        self.inner.pin().map(|inner| PyServedVersion { inner }).map_err(to_python)
+    }
+
+    /// The name of the version that is served from now on, where it is a newer one.
+    fn poll(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        follow_levels(py)?;
+        match py.detach(|| self.inner.poll()).map_err(to_python)? {
+            Polled::Newer(name) => Ok(Some(name.to_string())),
+            Polled::Same => Ok(None),
+        }
+    }
+
+    fn rollback(&self, py: Python<'_>) -> PyResult<String> {
+        py.detach(|| self.inner.rollback()).map(|name| name.to_string()).map_err(to_python)
+    }
+
+    /// Start the thread that polls, in place of one that was started before.
+    fn follow(&self, py: Python<'_>, every_seconds: f64) -> PyResult<()> {
+        let every = seconds("poll_seconds", every_seconds)?;
+        py.detach(|| {
+            let follower = self.inner.follow(every)?;
+            let following = Following { process: process::id(), follower: Some(follower) };
+            drop(lock(&self.following).replace(following));
+            Ok(())
+        })
+        .map_err(to_python)
+    }
+
+    /// End the thread that polls; harmless twice.
+    fn stop(&self, py: Python<'_>) {
+        py.detach(|| drop(lock(&self.following).take()));
+    }
+
+    fn stats(&self, py: Python<'_>) -> PyServingStats {
+        py.detach(|| self.inner.stats()).into()
+    }
+}
+
+/// One checkpoint that is served. It stays whole for as long as this lives.
+#[pyclass(frozen, name = "ServedVersion", module = "torchrec_embcache._native")]
+pub(crate) struct PyServedVersion {
+    inner: Arc<Version>,
+}
+
+#[pymethods]
+impl PyServedVersion {
+    #[getter]
+    fn name(&self) -> String {
+        self.inner.name().to_string()
+    }
+
+    /// When it was published, in seconds since 1970.
+    #[getter]
+    fn published(&self) -> f64 {
+        self.inner.published().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+    }
+
+    fn tables(&self) -> Vec<PyServedTable> {
+        self.inner.tables().iter().map(|table| PyServedTable { inner: Arc::clone(table) }).collect()
+    }
+
+    /// The table of this name, or of "module/name". The error is `Mismatch` and lists the tables that there are.
+    fn table(&self, name: &str) -> PyResult<PyServedTable> {
+        self.inner.table(name).map(|table| PyServedTable { inner: Arc::clone(table) }).map_err(to_python)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("ServedVersion({})", self.inner.name())
+    }
+}
+
+/// A table of a version.
+#[pyclass(frozen, name = "ServedTable", module = "torchrec_embcache._native")]
+pub(crate) struct PyServedTable {
+    inner: Arc<ServedTable>,
+}
+
+#[pymethods]
+impl PyServedTable {
+    #[getter]
+    fn module(&self) -> &str {
+        self.inner.module()
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    #[getter]
+    fn dim(&self) -> usize {
+        self.inner.dim()
+    }
+
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.inner.rows()
+    }
+
+    /// Fill `out` [N, D] and `found` [N]. Returns how many ids have no row.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
+    fn lookup(
+        &self,
+        py: Python<'_>,
+        ids: PyReadonlyArray1<'_, i64>,
+        mut out: PyReadwriteArray2<'_, f32>,
+        mut found: PyReadwriteArray1<'_, bool>,
+    ) -> PyResult<usize> {
+        let (ids, out, found) = (slice("ids", &ids)?, slice2_mut("out", &mut out)?, slice_mut("found", &mut found)?);
+        py.detach(|| self.inner.lookup(ids, out, found)).map_err(to_python)
+    }
+
+    /// Fill `out` [B, D] with the bags that `offsets` [B + 1] divide `ids` [N] into. Returns how many ids have no row.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
+    #[pyo3(signature = (ids, offsets, pooling, weights, out))]
+    fn lookup_pooled(
+        &self,
+        py: Python<'_>,
+        ids: PyReadonlyArray1<'_, i64>,
+        offsets: PyReadonlyArray1<'_, i64>,
+        pooling: &str,
+        weights: Option<PyReadonlyArray1<'_, f32>>,
+        mut out: PyReadwriteArray2<'_, f32>,
+    ) -> PyResult<usize> {
+        let pooling = pooling_from(pooling)?;
+        let (ids, offsets) = (slice("ids", &ids)?, slice("offsets", &offsets)?);
+        let weights = weights.as_ref().map(|weights| slice("per_sample_weights", weights)).transpose()?;
+        let out = slice2_mut("out", &mut out)?;
+        py.detach(|| self.inner.lookup_pooled(ids, offsets, pooling, weights, out)).map_err(to_python)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("ServedTable({:?} of module {:?}, dim={})", self.inner.name(), self.inner.module(), self.inner.dim())
+    }
+}
+
+/// Counters of a directory that is served.
+#[pyclass(frozen, get_all, name = "ServingStats", module = "torchrec_embcache._native")]
+pub(crate) struct PyServingStats {
+    version: String,
+    seq: u64,
+    staleness_seconds: f64,
+    polls: u64,
+    swaps: u64,
+    failed_polls: u64,
+    last_error: Option<String>,
+    versions: u64,
+    lookups: u64,
+    ids: u64,
+    missing: u64,
+    far_rows: u64,
+    rows: u64,
+    overlay_ids: u64,
+    shared_index_bytes: u64,
+    private_bytes: u64,
+}
+
+#[pymethods]
+impl PyServingStats {
+    fn __repr__(&self) -> String {
+        format!("ServingStats(version={:?}, lookups={}, polls={})", self.version, self.lookups, self.polls)
+    }
+}
+
+impl From<ServingStats> for PyServingStats {
+    fn from(core: ServingStats) -> Self {
+        Self {
+            version: core.version.to_string(),
+            seq: core.version.seq,
+            staleness_seconds: core.staleness_seconds,
+            polls: core.polls,
+            swaps: core.swaps,
+            failed_polls: core.failed_polls,
+            last_error: core.last_error,
+            versions: core.versions,
+            lookups: core.lookups,
+            ids: core.ids,
+            missing: core.missing,
+            far_rows: core.far_rows,
+            rows: core.rows,
+            overlay_ids: core.overlay_ids,
+            shared_index_bytes: core.shared_index_bytes,
+            private_bytes: core.private_bytes,
+        }
+    }
+}
+
+/// What making an index did.
+#[pyclass(frozen, get_all, name = "IndexMade", module = "torchrec_embcache._native")]
+pub(crate) struct PyIndexMade {
+    checkpoint: String,
+    rows: u64,
+    bytes: u64,
+    was_there: bool,
+}
+
+#[pymethods]
+impl PyIndexMade {
+    fn __repr__(&self) -> String {
+        format!("IndexMade of {}, {} rows, {} bytes", self.checkpoint, self.rows, self.bytes)
+    }
+}
+
+impl From<IndexMade> for PyIndexMade {
+    fn from(made: IndexMade) -> Self {
+        Self { checkpoint: made.checkpoint.to_string(), rows: made.rows, bytes: made.bytes, was_there: made.was_there }
+    }
+}
+
+/// Make the index of a checkpoint beside it, where it is not there yet.
+#[pyfunction]
+#[pyo3(signature = (directory, at=None))]
+pub(crate) fn make_serving_index(py: Python<'_>, directory: &PyDirectory, at: Option<&str>) -> PyResult<PyIndexMade> {
+    follow_levels(py)?;
+    py.detach(|| embcache::serve::make_index(&directory.inner, at)).map(Into::into).map_err(to_python)
+}

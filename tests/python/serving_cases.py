@@ -1,0 +1,62 @@
+"""What the tests of serving share: a small table that is saved, and how it is asked."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lives import embedding
+from torchrec_embcache import EmbCacheEmbedding, Saver, serving
+from torchrec_embcache.cli import main
+
+LATEST = "LATEST"
+Rows = dict[int, list[float]]
+
+
+def contents(table: EmbCacheEmbedding) -> Rows:
+    return {
+        row_id: chunk.weights[place].tolist()
+        for chunk in table.export()
+        for place, row_id in enumerate(chunk.ids.tolist())
+    }
+
+
+def served(version: serving.Version, ids: list[int]) -> Rows:
+    rows = version["item"].lookup(ids)
+    return {row_id: rows[place].tolist() for place, row_id in enumerate(ids) if bool(rows.found[place])}
+
+
+def two_saves(ckpt: Path) -> tuple[EmbCacheEmbedding, Saver, str]:
+    """A table of the rows 1 to 9, whose weights are their ids, that was saved."""
+    table, saver = embedding(), Saver(0)
+    table.import_rows(list(range(1, 10)), [[float(row_id)] * 4 for row_id in range(1, 10)])
+    return table, saver, saver.save(table, ckpt, keep=5).checkpoint
+
+
+def publish(table: EmbCacheEmbedding, saver: Saver, ckpt: Path, value: float, *, full: bool = False) -> str:
+    """Save the row 1 with another value."""
+    table.import_rows([1], [[value] * 4])
+    return saver.save(table, ckpt, incremental=not full, keep=5).checkpoint
+
+
+def value_of(version: serving.Version, row_id: int = 1) -> float:
+    return float(version["item"].lookup([row_id])[0, 0])
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Ask until it holds."""
+    for _ in range(10_000_000):
+        if holds():
+            return
+    raise AssertionError("it never comes true")
+
+
+def threads() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    """What a command says."""
+    assert main([str(argument) for argument in arguments]) == status
+    said = capsys.readouterr()
+    return said.out + said.err
