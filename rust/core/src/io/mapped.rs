@@ -57,6 +57,9 @@ pub enum Access {
     Whole,
 }
 
+/// The system takes only so much of one advice as it reads ahead at a time, which is this where nobody has changed it.
+const ASKED_BYTES: usize = 128 << 10;
+
 /// Bytes of a huge page, and its alignment.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
@@ -138,9 +141,11 @@ impl FileMapping {
 
     /// Start to read a range of bytes from the disk, as far as it is not in memory, and do not wait.
     pub fn ask_for(&self, range: &Range<usize>) {
-        if let Some((start, bytes)) = self.pages(range) {
-            // SAFETY: the range is whole pages of this mapping. The advice changes no contents; where the system refuses it, pages are read later.
-            unsafe { libc::madvise(start.cast(), bytes, libc::MADV_WILLNEED) };
+        let Some((start, bytes)) = self.pages(range) else { return };
+        for at in (0..bytes).step_by(ASKED_BYTES) {
+            let (piece, len) = (start.wrapping_add(at), ASKED_BYTES.min(bytes - at));
+            // SAFETY: the piece is whole pages of this mapping. The advice changes no contents; where the system refuses it, pages are read later.
+            unsafe { libc::madvise(piece.cast(), len, libc::MADV_WILLNEED) };
         }
     }
 

@@ -219,6 +219,23 @@ impl Files {
         Ok(())
     }
 
+    /// Read the weights of the newest checkpoint's files into memory, so that no lookup waits for them.
+    ///
+    /// Errors: `Corruption`, `Storage` where they cannot be read.
+    pub(super) fn bring_newest_in(&self, generation: usize) -> Result<()> {
+        let newest = &self.all[self.first_of(self.links.len() - 1)..];
+        let weights = |file: &RowFile| file.weights..file.weights + file.rows * self.row_bytes;
+        for file in newest {
+            file.mapping.ask_for(&weights(file));
+        }
+        for file in newest {
+            let range = weights(file);
+            file.mapping.bring_in(&range)?;
+            file.pages.see(range.start, range.len(), generation);
+        }
+        Ok(())
+    }
+
     /// The first `links` checkpoints alone.
     pub(super) fn truncated(&self, links: usize) -> Self {
         let mut kept = self.clone();

@@ -229,6 +229,8 @@ pub(super) fn extended(opening: &Opening, before: &Version, links: &[OpenedLink<
         for opened in links {
             let reader = &opened.readers[number];
             files.push(opened.link.directory().engine(), link_of(opened.link), reader)?;
+            // What changed lately is what requests want.
+            files.bring_newest_in(table.near.generation())?;
             let last = overlay.as_ref().unwrap_or(&table.overlay);
             overlay = Some(last.with(&files, reader, opened.sweeps(number))?);
         }
