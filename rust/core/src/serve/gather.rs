@@ -9,7 +9,7 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 /// Ids whose places are looked up together.
 const IDS_AT_ONCE: usize = 4096;
 /// Rows that are asked for together, before those of the block before are copied.
-const BLOCK: usize = 64;
+const BLOCK: usize = 32;
 /// Bytes that a processor loads at a time.
 const LINE_BYTES: usize = 64;
 
