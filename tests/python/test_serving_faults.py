@@ -16,7 +16,6 @@ from torchrec_embcache.exceptions import (
     ConfigError,
     CorruptionError,
     EmbCacheError,
-    HostMemoryError,
     MismatchError,
     PathError,
     StateError,
@@ -38,7 +37,7 @@ def test_a_linked_checkpoint_is_refused_with_the_command_that_helps(
     with embedding(tiers=ssd_tiers(tmp_path / "ssd")) as table:
         table.import_rows([1, 2], [[1.0] * 4, [2.0] * 4])
         assert Saver(0).save(table, ckpt, linked=True).kind == "snapshot"
-    with pytest.raises(EmbCacheError, match="embcache compact") as refused:
+    with pytest.raises(MismatchError, match="embcache compact") as refused:
         serving.open(ckpt)
     wanted = str(refused.value).split("embcache compact ")[1].split()[0].strip("`;:,.")
     assert Path(wanted) == ckpt
@@ -100,7 +99,7 @@ with serving.open({str(ckpt)!r}) as tables:
 
 
 def test_memory_of_its_own_is_bounded(ckpt: Path) -> None:
-    table, saver, first = two_saves(ckpt)
+    table, saver, _ = two_saves(ckpt)
     with serving.open(ckpt, host_bytes="64KiB") as tables:
         ids = list(range(10_000, 30_000))
         table.import_rows(ids, torch.ones(len(ids), 4))
@@ -112,8 +111,6 @@ def test_memory_of_its_own_is_bounded(ckpt: Path) -> None:
     for wrong in ("a lot", -1, True):
         with pytest.raises(ConfigError, match="host_bytes"):
             serving.open(ckpt, host_bytes=wrong)
-    assert first
-    assert issubclass(HostMemoryError, EmbCacheError)
 
 
 def test_a_damaged_delta_leaves_the_old_version_serving(ckpt: Path) -> None:

@@ -185,9 +185,9 @@ def open(  # noqa: A001  # the specification's name: serving.open
     Raises:
         PathError: there is no such directory, no checkpoint in it, or not the one that `at` names.
         StoragePermissionError: it may not be read.
-        UnsupportedError: the checkpoint is a linked one. The message has the command that makes one that can be served.
+        MismatchError: the checkpoint is a linked one. The message has the command that makes one that can be served.
         CorruptionError: the checkpoint is damaged.
-        HostMemoryError: what is needed passes `host_bytes`.
+        CapacityError: what is needed passes `host_bytes`.
         ConfigError: a setting is out of range or contradicts another.
 
     Examples:
