@@ -76,6 +76,7 @@ class Scale:
     warm_steps: int  # of each split
     steps: int
     rounds: int
+    splits: int  # of the twelve, how many are measured
 
     @property
     def rows(self) -> list[int]:
@@ -231,7 +232,7 @@ def measure(scale: Scale, folder: Path, note: Any) -> list[dict[str, Any]]:
     advice = advise(traffic, ram=ram, ssd="4GiB", batches_in_flight=4)
     note(f"the tables were measured\n{advice}")
     advised = [table.host_bytes for table in advice.tables.values()]
-    named = splits(traffic, ram)
+    named = dict(list(splits(traffic, ram).items())[: scale.splits])
     pairs: dict[str, list[Pair]] = {name: [] for name in named}
     source = iter(batches)
     for _ in range(scale.rounds):
@@ -267,7 +268,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--smoke", action="store_true")
     smoke = parser.parse_args().smoke
-    scale = Scale(0.02, 256, 20, 2, 2, 1) if smoke else Scale(1.0, 2048, 60, 30, 20, 3)
+    scale = Scale(0.02, 256, 20, 2, 2, 1, 2) if smoke else Scale(1.0, 2048, 60, 30, 20, 3, SPLITS)
     with one_rank() as (folder, note):
         rows = measure(scale, folder, note)
     for measured_row in rows:
