@@ -1,17 +1,18 @@
 //! Makes the index of a table from the files of its chain.
 
+use std::collections::HashSet;
+
 use super::files::{Files, LinkOfFiles, Place};
 use super::index::RowIndex;
 use crate::cache::RowColumns;
 use crate::checkpoint::{Checkpoint, CheckpointKind, TableReader};
 use crate::error::{Error, Result};
+use crate::index::IdHash;
 use crate::io::IoEngine;
 use crate::lifecycle::Sweep;
+use crate::memory;
 use crate::rows::Precision;
 use crate::types::Id;
-use std::collections::HashSet;
-
-use crate::index::IdHash;
 
 /// Check the files of a table in one checkpoint, and get ready to read all of its rows.
 pub(super) fn reader_of(link: &Checkpoint, module: &str, table: &str) -> Result<TableReader> {
@@ -52,18 +53,20 @@ pub(super) fn build_index(
     let mut building = Building { files, index: RowIndex::with_room_for(rows)?, left: HashSet::default(), rows };
     for (number, (reader, _)) in links.iter().enumerate().rev() {
         let newer: Vec<&Sweep> = links[number + 1..].iter().flat_map(|(_, sweeps)| sweeps.iter()).collect();
-        let mut file = files.first_of(number);
+        let (mut file, mut dead) = (files.first_of(number), Vec::new());
         reader.read_columns(&mut |rows| {
-            if !building.add(file, rows, &newer) {
+            if !building.add(file, rows, &newer, &mut dead) {
                 return Err(wrong(building.rows + 1));
             }
             file += 1;
+            // A row that died replaced the one of an older checkpoint, which must not come back.
+            if number > 0 {
+                building.leave(&dead)?;
+            }
+            dead.clear();
             Ok(())
         })?;
-        reader.read_tombstones(&mut |ids| {
-            building.left.extend(ids);
-            Ok(())
-        })?;
+        reader.read_tombstones(&mut |ids| building.leave(ids))?;
     }
     let index = building.index;
     if index.len() == rows { Ok(index) } else { Err(wrong(index.len())) }
@@ -82,24 +85,34 @@ struct Building<'a> {
 const AHEAD: usize = 24;
 
 impl Building<'_> {
-    /// Add the rows of a file that no newer checkpoint has or took. `false` where there are more than there are to be.
-    fn add(&mut self, file: usize, rows: &RowColumns<'_>, newer: &[&Sweep]) -> bool {
+    /// Add the rows of a file that no newer checkpoint has or took, and the ids of those that a newer sweep took to `dead`. `false` where there
+    /// are more rows than there are to be.
+    fn add(&mut self, file: usize, rows: &RowColumns<'_>, newer: &[&Sweep], dead: &mut Vec<Id>) -> bool {
         let dim = rows.parts[0].len() / rows.len().max(1);
         for (row, &id) in rows.ids.iter().enumerate() {
             if let Some(&later) = rows.ids.get(row + AHEAD) {
                 self.index.prefetch(later);
             }
             let weights = &rows.parts[0][row * dim..][..dim];
-            let left = !self.left.is_empty() && self.left.contains(&id);
-            if left || newer.iter().any(|sweep| sweep.kills(&rows.header(row), weights)) {
+            if !self.left.is_empty() && self.left.contains(&id) {
                 continue;
             }
-            if self.index.len() < self.rows {
+            if newer.iter().any(|sweep| sweep.kills(&rows.header(row), weights)) {
+                dead.push(id);
+            } else if self.index.len() < self.rows {
                 self.index.insert_new(id, self.files.place(file, row));
             } else if self.index.get(id) == Place::NONE {
                 return false;
             }
         }
         true
+    }
+
+    /// These ids have no row, whatever older checkpoints have.
+    fn leave(&mut self, ids: &[Id]) -> Result<()> {
+        let refused = |_| memory::refused("keep the ids that left", 2 * size_of_val(ids));
+        self.left.try_reserve(ids.len()).map_err(refused)?;
+        self.left.extend(ids);
+        Ok(())
     }
 }

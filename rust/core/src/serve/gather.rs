@@ -14,7 +14,7 @@ const BLOCK: usize = 32;
 const LINE_BYTES: usize = 64;
 
 /// The row of an id whose pages were not seen in memory lately.
-struct Far {
+pub(super) struct Far {
     position: usize,
     place: Place,
 }
@@ -30,8 +30,8 @@ pub(super) struct Gather<'a> {
     generation: usize,
     /// Whether rows are held against rules of eviction.
     rules: bool,
-    /// Rows that had to be asked for.
-    pub(super) far: usize,
+    /// Whether these look at weights.
+    needs_weights: bool,
 }
 
 impl<'a> Gather<'a> {
@@ -41,12 +41,13 @@ impl<'a> Gather<'a> {
         dim: usize,
         generation: usize,
     ) -> Self {
-        Self { files, index, overlay, dim, generation, rules: overlay.has_rules(), far: 0 }
+        let (rules, needs_weights) = (overlay.has_rules(), overlay.needs_weights());
+        Self { files, index, overlay, dim, generation, rules, needs_weights }
     }
 
-    /// Hand the bytes of the row of each id to `put`, with the position of the id; `None` where the id has no row. Rows that may have to be read
-    /// from the disk come last, and are read together.
-    pub(super) fn run(&mut self, ids: &[Id], mut put: impl FnMut(usize, Option<&[u8]>)) -> Result<()> {
+    /// Hand the bytes of the row of each id to `put`, with the position of the id; `None` where the id has no row. Returns the rows whose pages
+    /// are not surely in memory, which were not handed over.
+    pub(super) fn near_rows(&self, ids: &[Id], mut put: impl FnMut(usize, Option<&[u8]>)) -> Vec<Far> {
         let mut far: Vec<Far> = Vec::new();
         let mut slots = vec![NO_SLOT; ids.len().min(IDS_AT_ONCE)];
         for (number, ids) in ids.chunks(IDS_AT_ONCE).enumerate() {
@@ -57,7 +58,7 @@ impl<'a> Gather<'a> {
             }
             self.gather(number * IDS_AT_ONCE, slots, &mut far, &mut put);
         }
-        if far.is_empty() { Ok(()) } else { self.gather_far(&far, put) }
+        far
     }
 
     /// Hand over the rows of places that are near, of positions from `first` on, and add the others to `far`.
@@ -115,16 +116,18 @@ impl<'a> Gather<'a> {
         let (file, number, row) = self.files.find(place)?;
         let bytes = file.weights(row, self.files.row_bytes());
         let is_dead = || {
-            let mut weights = vec![0.0; self.dim];
-            self.files.precision().load(bytes, &mut weights);
+            let mut weights = vec![0.0; if self.needs_weights { self.dim } else { 0 }];
+            if self.needs_weights {
+                self.files.precision().load(bytes, &mut weights);
+            }
             self.overlay.is_dead(self.files.link_of(number), &file.header(row), &weights)
         };
         (!self.rules || !is_dead()).then_some(bytes)
     }
 
+    /// Hand over the rows that [`Gather::near_rows`] left. They are read together, as far as they are not in memory.
     #[cold]
-    fn gather_far(&mut self, far: &[Far], mut put: impl FnMut(usize, Option<&[u8]>)) -> Result<()> {
-        self.far += far.len();
+    pub(super) fn far_rows(&self, far: &[Far], mut put: impl FnMut(usize, Option<&[u8]>)) -> Result<()> {
         let bytes = self.files.row_bytes();
         let placed = || far.iter().filter_map(|each| self.files.find(each.place));
         for (file, _, row) in placed() {

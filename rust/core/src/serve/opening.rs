@@ -72,13 +72,19 @@ fn name_of(root: &Directory, at: Option<&str>) -> Result<CheckpointName> {
     let Some(at) = at else { return Ok(Latest::read(root)?.name) };
     let mut there = root.named::<CheckpointName>()?;
     there.sort_unstable();
-    let is_it = |name: &&CheckpointName| name.to_string() == at || at.parse() == Ok(name.seq);
-    let mut complete = there.iter().filter(|name| root.below(name).has(MANIFEST_FILE).unwrap_or(false));
-    complete.by_ref().find(is_it).copied().ok_or_else(|| {
-        let all: Vec<String> = there.iter().map(ToString::to_string).collect();
-        let what = format!("{} has no checkpoint {at:?}; it has [{}]", root.path().display(), all.join(", "));
-        Error::new(Kind::Path, what).at(root.path())
-    })
+    for name in &there {
+        let is_it = name.to_string() == at || at.parse() == Ok(name.seq);
+        if is_it && root.below(name).has(MANIFEST_FILE)? {
+            return Ok(*name);
+        }
+    }
+    let all: Vec<String> = there.iter().map(ToString::to_string).collect();
+    let what = format!(
+        "{} has no checkpoint {at:?}; it has [{}]: give one of these names, or its number",
+        root.path().display(),
+        all.join(", ")
+    );
+    Err(Error::new(Kind::Path, what).at(root.path()))
 }
 
 pub(super) fn first_version(
@@ -125,7 +131,7 @@ pub(super) fn open_links(
     opening: &Opening,
 ) -> Result<Version> {
     let files = files_of(opened)?;
-    if let Some(indexed) = find_indexes(opened, &files)? {
+    if let Some(indexed) = find_indexes(opened, &files) {
         let version = open_version(opening, opened, files.clone(), &indexed)?;
         if !version.tables.iter().any(|table| is_large(table)) {
             return Ok(version);
@@ -145,14 +151,13 @@ pub(super) fn make_or_take(
     let Some(directory) = writable.map(|root| root.below(&newest.manifest().name)) else {
         return Ok((build_indexes(opened, files)?, false));
     };
-    let _alone = match wait_for_lock(&directory, || take(&directory, opened, files))? {
+    let _alone = match wait_for_lock(&directory, || take(&directory, opened, files)) {
         Waited::Taken(indexed) => return Ok((indexed, true)),
         Waited::Locked(held) => held,
     };
     let indexed = build_indexes(opened, files)?;
     let written = write_indexes(&directory, newest.manifest(), files, &indexed);
-    let taken = written.and_then(|_| take(&directory, opened, files));
-    match taken {
+    match written.map(|_| take(&directory, opened, files)) {
         Ok(Some(shared)) => Ok((shared, false)),
         // It serves as well from this process's own memory.
         other => {
@@ -163,12 +168,9 @@ pub(super) fn make_or_take(
     }
 }
 
-fn take(directory: &Directory, opened: &[OpenedLink<'_>], files: &[Files]) -> Result<Option<Indexed>> {
-    match read_index(directory) {
-        Ok(found) => Ok(found.and_then(|found| indexes_of_file(found, opened, files))),
-        Err(error) if error.kind() == Kind::Corruption => Ok(None),
-        Err(error) => Err(error),
-    }
+/// The indexes of the file in a directory, where it is whole and fits all of the chain.
+fn take(directory: &Directory, opened: &[OpenedLink<'_>], files: &[Files]) -> Option<Indexed> {
+    indexes_of_file(read_index(directory).ok()??, opened, files)
 }
 
 enum Waited {
@@ -177,23 +179,23 @@ enum Waited {
 }
 
 /// Take what another process made, or hold the directory to make it.
-fn wait_for_lock(directory: &Directory, mut take: impl FnMut() -> Result<Option<Indexed>>) -> Result<Waited> {
+fn wait_for_lock(directory: &Directory, take: impl Fn() -> Option<Indexed>) -> Waited {
     let began = Instant::now();
     loop {
-        if let Some(indexed) = take()? {
-            return Ok(Waited::Taken(indexed));
+        if let Some(indexed) = take() {
+            return Waited::Taken(indexed);
         }
         match directory.lock() {
             Ok(held) => {
                 // Whoever held it before may have made the file meanwhile.
-                return Ok(take()?.map_or(Waited::Locked(Some(held)), Waited::Taken));
+                return take().map_or(Waited::Locked(Some(held)), Waited::Taken);
             }
             Err(error) if error.kind() == Kind::InUse => {
                 tracing::debug!(waited = ?began.elapsed(), "another process makes the index");
                 std::thread::sleep(LOOK_AGAIN);
             }
             // Without a lock several processes may make the file, which is right though not quick.
-            Err(_) => return Ok(Waited::Locked(None)),
+            Err(_) => return Waited::Locked(None),
         }
     }
 }

@@ -76,7 +76,12 @@ impl Overlay {
         }
     }
 
-    /// Whether a rule of eviction took a row of a checkpoint since.
+    /// Whether a rule looks at the weights of rows.
+    pub(super) fn needs_weights(&self) -> bool {
+        self.sweeps.iter().any(|each| each.sweep.needs_weights())
+    }
+
+    /// Whether a rule of eviction took a row of a checkpoint since. `weights` may be empty where no rule needs them.
     pub(super) fn is_dead(&self, link: usize, header: &RowHeader, weights: &[f32]) -> bool {
         self.sweeps.iter().any(|each| link < each.link && each.sweep.kills(header, weights))
     }

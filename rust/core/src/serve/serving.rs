@@ -144,29 +144,31 @@ impl Serving {
             );
             return Err(Error::new(Kind::Mismatch, what).at(self.root.path()));
         }
-        let mut next = Arc::new(self.next(&before, latest)?);
-        let is_too_large = check_memory(&next, self.options.host_bytes).is_err();
-        if !is_too_large && !self.replace(&before, &next) {
-            return Ok(Polled::Same);
+        let next = Arc::new(self.next(&before, latest)?);
+        let fits = check_memory(&next, self.options.host_bytes).is_ok();
+        if !fits {
+            let merged = Arc::new(self.with_new_index(&next)?);
+            check_memory(&merged, self.options.host_bytes)?;
+            return Ok(self.replace(&before, &merged));
         }
-        if is_too_large || next.tables.iter().any(|table| is_large(table)) {
-            let with_index = Arc::new(self.with_new_index(&next)?);
-            check_memory(&with_index, self.options.host_bytes)?;
-            let expected = if is_too_large { &before } else { &next };
-            if !self.replace(expected, &with_index) {
-                return Ok(Polled::Same);
+        let polled = self.replace(&before, &next);
+        if polled != Polled::Same && next.tables.iter().any(|table| is_large(table)) {
+            // Without the index it is served as well, with more memory.
+            match self.with_new_index(&next) {
+                Ok(merged) => {
+                    self.replace(&next, &Arc::new(merged));
+                }
+                Err(error) => tracing::warn!("the changes since the index of {} are not merged: {error}", next.name),
             }
-            next = with_index;
         }
-        tracing::debug!(checkpoint = %next.name, "a newer checkpoint is served");
-        Ok(Polled::Newer(next.name))
+        Ok(polled)
     }
 
     /// Put `next` in the place of `before`, unless something else took that place meanwhile.
-    fn replace(&self, before: &Arc<Version>, next: &Arc<Version>) -> bool {
+    fn replace(&self, before: &Arc<Version>, next: &Arc<Version>) -> Polled {
         let mut state = lock(&self.state);
         if !Arc::ptr_eq(&self.current.load(), before) {
-            return false;
+            return Polled::Same;
         }
         if before.name != next.name {
             state.previous = Some(Arc::clone(before));
@@ -174,7 +176,8 @@ impl Serving {
         }
         self.current.store(Arc::clone(next));
         self.polls.swaps.fetch_add(1, Ordering::Relaxed);
-        true
+        tracing::debug!(checkpoint = %next.name, "a newer version is served");
+        Polled::Newer(next.name)
     }
 
     /// The version of a newer checkpoint: the current one with the deltas after it, where the newer one builds on it.

@@ -137,21 +137,22 @@ impl ServedTable {
     /// Write the row of each id to `out`. `note` is told the position of each id and whether it has a row. Returns how many have none.
     fn gather(&self, ids: &[Id], out: &mut [f32], mut note: impl FnMut(usize, bool)) -> Result<usize> {
         let (dim, precision, mut missing) = (self.dim(), self.files.precision(), 0);
-        let mut gather = Gather::new(&self.files, (&self.index, &self.overlay), dim, self.near.generation());
-        let work = || {
-            gather.run(ids, |position, row| {
-                let to = &mut out[position * dim..][..dim];
-                note(position, row.is_some());
-                if let Some(bytes) = row {
-                    precision.load(bytes, to);
-                } else {
-                    missing += 1;
-                    self.missing.fill(ids[position], to);
-                }
-            })
+        let gather = Gather::new(&self.files, (&self.index, &self.overlay), dim, self.near.generation());
+        let mut put = |position: usize, row: Option<&[u8]>| {
+            let to = &mut out[position * dim..][..dim];
+            note(position, row.is_some());
+            if let Some(bytes) = row {
+                precision.load(bytes, to);
+            } else {
+                missing += 1;
+                self.missing.fill(ids[position], to);
+            }
         };
-        self.near.watch(&self.files, work)?;
-        let far = gather.far as u64;
+        let far_rows = self.near.watch(&self.files, || gather.near_rows(ids, &mut put));
+        if !far_rows.is_empty() {
+            gather.far_rows(&far_rows, &mut put)?;
+        }
+        let far = far_rows.len() as u64;
         for (count, more) in [
             (&self.counts.lookups, 1),
             (&self.counts.ids, ids.len() as u64),

@@ -99,24 +99,23 @@ pub(super) struct Indexed {
     pub(super) indexes: Vec<Arc<RowIndex>>,
 }
 
-/// The newest index file of a chain that fits it, whose checkpoints come with the oldest first. A file that is damaged is passed over.
-pub(super) fn find_indexes(links: &[OpenedLink<'_>], files: &[Files]) -> Result<Option<Indexed>> {
+/// The newest index file of a chain that fits it, whose checkpoints come with the oldest first. A file that is damaged, or cannot be
+/// read, is passed over.
+pub(super) fn find_indexes(links: &[OpenedLink<'_>], files: &[Files]) -> Option<Indexed> {
     for count in (1..=links.len()).rev() {
         let directory = links[count - 1].link.directory();
         match read_index(directory) {
             Ok(Some(found)) => {
                 if let Some(indexes) = fitting(found, links, files, count) {
-                    return Ok(Some(Indexed { links: count, indexes }));
+                    return Some(Indexed { links: count, indexes });
                 }
             }
             Ok(None) => {}
-            Err(error) if error.kind() == Kind::Corruption => {
-                tracing::warn!("{INDEX_FILE} of {} is not used: {error}", directory.path().display());
-            }
-            Err(error) => return Err(error),
+            // It can be made again from the checkpoint, whatever is wrong with it.
+            Err(error) => tracing::warn!("{INDEX_FILE} of {} is not used: {error}", directory.path().display()),
         }
     }
-    Ok(None)
+    None
 }
 
 /// The indexes in the order of the tables, where the file is of these tables and of the first `count` checkpoints.

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use embcache::Kind;
-use embcache::checkpoint::{CheckpointName, Directory, Parent, SaveOptions};
+use embcache::checkpoint::{Changes, CheckpointName, Directory, Parent, RankWriter, Save, SaveOptions};
 use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, PsyncEngine};
+use embcache::lifecycle::{Rule, Sweep};
 use embcache::paths::Checks;
 use embcache::rows::RowBirth;
 use embcache::serve::{MissingRead, Polled, Pooling, ServeOptions, ServedTable, Serving, make_index};
@@ -373,4 +374,50 @@ fn what_is_too_old_is_refused_where_that_was_asked_for() {
     assert!(refusing.stats().staleness_seconds > 0.0);
     let shared = ServeOptions { missing: Some(MissingRead::SharedRow), ..ServeOptions::default() };
     assert_eq!(kind(Serving::open(directory_in(&engine, dir.path()), shared)), Kind::Mismatch);
+}
+
+/// Save a delta of one table on `parent`: the rows of `changed`, and a sweep after which `total_rows` stay.
+fn save_sweep(
+    engine: &Arc<dyn IoEngine>,
+    parent: &Parent,
+    changed: &Table,
+    sweeps: &[Sweep],
+    total_rows: u64,
+    random: u64,
+) -> Parent {
+    let directory = directory_in(engine, ROOT);
+    let save = Save::begin_with(&directory, random, on(parent)).expect("begun");
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("a writer");
+    let buckets = changed.buckets_of(0, 1);
+    let changes = Changes { left: &[], sweeps, total_rows };
+    let mut source = changed.source(&buckets, 5);
+    writer.write_changes(changed.spec.clone(), buckets, &mut source, changes).expect("written");
+    let digest = writer.finish().expect("durable");
+    save.publish(&[digest], 1).expect("published").identity
+}
+
+#[test]
+fn a_row_that_a_sweep_took_does_not_give_way_to_the_one_that_it_had_replaced() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let table = |weight: f32, ids: &[Id]| {
+        let mut table = Table::new("m", "t", OptimizerKind::Sgd, 2, ids, 1);
+        for (header, vector) in table.rows.values_mut() {
+            header.last_step = 1;
+            vector.fill(weight);
+        }
+        table
+    };
+    let full = save(&engine, Path::new(ROOT), &[table(9.0, &[1, 2, 3])], 1, 1000, 1).expect("saved").identity;
+    let serving = Serving::open(directory_in(&engine, ROOT), ServeOptions::default()).expect("opened");
+    let small = save_sweep(&engine, &full, &table(0.1, &[2]), &[], 3, 2);
+    serving.poll().expect("a look");
+    let sweep = Sweep { step: 5, rule: Rule::NormBelow(1.0) };
+    save_sweep(&engine, &small, &table(0.0, &[]), &[sweep], 2, 3);
+    let expected = [table(9.0, &[1, 3])];
+    assert!(load(&engine, Path::new(ROOT), 1).expect("loaded")[0].rows == expected[0].rows);
+    serving.poll().expect("a look");
+    check(&serving, &expected);
+    // By an index of the whole chain.
+    engine.remove_file(&Path::new(ROOT).join(&full.name).join("serve.idx")).expect("it was made");
+    check(&Serving::open(directory_in(&engine, ROOT), ServeOptions::default()).expect("opened"), &expected);
 }
