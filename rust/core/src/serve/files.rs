@@ -46,7 +46,6 @@ impl RowFile {
         if length as u64 != file.bytes {
             return Err(Error::corruption(&file.path, 0, "the file's length", file.bytes, length));
         }
-        let pages = Pages::new(length, mapping.is_copy());
         let FileOfRows { rows, ids, last_steps, weights, scores, .. } = *file;
         // The header of the file says that they fit. Lookups rely on it without looking again.
         let ends = [(ids, 8), (last_steps, 8), (weights, row_bytes), (scores, 4)];
@@ -55,6 +54,7 @@ impl RowFile {
         if ends.into_iter().any(|column| fits(column).is_none()) {
             return Err(Error::corruption(&file.path, 0, "the columns", format!("within {length} bytes"), "longer"));
         }
+        let pages = Pages::new(length, &(weights..weights + rows * row_bytes), mapping.is_copy());
         Ok(Self { mapping, rows, ids, last_steps, weights, scores, pages })
     }
 
@@ -133,7 +133,7 @@ impl View {
 pub(super) struct Spot {
     weights: *const u8,
     /// The number of the file.
-    file: u32,
+    pub(super) file: u32,
 }
 
 impl Spot {
@@ -292,6 +292,11 @@ impl Files {
             }
             _ => Spot::NONE,
         }
+    }
+
+    /// Of each file, whether the pages of all its weights were seen in memory in this generation.
+    pub(super) fn are_all_near(&self, generation: usize) -> Vec<bool> {
+        self.all.iter().map(|file| file.pages.have_all_weights(generation)).collect()
     }
 
     /// Whether the pages of a row were seen in memory in this generation. It may say no where [`RowFile::is_near`] knows better.

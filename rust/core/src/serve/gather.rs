@@ -8,8 +8,8 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Ids whose places are looked up together.
 const IDS_AT_ONCE: usize = 4096;
-/// Rows that are asked for together, before those of the block before are copied.
-const BLOCK: usize = 32;
+/// Rows that are asked for together, and then copied.
+const BLOCK: usize = 64;
 /// Bytes that a processor loads at a time.
 const LINE_BYTES: usize = 64;
 
@@ -28,6 +28,8 @@ pub(super) struct Gather<'a> {
     dim: usize,
     /// The generation of pages.
     generation: usize,
+    /// Of each file, whether all its rows may be read at once. Empty where nothing is known.
+    near_files: Vec<bool>,
     /// Whether rows are held against rules of eviction.
     rules: bool,
     /// Whether these look at weights.
@@ -35,14 +37,18 @@ pub(super) struct Gather<'a> {
 }
 
 impl<'a> Gather<'a> {
+    /// For a lookup of so many ids.
     pub(super) fn new(
         files: &'a Files,
         (index, overlay): (&'a RowIndex, &'a Overlay),
         dim: usize,
         generation: usize,
+        ids: usize,
     ) -> Self {
         let (rules, needs_weights) = (overlay.has_rules(), overlay.needs_weights());
-        Self { files, index, overlay, dim, generation, rules, needs_weights }
+        // Few ids are looked at one by one.
+        let near_files = if rules || ids < files.all().len() { Vec::new() } else { files.are_all_near(generation) };
+        Self { files, index, overlay, dim, generation, near_files, rules, needs_weights }
     }
 
     /// Hand the bytes of the row of each id to `put`, with the position of the id; `None` where the id has no row. Returns the rows whose pages
@@ -69,18 +75,14 @@ impl<'a> Gather<'a> {
         far: &mut Vec<Far>,
         put: &mut impl FnMut(usize, Option<&[u8]>),
     ) {
-        let (mut spots, mut next) = ([Spot::NONE; BLOCK], [Spot::NONE; BLOCK]);
-        self.ask_for(&slots[..slots.len().min(BLOCK)], &mut next);
+        let mut spots = [Spot::NONE; BLOCK];
         for (number, block) in slots.chunks(BLOCK).enumerate() {
-            let begin = number * BLOCK;
-            std::mem::swap(&mut spots, &mut next);
-            let after = (begin + BLOCK).min(slots.len());
-            self.ask_for(&slots[after..(after + BLOCK).min(slots.len())], &mut next);
+            self.ask_for(block, &mut spots);
             for (at, (&slot, spot)) in block.iter().zip(&spots).enumerate() {
-                let position = first + begin + at;
+                let position = first + number * BLOCK + at;
                 if spot.is_none() {
                     put(position, None);
-                } else if !self.rules && self.files.is_near(spot, self.generation) {
+                } else if self.is_spot_near(spot) {
                     put(position, Some(self.files.at(spot)));
                 } else if self.is_near(Place(slot)) {
                     put(position, self.living(Place(slot)));
@@ -91,18 +93,27 @@ impl<'a> Gather<'a> {
         }
     }
 
-    /// Find where the rows of some places lie, and start to load them into the processor's cache. The loop that asks does nothing else: a processor
-    /// looks some hundred instructions ahead, and finds the more pages at once the fewer there are for each row.
+    /// Find where the rows of some places lie, and start to load them into the processor's cache. The loop does nothing else: a processor looks
+    /// some hundred instructions ahead, and finds the more pages at once the fewer there are for each row.
     fn ask_for(&self, slots: &[CacheSlot], spots: &mut [Spot; BLOCK]) {
-        for (slot, spot) in slots.iter().zip(spots.iter_mut()) {
+        let row_bytes = self.files.row_bytes();
+        for (slot, spot) in slots.iter().zip(&mut *spots) {
             *spot = self.files.spot(Place(*slot));
-        }
-        let (spots, row_bytes) = (&spots[..slots.len()], self.files.row_bytes());
-        for offset in (0..row_bytes).step_by(LINE_BYTES).chain([row_bytes - 1]) {
-            for spot in spots {
+            for offset in (0..row_bytes).step_by(LINE_BYTES) {
                 spot.prefetch(offset);
             }
         }
+        // Columns start at lines of the cache, and so does each row that is whole lines long. Another one may end in a line of its own.
+        if !row_bytes.is_multiple_of(LINE_BYTES) {
+            spots[..slots.len()].iter().for_each(|spot| spot.prefetch(row_bytes - 1));
+        }
+    }
+
+    /// Whether a row may be read at once: there are no rules to hold it against, and its pages were seen in memory lately.
+    #[inline]
+    fn is_spot_near(&self, spot: &Spot) -> bool {
+        let all = self.near_files.get(spot.file as usize).is_some_and(|all| *all);
+        all || !self.rules && self.files.is_near(spot, self.generation)
     }
 
     /// Whether all that a place needs was seen in memory lately.

@@ -5,7 +5,8 @@
 //! generation ends when pages had to be read although they were taken to be there: then the system takes pages back, and those that
 //! nobody used lately may be gone.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Bytes of a page for this bookkeeping. The system's pages may be larger.
 pub(super) const PAGE_BITS: u32 = 12;
@@ -14,20 +15,30 @@ pub(super) const PAGE_BITS: u32 = 12;
 #[derive(Debug)]
 pub(super) struct Pages {
     seen: [Box<[AtomicU64]>; 2],
+    /// The pages of all weights.
+    weights: Range<usize>,
+    /// Whether all of these were seen.
+    all: [AtomicBool; 2],
     always: bool,
 }
 
 impl Pages {
-    /// Of a file of so many bytes. With `always` its bytes cannot leave memory.
-    pub(super) fn new(bytes: usize, always: bool) -> Self {
+    /// Of a file of so many bytes, which has weights at the bytes of a range. With `always` its bytes cannot leave memory.
+    pub(super) fn new(bytes: usize, weights: &Range<usize>, always: bool) -> Self {
         let words = if always { 0 } else { (bytes >> PAGE_BITS) / 64 + 1 };
         let zeros = || (0..words).map(|_| AtomicU64::new(0)).collect();
-        Self { seen: [zeros(), zeros()], always }
+        let weights = weights.start >> PAGE_BITS..((weights.end.max(1) - 1) >> PAGE_BITS) + 1;
+        Self { seen: [zeros(), zeros()], weights, all: [false.into(), false.into()], always }
     }
 
     /// The words of both generations, a bit for each page of the file; null where all pages are always near.
     pub(super) fn words(&self) -> [*const AtomicU64; 2] {
         if self.always { [std::ptr::null(); 2] } else { [self.seen[0].as_ptr(), self.seen[1].as_ptr()] }
+    }
+
+    /// Whether the pages of all weights were seen in this generation.
+    pub(super) fn have_all_weights(&self, generation: usize) -> bool {
+        self.always || self.all[generation & 1].load(Ordering::Relaxed)
     }
 
     /// Whether the pages of a range that is no longer than a row were seen lately.
@@ -46,9 +57,27 @@ impl Pages {
         }
         let was = before[word].load(Ordering::Relaxed) & bit != 0;
         if was {
-            now[word].fetch_or(bit, Ordering::Relaxed);
+            self.mark(page, generation);
         }
         was
+    }
+
+    fn mark(&self, page: usize, generation: usize) {
+        let seen = &self.seen[generation & 1];
+        seen[page / 64].fetch_or(1 << (page % 64), Ordering::Relaxed);
+        let has_all = |word: usize| seen[word].load(Ordering::Relaxed) & self.mask(word) == self.mask(word);
+        if has_all(page / 64) && (self.weights.start / 64..=(self.weights.end - 1) / 64).all(has_all) {
+            self.all[generation & 1].store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// The bits of a word that are pages of weights.
+    fn mask(&self, word: usize) -> u64 {
+        let below = |page: usize| match page.saturating_sub(word * 64) {
+            bits @ 0..64 => (1_u64 << bits) - 1,
+            _ => u64::MAX,
+        };
+        below(self.weights.end) & !below(self.weights.start)
     }
 
     /// The pages of a range are in memory.
@@ -57,12 +86,13 @@ impl Pages {
             return;
         }
         for page in start >> PAGE_BITS..=(start + bytes.max(1) - 1) >> PAGE_BITS {
-            self.seen[generation & 1][page / 64].fetch_or(1 << (page % 64), Ordering::Relaxed);
+            self.mark(page, generation);
         }
     }
 
     /// Begin `generation`: forget the pages that were seen in the one before the last.
     pub(super) fn begin(&self, generation: usize) {
+        self.all[generation & 1].store(false, Ordering::Relaxed);
         self.seen[generation & 1].iter().for_each(|word| word.store(0, Ordering::Relaxed));
     }
 }
@@ -73,7 +103,7 @@ mod tests {
 
     #[test]
     fn a_page_is_near_for_two_generations_and_longer_where_it_is_used() {
-        let pages = Pages::new(1 << 20, false);
+        let pages = Pages::new(1 << 20, &(0..1 << 20), false);
         assert!(!pages.are_near(5000, 8, 0));
         pages.see(4090, 10, 0);
         assert!(pages.are_near(4090, 10, 0) && pages.are_near(0, 1, 0) && !pages.are_near(8192, 1, 0));
@@ -89,6 +119,29 @@ mod tests {
 
     #[test]
     fn bytes_that_cannot_leave_memory_are_always_near() {
-        assert!(Pages::new(100, true).are_near(0, 100, 7));
+        let pages = Pages::new(100, &(0..100), true);
+        assert!(pages.are_near(0, 100, 7) && pages.have_all_weights(7));
+    }
+
+    #[test]
+    fn all_weights_are_near_where_each_of_their_pages_was_seen() {
+        const PAGE: usize = 1 << PAGE_BITS;
+        for (first, last) in [(0, 0), (3, 5), (0, 63), (60, 70), (64, 127), (10, 199), (1, 128)] {
+            let pages = Pages::new(200 * PAGE, &(first * PAGE + 7..last * PAGE + 9), false);
+            for page in (first..=last).rev() {
+                assert!(!pages.have_all_weights(0), "page {page} of {first} to {last} was not seen");
+                pages.see(page * PAGE, 8, 0);
+            }
+            assert!(pages.have_all_weights(0) && !pages.have_all_weights(1));
+            pages.begin(1);
+            assert!(!pages.have_all_weights(1));
+            assert!(
+                (first..=last).all(|page| pages.are_near(page * PAGE, 8, 1)),
+                "they were seen in the generation before"
+            );
+            assert!(pages.have_all_weights(1));
+            pages.begin(2);
+            assert!(!pages.have_all_weights(2));
+        }
     }
 }

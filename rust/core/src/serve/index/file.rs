@@ -170,7 +170,7 @@ fn open_table(file: &Arc<FileMapping>, table: &IndexOfTable) -> Result<Option<Ro
     if !fits || table.len >= table.lines.saturating_mul(5) || !(1..32).contains(&table.row_bits) {
         return Ok(None);
     }
-    file.ask_for(&range);
+    // The range is not asked for ahead: the system would read small pages for that, and what it has in small pages it maps in no huge ones.
     let mut found = 0;
     for start in range.clone().step_by(PIECE_BYTES) {
         let piece = start..range.end.min(start + PIECE_BYTES);
