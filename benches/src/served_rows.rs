@@ -95,7 +95,7 @@ impl Publisher {
     /// # Panics
     /// Panics when the disk fails, and when the index is there already.
     pub fn make_index(&self) -> IndexMade {
-        let made = make_index(&self.directory, None).expect("room for an index");
+        let made = make_index(&self.directory, None, &mut || Ok(())).expect("room for an index");
         assert!(!made.was_there, "an index that was made before");
         made
     }

@@ -1,8 +1,11 @@
 """Whatever happens to the directory, to files in it and to the process, what is served is a published version."""
 
+import fcntl
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from lives import embedding
 from serving_cases import LATEST, command, contents, publish, served, two_saves, value_of
 from tables import ssd_tiers
 from torchrec_embcache import Saver, serving
+from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import (
     ConfigError,
     CorruptionError,
@@ -182,6 +186,34 @@ def test_a_damaged_index_is_made_anew(ckpt: Path, capsys: pytest.CaptureFixture[
         index.write_bytes(damaged)
         with serving.open(ckpt) as tables:
             assert served(tables.pin(), list(range(12))) == {n: [float(n)] * 4 for n in range(1, 10)}
+
+
+def command_index(ckpt: Path) -> None:
+    """What `embcache index` does."""
+    main(["index", str(ckpt)])
+
+
+@pytest.mark.parametrize("work", [serving.open, command_index])
+def test_ctrl_c_ends_the_wait_for_an_index(work: Callable[[Path], object], ckpt: Path) -> None:
+    """Another process that makes the index holds the checkpoint meanwhile."""
+    _, _, name = two_saves(ckpt)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    with (ckpt / name / "lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                work(ckpt)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert not list(ckpt.glob("*/serve.idx*"))
+    with serving.open(ckpt) as tables, tables.pin() as version:
+        assert value_of(version) == 1.0
 
 
 def test_nothing_to_serve_is_said(tmp_path: Path) -> None:

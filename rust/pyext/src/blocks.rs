@@ -35,8 +35,8 @@ pub(crate) fn chunk_checksums<'py>(
     Ok(found.into_pyarray(py))
 }
 
-/// Do `work` without the GIL. While it waits for another process it looks for signals: what a handler raises ends the wait.
-fn waiting<T: Send>(
+/// Do `work`, which takes long or waits for another process, without the GIL. It looks for signals now and then: what a handler raises ends it.
+pub(crate) fn waiting<T: Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut (dyn FnMut() -> embcache::Result<()> + '_)) -> embcache::Result<T> + Send,
 ) -> PyResult<T> {
@@ -47,7 +47,7 @@ fn waiting<T: Send>(
             let handled = Python::attach(|py| py.check_signals());
             handled.map_err(|error| {
                 raised = Some(error);
-                Error::new(Kind::State, "a signal ended the wait for another process")
+                Error::new(Kind::State, "a signal ended the work")
             })
         };
         work(&mut wait)

@@ -13,6 +13,7 @@ use embcache::{Error, Kind};
 use numpy::{PyReadonlyArray1, PyReadwriteArray1, PyReadwriteArray2};
 use pyo3::prelude::*;
 
+use crate::blocks::waiting;
 use crate::buffers::{slice, slice_mut, slice2_mut};
 use crate::checkpoint::lock;
 use crate::directory::PyDirectory;
@@ -92,7 +93,7 @@ impl PyServing {
         let options = ServeOptions { at, host_bytes, max_staleness, raise_when_stale, missing };
         follow_levels(py)?;
         let root = directory.inner.clone();
-        let inner = py.detach(|| Serving::open(root, options)).map_err(to_python)?;
+        let inner = waiting(py, |wait| Serving::open_while(root, options, wait))?;
         Ok(Self { inner, following: Mutex::new(None) })
     }
 
@@ -312,5 +313,5 @@ impl From<IndexMade> for PyIndexMade {
 #[pyo3(signature = (directory, at=None))]
 pub(crate) fn make_serving_index(py: Python<'_>, directory: &PyDirectory, at: Option<&str>) -> PyResult<PyIndexMade> {
     follow_levels(py)?;
-    py.detach(|| embcache::serve::make_index(&directory.inner, at)).map(Into::into).map_err(to_python)
+    waiting(py, |wait| embcache::serve::make_index(&directory.inner, at, wait)).map(Into::into)
 }

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use super::files::{Files, LinkOfFiles, Place};
 use super::index::RowIndex;
 use crate::cache::RowColumns;
-use crate::checkpoint::{Checkpoint, CheckpointKind, TableReader};
+use crate::checkpoint::{Checkpoint, CheckpointKind, TableReader, Wait};
 use crate::error::{Error, Result};
 use crate::index::IdHash;
 use crate::io::IoEngine;
@@ -42,12 +42,13 @@ pub(super) fn map_files(engine: &dyn IoEngine, links: &[(&Checkpoint, &TableRead
 }
 
 /// Read and verify every row of a chain, and index those that the newest checkpoint has. Checkpoints come with the oldest first, each with
-/// its sweeps.
+/// its sweeps. `wait` is called for each file, and its error ends the work.
 pub(super) fn build_index(
     files: &Files,
     links: &[(&TableReader, &[Sweep])],
     rows: u64,
     path: &std::path::Path,
+    wait: &mut Wait<'_>,
 ) -> Result<RowIndex> {
     let wrong = |got: u64| Error::corruption(path, 0, "the rows of a table", rows, got);
     let mut building = Building { files, index: RowIndex::with_room_for(rows)?, left: HashSet::default(), rows };
@@ -55,6 +56,7 @@ pub(super) fn build_index(
         let newer: Vec<&Sweep> = links[number + 1..].iter().flat_map(|(_, sweeps)| sweeps.iter()).collect();
         let (mut file, mut dead) = (files.first_of(number), Vec::new());
         reader.read_columns(&mut |rows| {
+            wait()?;
             if !building.add(file, rows, &newer, &mut dead) {
                 return Err(wrong(building.rows + 1));
             }

@@ -11,7 +11,8 @@
 //!
 //! The files, from the bottom up: `pages`, `faults` and `near` know which pages are in memory; `files` maps data files; `index` finds places; `build`
 //! makes an index; `overlay` has what changed since; `missing` says what an id without a row reads; `gather` and `table` look ids up; `version` and
-//! `opening` open checkpoints; `serving` replaces versions, and `follow` does so regularly.
+//! `opening` open checkpoints; `serving` replaces versions, `follow`
+//! does so regularly, and `merge` makes their indexes anew.
 
 mod build;
 mod faults;
@@ -19,6 +20,7 @@ mod files;
 mod follow;
 mod gather;
 mod index;
+mod merge;
 mod missing;
 mod near;
 mod opening;

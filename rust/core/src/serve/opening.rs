@@ -9,7 +9,7 @@ use super::version::{
     Indexed, OpenedLink, Opening, Version, build_indexes, files_of, find_indexes, indexes_of_file, open_version,
     write_indexes,
 };
-use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, MANIFEST_FILE};
+use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, MANIFEST_FILE, Wait};
 use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
 use crate::paths::Checks;
@@ -36,16 +36,17 @@ pub struct IndexMade {
     pub was_there: bool,
 }
 
-/// Make the index of a checkpoint beside it, unless it is there: of the newest one, or of the one that `at` names.
+/// Make the index of a checkpoint beside it, unless it is there: of the newest one, or of the one that `at` names. `wait` is called while the
+/// index is made, or waited for, and its error ends that: nothing was written then.
 ///
-/// Errors: those of [`Serving::open`]; `State` where `root` was opened to load from.
-pub fn make_index(root: &Directory, at: Option<&str>) -> Result<IndexMade> {
+/// Errors: those of [`Serving::open`]; `State` where `root` was opened to load from; that of `wait`.
+pub fn make_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> Result<IndexMade> {
     root.check_to_save()?;
     let name = name_of(root, at)?;
     let chain = Chain::open(root, Latest { name })?;
     let opened = opened(chain.links().iter().rev())?;
     let files = files_of(&opened)?;
-    let (indexed, was_there) = make_or_take(&opened, &files, Some(root))?;
+    let (indexed, was_there) = make_or_take(&opened, &files, Some(root), wait)?;
     Ok(IndexMade {
         checkpoint: name,
         rows: indexed.indexes.iter().map(|index| index.len()).sum(),
@@ -92,10 +93,11 @@ pub(super) fn first_version(
     writable: Option<&Directory>,
     at: Option<&str>,
     opening: &Opening,
+    wait: &mut Wait<'_>,
 ) -> Result<Version> {
     let mut name = name_of(root, at)?;
     for _ in 1..OPENS {
-        match open_named(root, name, writable, opening) {
+        match open_named(root, name, writable, opening, wait) {
             // A save may have removed it since its name was read.
             Err(error) if error.is_damage_or_absence() && at.is_none() => {
                 let newest = Latest::read(root)?.name;
@@ -107,7 +109,7 @@ pub(super) fn first_version(
             opened => return opened,
         }
     }
-    open_named(root, name, writable, opening)
+    open_named(root, name, writable, opening, wait)
 }
 
 fn open_named(
@@ -115,9 +117,10 @@ fn open_named(
     name: CheckpointName,
     writable: Option<&Directory>,
     opening: &Opening,
+    wait: &mut Wait<'_>,
 ) -> Result<Version> {
     let chain = Chain::open(root, Latest { name })?;
-    open_links(&opened(chain.links().iter().rev())?, writable, opening)
+    open_links(&opened(chain.links().iter().rev())?, writable, opening, wait)
 }
 
 pub(super) fn opened<'a>(links: impl Iterator<Item = &'a Checkpoint>) -> Result<Vec<OpenedLink<'a>>> {
@@ -129,6 +132,7 @@ pub(super) fn open_links(
     opened: &[OpenedLink<'_>],
     writable: Option<&Directory>,
     opening: &Opening,
+    wait: &mut Wait<'_>,
 ) -> Result<Version> {
     let files = files_of(opened)?;
     if let Some(indexed) = find_indexes(opened, &files) {
@@ -137,7 +141,7 @@ pub(super) fn open_links(
             return Ok(version);
         }
     }
-    let indexed = make_or_take(opened, &files, writable)?.0;
+    let indexed = make_or_take(opened, &files, writable, wait)?.0;
     open_version(opening, opened, files, &indexed)
 }
 
@@ -146,16 +150,17 @@ pub(super) fn make_or_take(
     opened: &[OpenedLink<'_>],
     files: &[Files],
     writable: Option<&Directory>,
+    wait: &mut Wait<'_>,
 ) -> Result<(Indexed, bool)> {
     let newest = opened.last().expect("a chain has a checkpoint").link;
     let Some(directory) = writable.map(|root| root.below(&newest.manifest().name)) else {
-        return Ok((build_indexes(opened, files)?, false));
+        return Ok((build_indexes(opened, files, wait)?, false));
     };
-    let _alone = match wait_for_lock(&directory, || take(&directory, opened, files)) {
+    let _alone = match wait_for_lock(&directory, || take(&directory, opened, files), wait)? {
         Waited::Taken(indexed) => return Ok((indexed, true)),
         Waited::Locked(held) => held,
     };
-    let indexed = build_indexes(opened, files)?;
+    let indexed = build_indexes(opened, files, wait)?;
     let written = write_indexes(&directory, newest.manifest(), files, &indexed);
     match written.map(|_| take(&directory, opened, files)) {
         Ok(Some(shared)) => Ok((shared, false)),
@@ -179,23 +184,24 @@ enum Waited {
 }
 
 /// Take what another process made, or hold the directory to make it.
-fn wait_for_lock(directory: &Directory, take: impl Fn() -> Option<Indexed>) -> Waited {
+fn wait_for_lock(directory: &Directory, take: impl Fn() -> Option<Indexed>, wait: &mut Wait<'_>) -> Result<Waited> {
     let began = Instant::now();
     loop {
         if let Some(indexed) = take() {
-            return Waited::Taken(indexed);
+            return Ok(Waited::Taken(indexed));
         }
         match directory.lock() {
             Ok(held) => {
                 // Whoever held it before may have made the file meanwhile.
-                return take().map_or(Waited::Locked(Some(held)), Waited::Taken);
+                return Ok(take().map_or(Waited::Locked(Some(held)), Waited::Taken));
             }
             Err(error) if error.kind() == Kind::InUse => {
                 tracing::debug!(waited = ?began.elapsed(), "another process makes the index");
+                wait()?;
                 std::thread::sleep(LOOK_AGAIN);
             }
             // Without a lock several processes may make the file, which is right though not quick.
-            Err(_) => return Waited::Locked(None),
+            Err(_) => return Ok(Waited::Locked(None)),
         }
     }
 }

@@ -1,16 +1,17 @@
 //! A server's tables: which version is current, and how the next one takes its place.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
 
-use super::opening::{first_version, is_large, make_or_take, open_links, opened, writable};
+use super::merge::Merger;
+use super::opening::{first_version, open_links, opened, writable};
 use super::stats::{PollCounts, ServingStats};
 use super::table::{LookupCounts, ServedTable};
-use super::version::{Opening, Version, extended, merged};
-use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, open_parent};
+use super::version::{Indexed, Opening, Version, extended};
+use crate::checkpoint::{Checkpoint, CheckpointName, Directory, Latest, Wait, open_parent};
 use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
@@ -56,6 +57,9 @@ pub struct Serving {
     writable: Option<Directory>,
     options: ServeOptions,
     opening: Opening,
+    merger: Merger,
+    /// This server, for threads that do not keep it.
+    this: Weak<Self>,
     current: ArcSwap<Version>,
     state: Mutex<State>,
     /// Held by whoever looks for a newer version.
@@ -71,13 +75,22 @@ impl Serving {
     /// Errors: `Path` where there is no checkpoint; `Mismatch` where it is linked to an SSD tier; `Corruption`, `Storage`; `Capacity` where
     /// indexes take more of this process's memory than `host_bytes`.
     pub fn open(root: Directory, options: ServeOptions) -> Result<Arc<Self>> {
+        Self::open_while(root, options, &mut || Ok(()))
+    }
+
+    /// Does what [`Serving::open`] does. `wait` is called while an index is made, or waited for, and its error ends that.
+    ///
+    /// Errors: those of [`Serving::open`], and that of `wait`.
+    pub fn open_while(root: Directory, options: ServeOptions, wait: &mut Wait<'_>) -> Result<Arc<Self>> {
         let writable = writable(&root);
         let opening =
             Opening { missing: options.missing, counts: Arc::new(LookupCounts::default()), alive: Arc::new(()) };
-        let version = first_version(&root, writable.as_ref(), options.at.as_deref(), &opening)?;
+        let version = first_version(&root, writable.as_ref(), options.at.as_deref(), &opening, wait)?;
         check_memory(&version, options.host_bytes)?;
         tracing::info!(checkpoint = %version.name, tables = version.tables.len(), "a checkpoint is served");
-        Ok(Arc::new(Self {
+        Ok(Arc::new_cyclic(|this| Self {
+            merger: Merger::new(root.clone(), writable.clone()),
+            this: Weak::clone(this),
             root,
             writable,
             options,
@@ -147,21 +160,26 @@ impl Serving {
         let next = Arc::new(self.next(&before, latest)?);
         let fits = check_memory(&next, self.options.host_bytes).is_ok();
         if !fits {
-            let merged = Arc::new(self.with_new_index(&next)?);
+            let merged = Arc::new(self.merger.merged(&next)?);
             check_memory(&merged, self.options.host_bytes)?;
             return Ok(self.replace(&before, &merged));
         }
         let polled = self.replace(&before, &next);
-        if polled != Polled::Same && next.tables.iter().any(|table| is_large(table)) {
-            // Without the index it is served as well, with more memory.
-            match self.with_new_index(&next) {
-                Ok(merged) => {
-                    self.replace(&next, &Arc::new(merged));
-                }
-                Err(error) => tracing::warn!("the changes since the index of {} are not merged: {error}", next.name),
-            }
+        if polled != Polled::Same {
+            self.merger.begin(&next, &self.this);
         }
         Ok(polled)
+    }
+
+    /// Put indexes that were made of a version into what is served, where it is that version or builds on it.
+    pub(super) fn take_indexes(&self, of: &Version, indexed: &Indexed) -> Result<()> {
+        // While this is held, only a rollback takes the place of the current version.
+        let _alone = lock(&self.polling);
+        let current = self.current.load_full();
+        if current.links.starts_with(&of.links) {
+            self.replace(&current, &Arc::new(self.merger.adopt(&current, indexed)?));
+        }
+        Ok(())
     }
 
     /// Put `next` in the place of `before`, unless something else took that place meanwhile.
@@ -198,16 +216,7 @@ impl Serving {
             links.push(next);
         }
         let opened = opened(links.iter().rev())?;
-        open_links(&opened, self.writable.as_ref(), &self.opening)
-    }
-
-    /// The same version with indexes that cover all of its deltas.
-    fn with_new_index(&self, version: &Version) -> Result<Version> {
-        let chain = Chain::open(&self.root, Latest { name: version.name })?;
-        let opened = opened(chain.links().iter().rev())?;
-        let files: Vec<_> = version.tables.iter().map(|table| table.files.clone()).collect();
-        let indexed = make_or_take(&opened, &files, self.writable.as_ref())?.0;
-        Ok(merged(version, &indexed))
+        open_links(&opened, self.writable.as_ref(), &self.opening, &mut || Ok(()))
     }
 
     /// Serve the version before the current one again. What was rolled back from is not served again until a newer checkpoint is published.

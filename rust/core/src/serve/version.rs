@@ -10,7 +10,7 @@ use super::missing::Missing;
 use super::near::Near;
 use super::overlay::Overlay;
 use super::table::{LookupCounts, ServedTable};
-use crate::checkpoint::{Checkpoint, CheckpointName, Directory, MANIFEST_FILE, Manifest, TableReader};
+use crate::checkpoint::{Checkpoint, CheckpointName, Directory, MANIFEST_FILE, Manifest, TableReader, Wait};
 use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::io::Open;
@@ -160,16 +160,16 @@ pub(super) fn files_of(links: &[OpenedLink<'_>]) -> Result<Vec<Files>> {
         .collect()
 }
 
-/// Make the indexes of a chain from all its files.
-pub(super) fn build_indexes(links: &[OpenedLink<'_>], files: &[Files]) -> Result<Indexed> {
+/// Make the indexes of a chain from all its files. `wait` is called now and then, and its error ends the work.
+pub(super) fn build_indexes(links: &[OpenedLink<'_>], files: &[Files], wait: &mut Wait<'_>) -> Result<Indexed> {
     let newest = links.last().expect("a chain has a checkpoint");
-    let build = |(table, entry): (usize, &crate::checkpoint::TableEntry)| {
+    let mut build = |(table, entry): (usize, &crate::checkpoint::TableEntry)| {
         let of_table: Vec<(&TableReader, &[Sweep])> =
             links.iter().map(|opened| (&opened.readers[table], opened.sweeps(table))).collect();
         let path = newest.link.directory().path();
-        build_index(&files[table], &of_table, entry.total_rows, path).map(Arc::new)
+        build_index(&files[table], &of_table, entry.total_rows, path, &mut *wait).map(Arc::new)
     };
-    let indexes = newest.link.manifest().tables.iter().enumerate().map(build).collect::<Result<_>>()?;
+    let indexes = newest.link.manifest().tables.iter().enumerate().map(&mut build).collect::<Result<_>>()?;
     Ok(Indexed { links: links.len(), indexes })
 }
 
@@ -200,16 +200,12 @@ pub(super) fn open_version(
     let newest = links.last().expect("a chain has a checkpoint").link;
     let mut tables = Vec::new();
     for (number, (files, entry)) in files.into_iter().zip(&newest.manifest().tables).enumerate() {
-        let mut overlay = Overlay::empty();
-        for (count, opened) in links.iter().enumerate().skip(indexed.links) {
-            overlay = overlay.with(&files.truncated(count + 1), &opened.readers[number], opened.sweeps(number))?;
-        }
         tables.push(Arc::new(ServedTable {
             spec: entry.spec.clone(),
             rows: entry.total_rows,
             index: Arc::clone(&indexed.indexes[number]),
             indexed_links: indexed.links,
-            overlay,
+            overlay: overlay_after(indexed, links, number, &files)?,
             missing: Missing::of(&entry.spec, opening.missing)?,
             near: Arc::new(Near::new()),
             counts: Arc::clone(&opening.counts),
@@ -249,29 +245,40 @@ pub(super) fn extended(opening: &Opening, before: &Version, links: &[OpenedLink<
     version_of(opening, newest, all.collect(), tables)
 }
 
-/// The same version with indexes of all its checkpoints, and so without overlays.
-pub(super) fn merged(version: &Version, indexed: &Indexed) -> Version {
-    let with = |(table, index): (&Arc<ServedTable>, &Arc<RowIndex>)| {
-        Arc::new(ServedTable {
+/// A version with other indexes. The overlays have the changes of the checkpoints after these: `links` is the version's chain, the oldest first,
+/// and may be empty where the indexes cover all of it.
+pub(super) fn with_indexes(version: &Version, indexed: &Indexed, links: &[OpenedLink<'_>]) -> Result<Version> {
+    let mut tables = Vec::new();
+    for (number, (table, index)) in version.tables.iter().zip(&indexed.indexes).enumerate() {
+        tables.push(Arc::new(ServedTable {
             spec: table.spec.clone(),
             rows: table.rows,
             files: table.files.clone(),
             index: Arc::clone(index),
             indexed_links: indexed.links,
-            overlay: Overlay::empty(),
+            overlay: overlay_after(indexed, links, number, &table.files)?,
             missing: table.missing.clone(),
             near: Arc::clone(&table.near),
             counts: Arc::clone(&table.counts),
-        })
-    };
-    Version {
+        }));
+    }
+    Ok(Version {
         name: version.name,
         manifest: version.manifest.clone(),
         links: version.links.clone(),
         published: version.published,
-        tables: version.tables.iter().zip(&indexed.indexes).map(with).collect(),
+        tables,
         alive: Arc::clone(&version.alive),
+    })
+}
+
+/// What the checkpoints after an index changed in a table. They are read and verified.
+fn overlay_after(indexed: &Indexed, links: &[OpenedLink<'_>], table: usize, files: &Files) -> Result<Overlay> {
+    let mut overlay = Overlay::empty();
+    for (count, opened) in links.iter().enumerate().skip(indexed.links) {
+        overlay = overlay.with(&files.truncated(count + 1), &opened.readers[table], opened.sweeps(table))?;
     }
+    Ok(overlay)
 }
 
 fn version_of(

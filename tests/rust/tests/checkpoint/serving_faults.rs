@@ -9,6 +9,7 @@ use embcache::config::OptimizerKind;
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, PsyncEngine};
 use embcache::serve::{Polled, ServeOptions, Serving};
 use embcache::types::Id;
+use embcache::{Error, Kind};
 use embcache_tests::directory_in;
 
 use super::made::{ROOT, Table, memory, on, save, save_delta, save_with, stop_at_each_change};
@@ -250,10 +251,109 @@ fn many_changes_are_merged_into_an_index_that_all_share() {
     save_delta(&engine, root(), (&small(), &table(3)), (1, 1 << 20), 3, on(&second)).expect("saved");
     serving.poll().expect("a look");
     check(&serving, &table(3));
-    assert_eq!(serving.stats().overlay_ids, 0, "many are merged");
+    wait_for(|| serving.stats().overlay_ids == 0, "many are merged");
+    check(&serving, &table(3));
     // Another server comes later, and takes the index that the first one made.
     other.poll().expect("a look");
     check(&other, &table(3));
-    assert_eq!(other.stats().overlay_ids, 0);
+    wait_for(|| other.stats().overlay_ids == 0, "many are merged");
+    check(&other, &table(3));
     check(&open(&engine), &table(3));
+}
+
+/// Wait for what another thread does. A test that waits in vain ends by the limit of all tests.
+fn wait_for(done: impl Fn() -> bool, what: &str) {
+    let mut looks = 0_u32;
+    while !done() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        looks += 1;
+        assert!(looks < 60_000, "waited for five minutes: {what}");
+    }
+}
+
+#[test]
+fn newer_checkpoints_are_served_while_changes_are_merged() {
+    let memory = memory();
+    let engine: Arc<dyn IoEngine> = Arc::new(memory);
+    let ids: Vec<Id> = (0..70_000).map(|n| n * 5 + 2000).collect();
+    let table = |salt| vec![Table::new("m", "a", OptimizerKind::Sgd, 1, &ids, salt)];
+    let with = |rows: &[Table], changed: usize, salt| {
+        let mut now = rows.to_vec();
+        now[0].rows.extend(Table::new("", "", OptimizerKind::Sgd, 1, &ids[..changed], salt).rows);
+        now
+    };
+    let mut chain = vec![table(1), table(2)];
+    chain.push(with(&chain[1], 300, 3));
+    chain.push(with(&chain[2], 200, 4));
+    let mut parent = save(&engine, root(), &chain[0], 1, 1 << 20, 1).expect("saved").identity;
+    let serving = open(&engine);
+    let mut held = None;
+    for seq in 2..=4 {
+        let states = (&chain[seq - 2][..], &chain[seq - 1][..]);
+        parent = save_delta(&engine, root(), states, (1, 1 << 20), seq as u64, on(&parent)).expect("saved").identity;
+        if seq == 2 {
+            // Whoever makes an index holds the checkpoint. So the merge waits here until it is given up.
+            held = Some(engine.lock_dir(&root().join(&parent.name)).expect("nobody holds it"));
+        }
+        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == seq as u64));
+        check(&serving, &chain[seq - 1]);
+        assert!(serving.stats().overlay_ids > 70_000, "nothing is merged yet");
+    }
+    let before = serving.pin().expect("a version");
+    drop(held);
+    wait_for(|| serving.stats().overlay_ids < 400, "the deltas after the one that was merged stay beside the index");
+    assert!(serving.stats().overlay_ids >= 300);
+    check(&serving, &chain[3]);
+    assert_eq!(serving.pin().expect("a version").name(), before.name());
+    assert_eq!(serving.rollback().expect("the version before").seq, 3);
+    check(&serving, &chain[2]);
+}
+
+#[test]
+fn an_index_of_a_version_that_is_served_no_longer_is_left_alone() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let ids: Vec<Id> = (0..70_000).map(|n| n * 5).collect();
+    let table = |salt| vec![Table::new("m", "a", OptimizerKind::Sgd, 1, &ids, salt)];
+    let first = save(&engine, root(), &table(1), 1, 1 << 20, 1).expect("saved").identity;
+    let serving = open(&engine);
+    let second = save_delta(&engine, root(), (&table(1), &table(2)), (1, 1 << 20), 2, on(&first)).expect("saved");
+    let directory = root().join(&second.identity.name);
+    let held = engine.lock_dir(&directory).expect("nobody holds it");
+    serving.poll().expect("a look");
+    serving.rollback().expect("the version before");
+    drop(held);
+    wait_for(|| engine.exists(&directory.join("serve.idx")).expect("a look"), "the index is made");
+    // A thread that has ended the merge has given up the version that it merged.
+    wait_for(|| serving.stats().versions == 1, "the version is given up");
+    check(&serving, &table(1));
+    assert_eq!(serving.pin().expect("a version").name().seq, 1);
+}
+
+#[test]
+fn whoever_waits_for_an_index_or_makes_one_can_be_ended() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let saved = save(&engine, root(), &tables(1), 2, 2000, 1).expect("saved").identity;
+    let directory = root().join(&saved.name);
+    let ended = || Error::new(Kind::State, "a signal ended the work");
+    let open_while = |looks: usize| {
+        let mut count = 0;
+        let mut wait = || {
+            count += 1;
+            if count > looks { Err(ended()) } else { Ok(()) }
+        };
+        Serving::open_while(directory_in(&engine, ROOT), ServeOptions::default(), &mut wait).map(|_| ())
+    };
+    let held = engine.lock_dir(&directory).expect("nobody holds it");
+    assert_eq!(open_while(3).expect_err("it waits for whoever holds the checkpoint").kind(), Kind::State);
+    drop(held);
+    let mut files = 0;
+    while let Err(error) = open_while(files) {
+        assert_eq!(error.kind(), Kind::State, "{error}");
+        assert!(!engine.exists(&directory.join("serve.idx")).expect("a look"), "nothing was written");
+        drop(engine.lock_dir(&directory).expect("it is held no longer"));
+        files += 1;
+    }
+    assert!(files >= 4, "two tables have two files each at least, and it was asked {files} times");
+    assert!(engine.exists(&directory.join("serve.idx")).expect("a look"));
+    open_while(0).expect("there is an index");
 }

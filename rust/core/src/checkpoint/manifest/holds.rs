@@ -25,7 +25,7 @@ pub(crate) fn lock_root(root: &Directory) -> Result<DirLock> {
     }
 }
 
-/// Called between two looks at what another process holds. Its error ends the wait.
+/// Called now and then in work that takes long, for example between two looks at what another process holds. Its error ends that work.
 pub type Wait<'a> = dyn FnMut() -> Result<()> + 'a;
 
 /// Hold the directory of block-level saves itself for a few file operations: a save holds it [`Hold::ToChange`], a load [`Hold::ToRead`].

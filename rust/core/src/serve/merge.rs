@@ -1,0 +1,81 @@
+//! Merges the changes of deltas into a new index, on a thread of its own: lookups, and looks for newer checkpoints, go on meanwhile.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::Builder;
+
+use super::opening::{is_large, make_or_take, opened};
+use super::serving::Serving;
+use super::version::{Indexed, Version, with_indexes};
+use crate::checkpoint::{Chain, Directory, Latest};
+use crate::error::Result;
+
+/// Makes indexes that cover all of a version.
+#[derive(Clone, Debug)]
+pub(super) struct Merger {
+    root: Directory,
+    /// The same directory, where indexes may be written to it.
+    writable: Option<Directory>,
+    /// Whether a thread is at work.
+    is_busy: Arc<AtomicBool>,
+}
+
+impl Merger {
+    pub(super) fn new(root: Directory, writable: Option<Directory>) -> Self {
+        Self { root, writable, is_busy: Arc::new(AtomicBool::new(false)) }
+    }
+
+    /// The same version with indexes of all its checkpoints, and so without overlays.
+    pub(super) fn merged(&self, version: &Version) -> Result<Version> {
+        self.adopt(version, &self.indexed(version)?)
+    }
+
+    /// Make indexes of all checkpoints of a version.
+    fn indexed(&self, version: &Version) -> Result<Indexed> {
+        let chain = Chain::open(&self.root, Latest { name: version.name() })?;
+        let opened = opened(chain.links().iter().rev())?;
+        let files: Vec<_> = version.tables.iter().map(|table| table.files.clone()).collect();
+        Ok(make_or_take(&opened, &files, self.writable.as_ref(), &mut || Ok(()))?.0)
+    }
+
+    /// A version with indexes of it, or of a checkpoint that it builds on: its overlays have the deltas after that alone.
+    pub(super) fn adopt(&self, version: &Version, indexed: &Indexed) -> Result<Version> {
+        if indexed.links == version.links.len() {
+            return with_indexes(version, indexed, &[]);
+        }
+        let chain = Chain::open(&self.root, Latest { name: version.name() })?;
+        with_indexes(version, indexed, &opened(chain.links().iter().rev())?)
+    }
+
+    /// Begin to merge the overlays of a version that is served, where one of them is large and no thread is at work. What comes of it is handed
+    /// to the server, if it is still there.
+    pub(super) fn begin(&self, version: &Arc<Version>, server: &Weak<Serving>) {
+        let is_needed = version.tables.iter().any(|table| is_large(table));
+        if !is_needed || self.is_busy.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let busy = Busy(Arc::clone(&self.is_busy));
+        let (merger, version, server) = (self.clone(), Arc::clone(version), Weak::clone(server));
+        let work = move || {
+            let _busy = busy;
+            let indexed = merger.indexed(&version);
+            let Some(server) = server.upgrade() else { return };
+            // Without the index it is served as well, with more memory.
+            if let Err(error) = indexed.and_then(|indexed| server.take_indexes(&version, &indexed)) {
+                tracing::warn!("the changes since the index of {} are not merged: {error}", version.name());
+            }
+        };
+        if let Err(error) = Builder::new().name("embcache-merge".into()).spawn(work) {
+            tracing::warn!("the changes since the index are not merged, because the system starts no thread: {error}");
+        }
+    }
+}
+
+/// Says that a thread is at work for as long as it lives.
+struct Busy(Arc<AtomicBool>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
