@@ -75,6 +75,11 @@ SECTIONS: dict[str, dict[str, str]] = {
         "serve_delta_1m_visible_seconds": "from the rename of `LATEST` until a request sees a delta of 1M rows, one look a second",
         "serve_delta_p99_over_before": "99th percentile of the time of a request meanwhile / before, ten looks a second",
     },
+    "Servers of a trainer that saves a delta every 2 s for 10 minutes, rows expiring, every row checked": {
+        "serving_soak_p99_ms": "99th percentile of requests of 1,000 ids in two tables, four processes, median of windows of 5 s",
+        "serving_soak_wrong_rows_with_faults": "wrong rows while the trainer is killed, a delta damaged, and the disk full",
+        "serving_pss_of_four_over_one": "memory of four processes that have read 2M rows, shared pages counted once / of one",
+    },
     "A model": {
         "dlrm_step_ram10pct_zipf105": "training of a DLRM, its tables' RAM budget 10% of their bytes, lookahead on, 2 threads",
     },

@@ -7,7 +7,7 @@ from html import escape
 from catalog import GROWTH
 from results import Row, quantity, ratio
 
-__all__ = ["growth_plot", "ratios_plot"]
+__all__ = ["growth_plot", "ratios_plot", "soak_plot"]
 
 INK, GRID = "#1f2328", "#d0d7de"
 COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bf8700", "#0f766e", "#6e7781")
@@ -97,4 +97,47 @@ def growth_plot(rows: dict[str, Row]) -> str:
         below = max(y, below + 15)
         parts.append(line(x, y, width - right + 10, below, colour, 0.5))
         parts.append(text(width - right + 14, below + 4, path))
+    return svg(width, height, parts)
+
+
+def soak_plot(windows: Sequence[Row], marks: Sequence[tuple[float, str]]) -> str:
+    """Draw what servers saw over time: how long requests took, how old the version was, and their memory. A dotted line is a mark,
+    such as a fault.
+    """
+    left, width, height, panel = 80, 960, 660, 150
+    end = max((window["at"] for window in windows), default=1.0)
+    by_process: dict[int, list[Row]] = {}
+    for window in windows:
+        by_process.setdefault(window["process"], []).append(window)
+
+    def x_of(seconds: float) -> float:
+        return left + seconds / end * (width - left - 20)
+
+    parts = []
+    # The fields that each panel draws, and by how much they are divided.
+    panels = (
+        ("time of a request, ms: 99th percentile and median", ("p99", "p50"), 1e3),
+        ("age of the version, s", ("staleness",), 1.0),
+        ("memory, MiB: PSS and anonymous", ("pss", "anonymous"), 2.0**20),
+    )
+    for number, (title, fields, unit) in enumerate(panels):
+        top = 40 + number * (panel + 55)
+        most = max((window[field] / unit for window in windows for field in fields), default=0.0) or 1.0
+        parts += [text(left, top - 10, title), text(left - 8, top + 4, quantity(most), "end")]
+        parts += [text(left - 8, top + panel + 4, "0", "end"), line(left, top + panel, width - 20, top + panel, INK)]
+        for at, what in marks:
+            place = f'x1="{x_of(at):.1f}" y1="{top}" x2="{x_of(at):.1f}" y2="{top + panel}"'
+            dash = f'<line {place} stroke="{INK}" stroke-dasharray="2 3"'
+            parts.append(f"{dash}><title>{escape(what)}</title></line>")
+        for (process, seen), colour in zip(by_process.items(), COLOURS, strict=False):
+            for field in fields:
+                points = " ".join(
+                    f"{x_of(window['at']):.1f},{top + panel * (1 - window[field] / unit / most):.1f}" for window in seen
+                )
+                thick = 2 if field == fields[0] else 1
+                parts.append(
+                    f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{thick}"><title>server {process}: '
+                    f"{field}</title></polyline>"
+                )
+    parts += [text(x_of(0), height - 8, "0 s", "middle"), text(x_of(end), height - 8, f"{end:.0f} s", "end")]
     return svg(width, height, parts)
