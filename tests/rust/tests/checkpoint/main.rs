@@ -21,5 +21,6 @@ mod missing_reads;
 mod round_trip;
 mod serving;
 mod serving_faults;
+mod serving_memory;
 mod sweeps;
 mod sweeps_crash;
