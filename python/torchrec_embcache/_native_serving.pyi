@@ -24,6 +24,7 @@ class Serving:
         raise_when_stale: bool = False,
         missing: Literal["zeros", "initial", "shared", "value"] | None = None,  # None: what the manifest says
         missing_value: float = 0.0,  # what "value" reads
+        source: Directory | None = None,  # the trainer's, where it is another one
     ) -> Serving: ...
     def pin(self) -> ServedVersion: ...  # StaleError
     def poll(self) -> str | None: ...  # the name of the version that is served from now on, where it is a newer one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +21,9 @@ class Follow:
 
     - `poll_seconds`: a thread looks for a newer checkpoint so often.
     - `max_staleness_seconds`: what is served is stale when it was published longer ago than this. None: it never is.
+    - `source`: the trainer's directory, where what is served was converted from it (`embcache convert --to serving`): its deltas
+      after that checkpoint are served too, rounded to the precision of the served weights. Nothing is written there. None: newer
+      checkpoints come in the directory that is served.
     - `on_stale`: whether stale tables "serve" on, or `pin` raises `StaleError` ("raise"). Either way
       `Tables.stats().staleness_seconds` and the metrics say how old they are.
 
@@ -28,12 +32,29 @@ class Follow:
     Examples:
         >>> from torchrec_embcache import serving
         >>> serving.Follow(poll_seconds=1, max_staleness_seconds=300, on_stale="raise")
-        Follow(poll_seconds=1, max_staleness_seconds=300, on_stale='raise')
+        Follow(poll_seconds=1, max_staleness_seconds=300, on_stale='raise', source=None)
+
+        A converted checkpoint, and the trainer's deltas after it:
+
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, cli, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item, saver = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd), Saver(0)
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> first = saver.save(item, "trained")
+        >>> cli.main(["convert", "trained", "served", "--to", "serving", "--precision", "fp16"])
+        0000000001-...
+        0
+        >>> item.import_rows([7], [[1.0, 0.1]])
+        >>> second = saver.save(item, "trained", incremental=True)
+        >>> with serving.open("served", follow=serving.Follow(source="trained")) as tables:
+        ...     tables.pin()["item"].lookup([7]).tolist()
+        [[1.0, 0.0999755859375]]
     """
 
     poll_seconds: float = 1.0
     max_staleness_seconds: float | None = None
     on_stale: OnStale = "serve"
+    source: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         poll = as_float(self.poll_seconds)
@@ -48,3 +69,5 @@ class Follow:
         check_choice("Follow.on_stale", self.on_stale, OnStale)
         if self.on_stale == "raise" and self.max_staleness_seconds is None:
             raise ConfigError('Follow.on_stale="raise" needs a bound: give max_staleness_seconds')
+        if not isinstance(self.source, str | os.PathLike | None):
+            raise ConfigError(f"Follow.source={self.source!r}: give the path of the trainer's directory, or None")

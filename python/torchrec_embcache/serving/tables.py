@@ -220,5 +220,11 @@ def open(  # noqa: A001  # the specification's name: serving.open
         settings["raise_when_stale"] = follow.on_stale == "raise"
     settings["at"] = None if at is None else str(at)
     root = open_to_load(path, checks).path
-    # A forked child opens it anew: a directory that was opened before a fork is its parent's.
-    return Tables(lambda: _native.Serving(open_to_load(root, checks), **settings), root, follow)
+    source = None if follow is None or follow.source is None else open_to_load(follow.source, checks).path
+
+    def opens() -> _native.Serving:
+        # A forked child opens them anew: a directory that was opened before a fork is its parent's.
+        trainer = None if source is None else open_to_load(source, checks)
+        return _native.Serving(open_to_load(root, checks), source=trainer, **settings)
+
+    return Tables(opens, root, follow)

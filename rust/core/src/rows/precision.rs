@@ -96,6 +96,14 @@ impl Precision {
         }
     }
 
+    /// Change a row of weights to what they read after they were stored. A row that cannot be held stays as it is.
+    pub(crate) fn round(self, row: &mut [f32]) {
+        let mut stored = vec![0; self.row_bytes(row.len())];
+        if self.store(row, row.len(), &mut stored).is_ok() {
+            self.load(&stored, row);
+        }
+    }
+
     /// Read a stored row of as many weights as `into` has room for.
     ///
     /// # Panics

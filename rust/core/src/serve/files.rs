@@ -36,6 +36,8 @@ pub(super) struct RowFile {
     last_steps: usize,
     weights: usize,
     scores: usize,
+    /// Bytes of the weights of a row.
+    row_bytes: usize,
     pub(super) pages: Pages,
 }
 
@@ -55,7 +57,7 @@ impl RowFile {
             return Err(Error::corruption(&file.path, 0, "the columns", format!("within {length} bytes"), "longer"));
         }
         let pages = Pages::new(length, &(weights..weights + rows * row_bytes), mapping.is_copy());
-        Ok(Self { mapping, rows, ids, last_steps, weights, scores, pages })
+        Ok(Self { mapping, rows, ids, last_steps, weights, scores, row_bytes, pages })
     }
 
     #[inline]
@@ -70,10 +72,10 @@ impl RowFile {
         Id::from_le_bytes(self.eight(self.ids, row))
     }
 
-    /// The bytes of the weights of a row of `bytes` bytes.
+    /// The bytes of the weights of a row.
     #[inline]
-    pub(super) fn weights(&self, row: usize, bytes: usize) -> &[u8] {
-        &self.mapping.bytes()[self.weights + row * bytes..][..bytes]
+    pub(super) fn weights(&self, row: usize) -> &[u8] {
+        &self.mapping.bytes()[self.weights + row * self.row_bytes..][..self.row_bytes]
     }
 
     /// What rules of eviction look at, besides the weights.
@@ -88,17 +90,18 @@ impl RowFile {
     }
 
     /// The byte ranges that a lookup of a row reads. With `rules`, those too that rules of eviction look at.
-    pub(super) fn ranges(&self, row: usize, bytes: usize, rules: bool) -> impl Iterator<Item = Range<usize>> + use<> {
+    pub(super) fn ranges(&self, row: usize, rules: bool) -> impl Iterator<Item = Range<usize>> + use<> {
         let cell = |start: usize, width: usize| start + row * width..start + (row + 1) * width;
         let ruled = rules.then(|| [cell(self.ids, 8), cell(self.last_steps, 8), cell(self.scores, 4)]);
-        [cell(self.weights, bytes)].into_iter().chain(ruled.into_iter().flatten())
+        [cell(self.weights, self.row_bytes)].into_iter().chain(ruled.into_iter().flatten())
     }
 
     /// Whether all that a lookup of a row reads was seen in memory lately.
     #[inline]
-    pub(super) fn is_near(&self, row: usize, bytes: usize, rules: bool, generation: usize) -> bool {
+    pub(super) fn is_near(&self, row: usize, rules: bool, generation: usize) -> bool {
         let near = |start: usize, width: usize| self.pages.are_near(start + row * width, width, generation);
-        near(self.weights, bytes) && (!rules || near(self.ids, 8) && near(self.last_steps, 8) && near(self.scores, 4))
+        near(self.weights, self.row_bytes)
+            && (!rules || near(self.ids, 8) && near(self.last_steps, 8) && near(self.scores, 4))
     }
 
     pub(super) fn mapping(&self) -> &FileMapping {
@@ -112,6 +115,7 @@ struct View {
     start: *const u8,
     weights: usize,
     rows: usize,
+    row_bytes: u32,
     /// The words of the pages that were seen, of both generations; null where all bytes are always near.
     seen: [*const AtomicU64; 2],
 }
@@ -124,7 +128,7 @@ unsafe impl Sync for View {}
 impl View {
     fn of(file: &RowFile) -> Self {
         let (start, seen) = (file.mapping.bytes().as_ptr(), file.pages.words());
-        Self { start, weights: file.weights, rows: file.rows, seen }
+        Self { start, weights: file.weights, rows: file.rows, row_bytes: file.row_bytes as u32, seen }
     }
 }
 
@@ -134,11 +138,13 @@ pub(super) struct Spot {
     weights: *const u8,
     /// The number of the file.
     pub(super) file: u32,
+    /// Bytes of the weights.
+    bytes: u32,
 }
 
 impl Spot {
     /// No row.
-    pub(super) const NONE: Self = Self { weights: ptr::null(), file: 0 };
+    pub(super) const NONE: Self = Self { weights: ptr::null(), file: 0, bytes: 0 };
 
     #[inline]
     pub(super) fn is_none(&self) -> bool {
@@ -173,10 +179,12 @@ pub(super) struct Files {
     links: Vec<LinkOfFiles>,
     /// Bits of a place that are the number of a row.
     row_bits: u32,
-    /// How weights are stored.
+    /// How weights are stored. A trainer's deltas of a serving checkpoint have them in float32, and are rounded as they are read.
     precision: Precision,
-    /// Bytes of the weights of a row.
+    /// Bytes of the weights of a row, in files that are not such deltas.
     row_bytes: usize,
+    /// Columns of a row.
+    dim: usize,
 }
 
 impl Files {
@@ -184,13 +192,14 @@ impl Files {
     pub(super) fn new(most_rows: usize, precision: Precision, dim: usize) -> Self {
         let row_bits = usize::BITS - most_rows.saturating_sub(1).leading_zeros();
         let (all, views, links) = (Vec::new(), Vec::new(), Vec::new());
-        Self { all, views, links, row_bits: row_bits.max(1), precision, row_bytes: precision.row_bytes(dim) }
+        Self { all, views, links, row_bits: row_bits.max(1), precision, row_bytes: precision.row_bytes(dim), dim }
     }
 
     /// Map the files of one more checkpoint of the chain. With an error nothing was added.
     pub(super) fn push(&mut self, engine: &dyn IoEngine, link: LinkOfFiles, reader: &TableReader) -> Result<()> {
         let stored = reader.spec().precision.unwrap_or(Precision::Fp32);
-        if stored != self.precision {
+        let is_rounded = stored == Precision::Fp32 && !self.links.is_empty();
+        if stored != self.precision && !is_rounded {
             let what = format!(
                 "checkpoint {} has weights in {} and the one before it in {}: serve the trainer's own checkpoints, or convert the newest one",
                 link.name,
@@ -211,7 +220,7 @@ impl Files {
             );
             return Err(Error::new(Kind::Unsupported, what));
         }
-        let files = files.iter().map(|file| Ok(Arc::new(RowFile::open(engine, file, self.row_bytes)?)));
+        let files = files.iter().map(|file| Ok(Arc::new(RowFile::open(engine, file, stored.row_bytes(self.dim))?)));
         let files = files.collect::<Result<Vec<_>>>()?;
         self.views.extend(files.iter().map(|file| View::of(file)));
         self.all.extend(files);
@@ -224,7 +233,7 @@ impl Files {
     /// Errors: `Corruption`, `Storage` where they cannot be read.
     pub(super) fn bring_newest_in(&self, generation: usize) -> Result<()> {
         let newest = &self.all[self.first_of(self.links.len() - 1)..];
-        let weights = |file: &RowFile| file.weights..file.weights + file.rows * self.row_bytes;
+        let weights = |file: &RowFile| file.weights..file.weights + file.rows * file.row_bytes;
         for file in newest {
             file.mapping.ask_for(&weights(file));
         }
@@ -260,6 +269,34 @@ impl Files {
         self.precision
     }
 
+    /// The weights of a row, from the bytes that a file has of them.
+    #[inline]
+    pub(super) fn read(&self, row: &[u8], into: &mut [f32]) {
+        if row.len() == self.row_bytes {
+            self.precision.load(row, into);
+        } else {
+            self.read_rounded(row, into);
+        }
+    }
+
+    /// The weights of a row of a trainer's delta, as they would be if the delta had been converted.
+    #[cold]
+    fn read_rounded(&self, row: &[u8], into: &mut [f32]) {
+        Precision::Fp32.load(row, into);
+        self.precision.round(into);
+    }
+
+    /// Whether all rows of weights, `[n, D]`, can be stored as these files store them. The error is the number of the first that cannot.
+    pub(super) fn check_weights(&self, weights: &[f32]) -> Result<(), usize> {
+        if self.precision == Precision::Fp32 {
+            return Ok(());
+        }
+        let mut stored = vec![0; self.row_bytes];
+        let cannot = |row: &[f32]| self.precision.store(row, self.dim, &mut stored).is_err();
+        weights.chunks_exact(self.dim).position(cannot).map_or(Ok(()), Err)
+    }
+
+    /// Bytes of the weights of most rows.
     pub(super) fn row_bytes(&self) -> usize {
         self.row_bytes
     }
@@ -288,7 +325,8 @@ impl Files {
         let (file, row) = (place.0 >> self.row_bits, (place.0 & ((1 << self.row_bits) - 1)) as usize);
         match self.views.get(file as usize) {
             Some(view) if row < view.rows => {
-                Spot { weights: view.start.wrapping_add(view.weights + row * self.row_bytes), file }
+                let weights = view.start.wrapping_add(view.weights + row * view.row_bytes as usize);
+                Spot { weights, file, bytes: view.row_bytes }
             }
             _ => Spot::NONE,
         }
@@ -315,7 +353,8 @@ impl Files {
             word >> (page % 64) & 1 != 0
         };
         // A row of more than two pages has others between, which the longer way looks at.
-        (self.row_bytes <= 1 << PAGE_BITS) & is_seen(start) & is_seen(start + self.row_bytes - 1)
+        let bytes = spot.bytes as usize;
+        (bytes <= 1 << PAGE_BITS) & is_seen(start) & is_seen(start + bytes - 1)
     }
 
     /// The bytes of the weights at a spot that is not none.
@@ -324,7 +363,7 @@ impl Files {
         assert!(!spot.is_none(), "there is a row");
         // SAFETY: the spot came from a view of one of these files, which are held as long as `self`, with a row that the file has.
         // `RowFile::open` checked that the columns of all rows lie in the mapping.
-        unsafe { std::slice::from_raw_parts(spot.weights, self.row_bytes) }
+        unsafe { std::slice::from_raw_parts(spot.weights, spot.bytes as usize) }
     }
 
     /// The number of the first file of a checkpoint.

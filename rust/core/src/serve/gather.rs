@@ -119,17 +119,17 @@ impl<'a> Gather<'a> {
     /// Whether all that a place needs was seen in memory lately.
     fn is_near(&self, place: Place) -> bool {
         let found = self.files.find(place);
-        found.is_none_or(|(file, _, row)| file.is_near(row, self.files.row_bytes(), self.rules, self.generation))
+        found.is_none_or(|(file, _, row)| file.is_near(row, self.rules, self.generation))
     }
 
     /// The bytes of the row of a place, unless a rule of eviction took it. What this needs is in memory.
     fn living(&self, place: Place) -> Option<&'a [u8]> {
         let (file, number, row) = self.files.find(place)?;
-        let bytes = file.weights(row, self.files.row_bytes());
+        let bytes = file.weights(row);
         let is_dead = || {
             let mut weights = vec![0.0; if self.needs_weights { self.dim } else { 0 }];
             if self.needs_weights {
-                self.files.precision().load(bytes, &mut weights);
+                self.files.read(bytes, &mut weights);
             }
             self.overlay.is_dead(self.files.link_of(number), &file.header(row), &weights)
         };
@@ -139,10 +139,9 @@ impl<'a> Gather<'a> {
     /// Hand over the rows that [`Gather::near_rows`] left. They are read together, as far as they are not in memory.
     #[cold]
     pub(super) fn far_rows(&self, far: &[Far], mut put: impl FnMut(usize, Option<&[u8]>)) -> Result<()> {
-        let bytes = self.files.row_bytes();
         let placed = || far.iter().filter_map(|each| self.files.find(each.place));
         for (file, _, row) in placed() {
-            file.ranges(row, bytes, self.rules).for_each(|range| file.mapping().ask_for(&range));
+            file.ranges(row, self.rules).for_each(|range| file.mapping().ask_for(&range));
         }
         for (file, _, row) in placed() {
             self.bring_in(file, row)?;
@@ -155,8 +154,7 @@ impl<'a> Gather<'a> {
 
     /// Wait until all that a lookup of a row reads is in memory.
     fn bring_in(&self, file: &RowFile, row: usize) -> Result<()> {
-        let bytes = self.files.row_bytes();
-        file.ranges(row, bytes, self.rules).try_for_each(|range| {
+        file.ranges(row, self.rules).try_for_each(|range| {
             if !file.pages.are_near(range.start, range.len(), self.generation) {
                 file.mapping().bring_in(&range)?;
                 file.pages.see(range.start, range.len(), self.generation);

@@ -4,25 +4,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::Builder;
 
-use super::opening::{is_large, make_or_take, opened};
+use super::opening::{is_large, make_or_take};
 use super::serving::Serving;
+use super::source::Source;
 use super::version::{Indexed, Version, with_indexes};
-use crate::checkpoint::{Chain, Directory, Latest};
 use crate::error::Result;
 
 /// Makes indexes that cover all of a version.
 #[derive(Clone, Debug)]
 pub(super) struct Merger {
-    root: Directory,
-    /// The same directory, where indexes may be written to it.
-    writable: Option<Directory>,
+    source: Source,
     /// Whether a thread is at work.
     is_busy: Arc<AtomicBool>,
 }
 
 impl Merger {
-    pub(super) fn new(root: Directory, writable: Option<Directory>) -> Self {
-        Self { root, writable, is_busy: Arc::new(AtomicBool::new(false)) }
+    pub(super) fn new(source: Source) -> Self {
+        Self { source, is_busy: Arc::new(AtomicBool::new(false)) }
     }
 
     /// The same version with indexes of all its checkpoints, and so without overlays.
@@ -32,10 +30,11 @@ impl Merger {
 
     /// Make indexes of all checkpoints of a version.
     fn indexed(&self, version: &Version) -> Result<Indexed> {
-        let chain = Chain::open(&self.root, Latest { name: version.name() })?;
-        let opened = opened(chain.links().iter().rev())?;
+        let links = self.source.links_of(version)?;
         let files: Vec<_> = version.tables.iter().map(|table| table.files.clone()).collect();
-        Ok(make_or_take(&opened, &files, self.writable.as_ref(), &mut || Ok(()))?.0)
+        // In a trainer's directory nothing is written, and the index beside the served checkpoint is of that alone.
+        let writable = self.source.writable.as_ref().filter(|_| links.are_own());
+        Ok(make_or_take(&links.opened()?, &files, writable, &mut || Ok(()))?.0)
     }
 
     /// A version with indexes of it, or of a checkpoint that it builds on: its overlays have the deltas after that alone.
@@ -43,8 +42,7 @@ impl Merger {
         if indexed.links == version.links.len() {
             return with_indexes(version, indexed, &[]);
         }
-        let chain = Chain::open(&self.root, Latest { name: version.name() })?;
-        with_indexes(version, indexed, &opened(chain.links().iter().rev())?)
+        with_indexes(version, indexed, &self.source.links_of(version)?.opened()?)
     }
 
     /// Begin to merge the overlays of a version that is served, where one of them is large and no thread is at work. What comes of it is handed

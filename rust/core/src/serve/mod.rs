@@ -11,7 +11,7 @@
 //!
 //! The files, from the bottom up: `pages`, `faults` and `near` know which pages are in memory; `files` maps data files; `index` finds places; `build`
 //! makes an index; `overlay` has what changed since; `missing` says what an id without a row reads; `gather` and `table` look ids up; `version` and
-//! `opening` open checkpoints; `serving` replaces versions, `follow`
+//! `opening` open checkpoints; `source` says which is the next one; `serving` replaces versions, `follow`
 //! does so regularly, and `merge` makes their indexes anew.
 
 mod build;
@@ -27,6 +27,7 @@ mod opening;
 mod overlay;
 mod pages;
 mod serving;
+mod source;
 mod stats;
 mod table;
 mod version;

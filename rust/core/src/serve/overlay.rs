@@ -2,7 +2,7 @@
 
 use super::files::{Files, Place};
 use crate::checkpoint::TableReader;
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::index::HostIndex;
 use crate::lifecycle::Sweep;
 use crate::rows::RowHeader;
@@ -50,6 +50,7 @@ impl Overlay {
         let link = files.links().len() - 1;
         let mut file = files.first_of(link);
         reader.read_columns(&mut |rows| {
+            files.check_weights(rows.parts[0]).map_err(|row| cannot_hold(files, rows.ids[row]))?;
             for (row, &id) in rows.ids.iter().enumerate() {
                 set(id, files.place(file, row));
             }
@@ -105,4 +106,14 @@ impl Overlay {
     pub(super) fn bytes(&self) -> usize {
         self.places.bytes()
     }
+}
+
+/// The row of an id in a delta is beyond what the served weights are stored in.
+fn cannot_hold(files: &Files, id: Id) -> Error {
+    let name = &files.links()[files.links().len() - 1].name;
+    let precision = files.precision().name();
+    let what = format!(
+        "checkpoint {name} has a weight in the row of id {id} that {precision} cannot hold: serve a checkpoint in a wider precision, such as bf16"
+    );
+    Error::new(Kind::Input, what)
 }

@@ -7,17 +7,18 @@ use std::time::{Duration, SystemTime};
 use arc_swap::ArcSwap;
 
 use super::merge::Merger;
-use super::opening::{first_version, open_links, opened, writable};
+use super::opening::{first_version, writable};
+use super::source::Source;
 use super::stats::{PollCounts, ServingStats};
 use super::table::{LookupCounts, ServedTable};
-use super::version::{Indexed, Opening, Version, extended};
-use crate::checkpoint::{Checkpoint, CheckpointName, Directory, Latest, Wait, open_parent};
+use super::version::{Indexed, Opening, Version};
+use crate::checkpoint::{CheckpointName, Directory, Wait};
 use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
 
 /// How tables are served.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct ServeOptions {
     /// The checkpoint to serve: its name, or the digits of its number. It is not followed then. `None`: the newest one.
     pub at: Option<String>,
@@ -27,6 +28,9 @@ pub struct ServeOptions {
     pub max_staleness: Option<Duration>,
     /// Whether [`Serving::pin`] refuses a version that is older than that.
     pub raise_when_stale: bool,
+    /// The trainer's directory, where it is another one than that which is served: its deltas after what the served checkpoint was made from are
+    /// changes of it, and are rounded to the precision of the served weights. Nothing is written there.
+    pub source: Option<Directory>,
     /// What an id without a row reads. `None`: what it reads in training's evaluation.
     pub missing: Option<MissingRead>,
 }
@@ -52,9 +56,7 @@ struct State {
 /// The tables of a directory of checkpoints, for lookups.
 #[derive(Debug)]
 pub struct Serving {
-    root: Directory,
-    /// The same directory, where indexes may be written to it.
-    writable: Option<Directory>,
+    source: Source,
     options: ServeOptions,
     opening: Opening,
     merger: Merger,
@@ -82,17 +84,20 @@ impl Serving {
     ///
     /// Errors: those of [`Serving::open`], and that of `wait`.
     pub fn open_while(root: Directory, options: ServeOptions, wait: &mut Wait<'_>) -> Result<Arc<Self>> {
-        let writable = writable(&root);
+        if options.at.is_some() && options.source.is_some() {
+            let what = "one checkpoint is served for good with `at`, and newer ones with `source`: give one of them";
+            return Err(Error::new(Kind::Config, what));
+        }
+        let source = Source { writable: writable(&root), root, trainer: options.source.clone() };
         let opening =
             Opening { missing: options.missing, counts: Arc::new(LookupCounts::default()), alive: Arc::new(()) };
-        let version = first_version(&root, writable.as_ref(), options.at.as_deref(), &opening, wait)?;
+        let version = first_version(&source.root, source.writable.as_ref(), options.at.as_deref(), &opening, wait)?;
         check_memory(&version, options.host_bytes)?;
         tracing::info!(checkpoint = %version.name, tables = version.tables.len(), "a checkpoint is served");
-        Ok(Arc::new_cyclic(|this| Self {
-            merger: Merger::new(root.clone(), writable.clone()),
+        let serving = Arc::new_cyclic(|this| Self {
+            merger: Merger::new(source.clone()),
             this: Weak::clone(this),
-            root,
-            writable,
+            source,
             options,
             opening,
             current: ArcSwap::from_pointee(version),
@@ -100,7 +105,12 @@ impl Serving {
             polling: Mutex::new(()),
             polls: PollCounts::default(),
             process: std::process::id(),
-        }))
+        });
+        if serving.options.source.is_some() {
+            // Where the trainer's checkpoints cannot be served, that is counted and logged, and this one serves.
+            let _ = serving.poll();
+        }
+        Ok(serving)
     }
 
     /// The current version. It stays as it is for as long as it is held.
@@ -145,19 +155,20 @@ impl Serving {
     }
 
     fn look(&self) -> Result<Polled> {
-        let latest = Latest::read(&self.root)?;
+        let latest = self.source.latest()?;
         let before = self.current.load_full();
-        if latest.name == before.name || lock(&self.state).refused == Some(latest.name) {
+        let served: CheckpointName = self.source.checkpoint_of(&before).name.parse()?;
+        if latest.name == served || lock(&self.state).refused == Some(latest.name) {
             return Ok(Polled::Same);
         }
-        if latest.name.seq <= before.name.seq {
+        if latest.name.seq <= served.seq {
             let what = format!(
-                "LATEST names {}, which is not after {}, which is served: open the directory anew to serve it",
-                latest.name, before.name
+                "LATEST names {}, which is not after {served}, which is served: open the directory anew to serve it",
+                latest.name
             );
-            return Err(Error::new(Kind::Mismatch, what).at(self.root.path()));
+            return Err(Error::new(Kind::Mismatch, what).at(self.source.root.path()));
         }
-        let next = Arc::new(self.next(&before, latest)?);
+        let next = Arc::new(self.source.next(&self.opening, &before, latest)?);
         let fits = check_memory(&next, self.options.host_bytes).is_ok();
         if !fits {
             let merged = Arc::new(self.merger.merged(&next)?);
@@ -177,7 +188,9 @@ impl Serving {
         let _alone = lock(&self.polling);
         let current = self.current.load_full();
         if current.links.starts_with(&of.links) {
-            self.replace(&current, &Arc::new(self.merger.adopt(&current, indexed)?));
+            let next = self.merger.adopt(&current, indexed)?;
+            check_memory(&next, self.options.host_bytes)?;
+            self.replace(&current, &Arc::new(next));
         }
         Ok(())
     }
@@ -196,27 +209,6 @@ impl Serving {
         self.polls.swaps.fetch_add(1, Ordering::Relaxed);
         tracing::debug!(checkpoint = %next.name, "a newer version is served");
         Polled::Newer(next.name)
-    }
-
-    /// The version of a newer checkpoint: the current one with the deltas after it, where the newer one builds on it.
-    fn next(&self, before: &Version, latest: Latest) -> Result<Version> {
-        let mut links = vec![Checkpoint::open(&self.root, latest)?];
-        while let Some(parent) = links[links.len() - 1].manifest().parent.clone() {
-            let child = &links[links.len() - 1];
-            let served = before.links.last().expect("a version is of a checkpoint");
-            if (&parent.name, parent.manifest_xxh3) == (&served.name, served.manifest_xxh3) {
-                let fits = child.manifest().check_fits_parent(&before.manifest);
-                let path = child.directory().path();
-                fits.map_err(|what| {
-                    Error::corruption(path, 0, "what it holds", format!("changes of {}", parent.name), what)
-                })?;
-                return extended(&self.opening, before, &opened(links.iter().rev())?);
-            }
-            let next = open_parent(&self.root, child, &parent)?;
-            links.push(next);
-        }
-        let opened = opened(links.iter().rev())?;
-        open_links(&opened, self.writable.as_ref(), &self.opening, &mut || Ok(()))
     }
 
     /// Serve the version before the current one again. What was rolled back from is not served again until a newer checkpoint is published.

@@ -136,13 +136,13 @@ impl ServedTable {
 
     /// Write the row of each id to `out`. `note` is told the position of each id and whether it has a row. Returns how many have none.
     fn gather(&self, ids: &[Id], out: &mut [f32], mut note: impl FnMut(usize, bool)) -> Result<usize> {
-        let (dim, precision, mut missing) = (self.dim(), self.files.precision(), 0);
+        let (dim, files, mut missing) = (self.dim(), &self.files, 0);
         let gather = Gather::new(&self.files, (&self.index, &self.overlay), dim, self.near.generation(), ids.len());
         let mut put = |position: usize, row: Option<&[u8]>| {
             let to = &mut out[position * dim..][..dim];
             note(position, row.is_some());
             if let Some(bytes) = row {
-                precision.load(bytes, to);
+                files.read(bytes, to);
             } else {
                 missing += 1;
                 self.missing.fill(ids[position], to);

@@ -10,11 +10,12 @@ use super::missing::Missing;
 use super::near::Near;
 use super::overlay::Overlay;
 use super::table::{LookupCounts, ServedTable};
-use crate::checkpoint::{Checkpoint, CheckpointName, Directory, MANIFEST_FILE, Manifest, TableReader, Wait};
+use crate::checkpoint::{Checkpoint, CheckpointName, Directory, MANIFEST_FILE, Manifest, Parent, TableReader, Wait};
 use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::io::Open;
 use crate::lifecycle::Sweep;
+use crate::rows::Precision;
 
 /// One checkpoint, opened for lookups in all its tables. It never changes.
 #[derive(Debug)]
@@ -23,13 +24,41 @@ pub struct Version {
     pub(super) manifest: Manifest,
     /// The checkpoint and all that it builds on, the oldest first.
     pub(super) links: Vec<LinkOfFiles>,
+    pub(super) base: Base,
     pub(super) published: SystemTime,
     pub(super) tables: Vec<Arc<ServedTable>>,
     /// Counts the versions that somebody holds.
     pub(super) alive: Arc<()>,
 }
 
+/// The part of a version's chain that lies in the directory that is served.
+#[derive(Clone, Debug)]
+pub(super) struct Base {
+    /// How many checkpoints.
+    pub(super) links: usize,
+    /// The trainer's checkpoint that the newest of them equals: what it was made from, or itself.
+    pub(super) origin: Parent,
+}
+
+impl Base {
+    /// Of a chain that lies there with all of its `links`, up to `newest`.
+    fn of(newest: &Checkpoint, links: usize) -> Self {
+        Self { links, origin: newest.manifest().made_from.clone().unwrap_or_else(|| newest.identity()) }
+    }
+}
+
 impl Version {
+    /// The trainer's checkpoint that this version equals.
+    pub(super) fn origin(&self) -> Parent {
+        if self.links.len() == self.base.links { self.base.origin.clone() } else { self.newest() }
+    }
+
+    /// The newest checkpoint of its chain.
+    pub(super) fn newest(&self) -> Parent {
+        let newest = self.links.last().expect("a version is of a checkpoint");
+        Parent { name: newest.name.clone(), manifest_xxh3: newest.manifest_xxh3 }
+    }
+
     /// The name of the checkpoint.
     pub fn name(&self) -> CheckpointName {
         self.name
@@ -212,17 +241,25 @@ pub(super) fn open_version(
             files,
         }));
     }
-    version_of(opening, newest, links.iter().map(|opened| link_of(opened.link)).collect(), tables)
+    let base = Base::of(newest, links.len());
+    version_of(opening, newest, links.iter().map(|opened| link_of(opened.link)).collect(), base, tables)
 }
 
-/// The version before with one more delta after it. The delta is read and verified.
-pub(super) fn extended(opening: &Opening, before: &Version, links: &[OpenedLink<'_>]) -> Result<Version> {
+/// The version before with more deltas after it, which are read and verified. They lie in the served directory, or with `is_trainers` in a
+/// trainer's.
+pub(super) fn extended(
+    opening: &Opening,
+    before: &Version,
+    links: &[OpenedLink<'_>],
+    is_trainers: bool,
+) -> Result<Version> {
     let newest = links.last().expect("one delta at least").link;
     let mut tables = Vec::new();
     for (number, (table, entry)) in before.tables.iter().zip(&newest.manifest().tables).enumerate() {
         let (mut files, mut overlay) = (table.files.clone(), None);
         for opened in links {
             let reader = &opened.readers[number];
+            check_sweeps(&files, opened, number)?;
             files.push(opened.link.directory().engine(), link_of(opened.link), reader)?;
             // What changed lately is what requests want.
             files.bring_newest_in(table.near.generation())?;
@@ -241,8 +278,24 @@ pub(super) fn extended(opening: &Opening, before: &Version, links: &[OpenedLink<
             counts: Arc::clone(&opening.counts),
         }));
     }
-    let all = before.links.iter().cloned().chain(links.iter().map(|opened| link_of(opened.link)));
-    version_of(opening, newest, all.collect(), tables)
+    let all: Vec<_> = before.links.iter().cloned().chain(links.iter().map(|opened| link_of(opened.link))).collect();
+    let base = if is_trainers { before.base.clone() } else { Base::of(newest, all.len()) };
+    version_of(opening, newest, all, base, tables)
+}
+
+/// `Mismatch` where a rule of a delta looks at weights, and those of the rows before it are not the trainer's.
+fn check_sweeps(files: &Files, opened: &OpenedLink<'_>, table: usize) -> Result<()> {
+    let precision = files.precision();
+    if precision == Precision::Fp32 || !opened.sweeps(table).iter().any(Sweep::needs_weights) {
+        return Ok(());
+    }
+    let name = &opened.link.manifest().name;
+    let what = format!(
+        "a rule of eviction of checkpoint {name} looks at weights, and rows that are stored in {} have others than the trainer: run \
+         `embcache convert` with `--to serving` on {name}, or serve fp32",
+        precision.name()
+    );
+    Err(Error::new(Kind::Mismatch, what).at(opened.link.directory().path()))
 }
 
 /// A version with other indexes. The overlays have the changes of the checkpoints after these: `links` is the version's chain, the oldest first,
@@ -266,6 +319,7 @@ pub(super) fn with_indexes(version: &Version, indexed: &Indexed, links: &[Opened
         name: version.name,
         manifest: version.manifest.clone(),
         links: version.links.clone(),
+        base: version.base.clone(),
         published: version.published,
         tables,
         alive: Arc::clone(&version.alive),
@@ -285,11 +339,12 @@ fn version_of(
     opening: &Opening,
     newest: &Checkpoint,
     links: Vec<LinkOfFiles>,
+    base: Base,
     tables: Vec<Arc<ServedTable>>,
 ) -> Result<Version> {
     let directory = newest.directory();
     let manifest = newest.manifest().clone();
     let published = directory.engine().open(&directory.join(MANIFEST_FILE), Open::Read)?.modified()?;
     let name = manifest.name.parse()?;
-    Ok(Version { name, manifest, links, published, tables, alive: Arc::clone(&opening.alive) })
+    Ok(Version { name, manifest, links, base, published, tables, alive: Arc::clone(&opening.alive) })
 }

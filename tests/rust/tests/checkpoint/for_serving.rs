@@ -20,14 +20,14 @@ use embcache_tests::{Rig, config, directory_in};
 use crate::elastic::go_on;
 use crate::made::{ROOT, Table, kind, memory, on, save, save_delta, save_with, stop_at_each_change};
 
-const SERVED: &str = "/checkpoints/served";
+pub(crate) const SERVED: &str = "/checkpoints/served";
 
-fn ids() -> Vec<Id> {
+pub(crate) fn ids() -> Vec<Id> {
     (0..700).map(|n| hash_id(n) as Id).collect()
 }
 
 /// Tables of widths whose rows are whole lines, and of others whose stored rows are odd numbers of bytes.
-fn tables(ids: &[Id], salt: u64) -> Vec<Table> {
+pub(crate) fn tables(ids: &[Id], salt: u64) -> Vec<Table> {
     use OptimizerKind::{Adam, PartialRowWiseAdam, RowWiseAdagrad, Sgd};
     let wanted = [("a", RowWiseAdagrad, 16), ("b", Adam, 3), ("c", Sgd, 1), ("d", PartialRowWiseAdam, 64)];
     let small = |mut table: Table| {
@@ -55,12 +55,12 @@ fn chain(engine: &Arc<dyn IoEngine>) -> (Chain, Vec<Table>) {
     (newest(engine, ROOT).expect("opened"), now)
 }
 
-fn newest(engine: &Arc<dyn IoEngine>, root: impl AsRef<Path>) -> Result<Chain> {
+pub(crate) fn newest(engine: &Arc<dyn IoEngine>, root: impl AsRef<Path>) -> Result<Chain> {
     let directory = directory_in(engine, root);
     Chain::open(&directory, Latest::read(&directory)?)
 }
 
-fn serve(engine: &Arc<dyn IoEngine>, from: &Chain, precision: Precision) -> Result<Published> {
+pub(crate) fn serve(engine: &Arc<dyn IoEngine>, from: &Chain, precision: Precision) -> Result<Published> {
     engine.create_dir_all(Path::new(SERVED))?;
     make_for_serving(from, &directory_in(engine, SERVED), (5, 1), precision, &mut |_| Ok(()))
 }
@@ -83,7 +83,7 @@ fn rows(chain: &Chain, table: &str, buckets: std::ops::Range<u32>) -> BTreeMap<I
 }
 
 /// What a row reads that was stored in a precision, without slots.
-fn expected(row: &[f32], dim: usize, precision: Precision) -> Vec<u32> {
+pub(crate) fn expected(row: &[f32], dim: usize, precision: Precision) -> Vec<u32> {
     let (mut stored, mut read) = (vec![0; precision.row_bytes(dim)], vec![0.0; dim]);
     precision.store(&row[..dim], dim, &mut stored).expect("held");
     precision.load(&stored, &mut read);

@@ -22,5 +22,6 @@ mod round_trip;
 mod serving;
 mod serving_faults;
 mod serving_memory;
+mod serving_source;
 mod sweeps;
 mod sweeps_crash;

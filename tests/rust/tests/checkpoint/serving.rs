@@ -377,7 +377,7 @@ fn what_is_too_old_is_refused_where_that_was_asked_for() {
 }
 
 /// Save a delta of one table on `parent`: the rows of `changed`, and a sweep after which `total_rows` stay.
-fn save_sweep(
+pub(crate) fn save_sweep(
     engine: &Arc<dyn IoEngine>,
     parent: &Parent,
     changed: &Table,

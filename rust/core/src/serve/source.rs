@@ -1,0 +1,155 @@
+//! Where newer checkpoints come from: the directory that is served, or a trainer's directory whose deltas change what is served.
+//!
+//! A serving checkpoint says which checkpoint of the trainer it was made from. The trainer's deltas after that are changes of it. A chain is
+//! then the checkpoint in the served directory and the deltas in the trainer's, where nothing is ever written.
+
+use super::opening::{open_links, opened};
+use super::version::{OpenedLink, Opening, Version, extended};
+use crate::checkpoint::{Chain, Checkpoint, Directory, Latest, Parent, open_parent};
+use crate::error::{Error, Kind, Result};
+
+/// The directories of a server.
+#[derive(Clone, Debug)]
+pub(super) struct Source {
+    /// The directory that is served.
+    pub(super) root: Directory,
+    /// The same directory, where indexes may be written to it.
+    pub(super) writable: Option<Directory>,
+    /// The trainer's directory, if it is another one.
+    pub(super) trainer: Option<Directory>,
+}
+
+/// The checkpoints of a version, held to be read.
+pub(super) struct Links {
+    /// Those in the served directory.
+    own: Chain,
+    /// The trainer's deltas after them, the newest first.
+    after: Vec<Checkpoint>,
+}
+
+impl Links {
+    /// All of them, the oldest first.
+    pub(super) fn opened(&self) -> Result<Vec<OpenedLink<'_>>> {
+        opened(self.own.links().iter().rev().chain(self.after.iter().rev()))
+    }
+
+    /// Whether all lie in the served directory.
+    pub(super) fn are_own(&self) -> bool {
+        self.after.is_empty()
+    }
+}
+
+/// Checkpoints of a directory, the newest first.
+struct Walked {
+    links: Vec<Checkpoint>,
+    /// Whether the oldest of them is a delta of the checkpoint that was looked for. Else the chain ends there.
+    reached: bool,
+}
+
+/// Go from a checkpoint of a directory to its parents, until one of them is a delta of `since`.
+fn walk(directory: &Directory, latest: Latest, since: &Parent) -> Result<Walked> {
+    let mut links = vec![Checkpoint::open(directory, latest)?];
+    while let Some(parent) = links[links.len() - 1].manifest().parent.clone() {
+        if parent == *since {
+            return Ok(Walked { links, reached: true });
+        }
+        links.push(open_parent(directory, &links[links.len() - 1], &parent)?);
+    }
+    Ok(Walked { links, reached: false })
+}
+
+impl Source {
+    /// The newest checkpoint.
+    pub(super) fn latest(&self) -> Result<Latest> {
+        Latest::read(self.trainer.as_ref().unwrap_or(&self.root))
+    }
+
+    /// The checkpoint that a version equals, among those that are looked at.
+    pub(super) fn checkpoint_of(&self, version: &Version) -> Parent {
+        if self.trainer.is_some() { version.origin() } else { version.newest() }
+    }
+
+    /// The checkpoints of a version.
+    pub(super) fn links_of(&self, version: &Version) -> Result<Links> {
+        let own = &version.links[version.base.links - 1];
+        let own = Chain::open(&self.root, Latest { name: own.name.parse()? })?;
+        let after = match &self.trainer {
+            Some(trainer) if version.links.len() > version.base.links => {
+                walk(trainer, Latest { name: version.name() }, &version.base.origin)?.links
+            }
+            _ => Vec::new(),
+        };
+        Ok(Links { own, after })
+    }
+
+    /// The version of a newer checkpoint: the current one with the deltas after it, where the newer one builds on it.
+    pub(super) fn next(&self, opening: &Opening, before: &Version, latest: Latest) -> Result<Version> {
+        match &self.trainer {
+            None => self.next_of_own(opening, before, latest),
+            Some(trainer) => self.next_of_trainer(opening, before, trainer, latest),
+        }
+    }
+
+    fn next_of_own(&self, opening: &Opening, before: &Version, latest: Latest) -> Result<Version> {
+        let Walked { links, reached } = walk(&self.root, latest, &before.newest())?;
+        if reached {
+            return changed(opening, before, &links, false);
+        }
+        open_links(&opened(links.iter().rev())?, self.writable.as_ref(), opening, &mut || Ok(()))
+    }
+
+    fn next_of_trainer(
+        &self,
+        opening: &Opening,
+        before: &Version,
+        trainer: &Directory,
+        latest: Latest,
+    ) -> Result<Version> {
+        let Walked { links, reached } = walk(trainer, latest, &before.origin())?;
+        if reached {
+            return changed(opening, before, &links, true);
+        }
+        // The trainer began a new chain. A checkpoint of it may have been converted since.
+        let newest = Latest::read(&self.root)?;
+        if newest.name.to_string() == before.links[before.base.links - 1].name {
+            return Err(not_converted(&links[0], before));
+        }
+        let chain = Chain::open(&self.root, newest)?;
+        let base = open_links(&opened(chain.links().iter().rev())?, self.writable.as_ref(), opening, &mut || Ok(()))?;
+        if base.origin() == links[0].identity() {
+            return Ok(base);
+        }
+        let Walked { links, reached } = walk(trainer, latest, &base.origin())?;
+        if !reached {
+            return Err(not_converted(&links[0], &base));
+        }
+        changed(opening, &base, &links, true)
+    }
+}
+
+/// A version with the deltas after it, the newest first.
+fn changed(opening: &Opening, before: &Version, links: &[Checkpoint], is_trainers: bool) -> Result<Version> {
+    let child = links.last().expect("a walk has a checkpoint");
+    let (manifest, name) = (child.manifest(), &before.origin().name);
+    // What a serving checkpoint was made from is the parent of a delta after it.
+    let fits = if before.manifest.made_from.is_some() {
+        manifest.check_fits_served(&before.manifest)
+    } else {
+        manifest.check_fits_parent(&before.manifest)
+    };
+    fits.map_err(|what| {
+        Error::corruption(child.directory().path(), 0, "what it holds", format!("changes of {name}"), what)
+    })?;
+    extended(opening, before, &opened(links.iter().rev())?, is_trainers)
+}
+
+fn not_converted(newest: &Checkpoint, served: &Version) -> Error {
+    let path = newest.directory().path();
+    let name = &newest.manifest().name;
+    let origin = &served.origin().name;
+    let what = format!(
+        "the trainer's checkpoint {name} does not build on {origin}, which is served: run `embcache convert` with `--to serving` on the \
+         trainer's directory into the one that is served, so that {name} can be served too"
+    );
+    Error::new(Kind::Mismatch, what).at(path)
+}
