@@ -360,7 +360,7 @@ impl Files {
     /// The bytes of the weights at a spot that is not none.
     #[inline]
     pub(super) fn at(&self, spot: &Spot) -> &[u8] {
-        assert!(!spot.is_none(), "there is a row");
+        assert!(!spot.is_none() && (spot.file as usize) < self.views.len(), "a row of these files");
         // SAFETY: the spot came from a view of one of these files, which are held as long as `self`, with a row that the file has.
         // `RowFile::open` checked that the columns of all rows lie in the mapping.
         unsafe { std::slice::from_raw_parts(spot.weights, spot.bytes as usize) }
