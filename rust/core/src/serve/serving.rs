@@ -12,7 +12,7 @@ use super::source::Source;
 use super::stats::{PollCounts, ServingStats};
 use super::table::{LookupCounts, ServedTable};
 use super::version::{Indexed, Opening, Version};
-use crate::checkpoint::{CheckpointName, Directory, Wait};
+use crate::checkpoint::{CheckpointName, Directory, Latest, Wait};
 use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
@@ -155,9 +155,9 @@ impl Serving {
     }
 
     fn look(&self) -> Result<Polled> {
-        let latest = self.source.latest()?;
+        let latest = Latest::read(self.source.followed())?;
         let before = self.current.load_full();
-        let served: CheckpointName = self.source.checkpoint_of(&before).name.parse()?;
+        let served = self.source.checkpoint_of(&before)?;
         if latest.name == served || lock(&self.state).refused == Some(latest.name) {
             return Ok(Polled::Same);
         }
@@ -166,7 +166,7 @@ impl Serving {
                 "LATEST names {}, which is not after {served}, which is served: open the directory anew to serve it",
                 latest.name
             );
-            return Err(Error::new(Kind::Mismatch, what).at(self.source.root.path()));
+            return Err(Error::new(Kind::Mismatch, what).at(self.source.followed().path()));
         }
         let next = Arc::new(self.source.next(&self.opening, &before, latest)?);
         let fits = check_memory(&next, self.options.host_bytes).is_ok();
@@ -222,7 +222,8 @@ impl Serving {
             return Err(Error::new(Kind::State, what));
         };
         let left = self.current.swap(Arc::clone(&previous));
-        state.refused = Some(left.name);
+        // A version names a checkpoint that it was read from, so its name is one.
+        state.refused = self.source.checkpoint_of(&left).ok();
         self.polls.swaps.fetch_add(1, Ordering::Relaxed);
         tracing::warn!("checkpoint {} is served again, and {} no longer", previous.name, left.name);
         Ok(previous.name)

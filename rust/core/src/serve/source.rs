@@ -5,7 +5,7 @@
 
 use super::opening::{open_links, opened};
 use super::version::{OpenedLink, Opening, Version, extended};
-use crate::checkpoint::{Chain, Checkpoint, Directory, Latest, Parent, open_parent};
+use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, Parent, open_parent};
 use crate::error::{Error, Kind, Result};
 
 /// The directories of a server.
@@ -59,14 +59,14 @@ fn walk(directory: &Directory, latest: Latest, since: &Parent) -> Result<Walked>
 }
 
 impl Source {
-    /// The newest checkpoint.
-    pub(super) fn latest(&self) -> Result<Latest> {
-        Latest::read(self.trainer.as_ref().unwrap_or(&self.root))
+    /// The directory in which newer checkpoints are looked for.
+    pub(super) fn followed(&self) -> &Directory {
+        self.trainer.as_ref().unwrap_or(&self.root)
     }
 
-    /// The checkpoint that a version equals, among those that are looked at.
-    pub(super) fn checkpoint_of(&self, version: &Version) -> Parent {
-        if self.trainer.is_some() { version.origin() } else { version.newest() }
+    /// The checkpoint of the followed directory that a version equals.
+    pub(super) fn checkpoint_of(&self, version: &Version) -> Result<CheckpointName> {
+        if self.trainer.is_some() { version.origin().name.parse() } else { Ok(version.name()) }
     }
 
     /// The checkpoints of a version.

@@ -121,6 +121,10 @@ fn a_new_chain_of_the_trainer_is_served_when_it_was_converted() {
     assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
     check(&serving, &second, &ids(), Precision::Fp16);
     assert_eq!(serving.poll().expect("a look"), Polled::Same);
+    let before = serving.rollback().expect("the version before");
+    assert_eq!(serving.poll().expect("a look"), Polled::Same, "it was rolled back from");
+    assert_eq!(serving.pin().expect("a version").name(), before);
+    check(&serving, &first, &ids(), Precision::Int8);
     // The trainer is a chain and a delta ahead of the server.
     let third = save_with(&engine, root(), &first, (2, 9000), 3, SaveOptions { keep: 2, ..SaveOptions::default() });
     let third = third.expect("saved").identity;
