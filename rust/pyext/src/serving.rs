@@ -107,7 +107,7 @@ impl PyServing {
     /// The name of the version that is served from now on, where it is a newer one.
     fn poll(&self, py: Python<'_>) -> PyResult<Option<String>> {
         follow_levels(py)?;
-        match py.detach(|| self.inner.poll()).map_err(to_python)? {
+        match waiting(py, |wait| self.inner.poll_while(wait))? {
             Polled::Newer(name) => Ok(Some(name.to_string())),
             Polled::Same => Ok(None),
         }

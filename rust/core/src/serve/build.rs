@@ -51,6 +51,10 @@ pub(super) fn build_index(
     wait: &mut Wait<'_>,
 ) -> Result<RowIndex> {
     let wrong = |got: u64| Error::corruption(path, 0, "the rows of a table", rows, got);
+    let stored = links.iter().fold(0_u64, |stored, (reader, _)| stored.saturating_add(reader.rows()));
+    if rows > stored {
+        return Err(wrong(stored));
+    }
     let mut building = Building { files, index: RowIndex::with_room_for(rows)?, left: HashSet::default(), rows };
     for (number, (reader, _)) in links.iter().enumerate().rev() {
         let newer: Vec<&Sweep> = links[number + 1..].iter().flat_map(|(_, sweeps)| sweeps.iter()).collect();

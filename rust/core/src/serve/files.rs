@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::{Deserialize, Serialize};
 
 use super::pages::{PAGE_BITS, Pages};
-use crate::checkpoint::{FileOfRows, TableReader};
+use crate::checkpoint::{FileOfRows, Parent, TableReader};
 use crate::error::{Error, Kind, Result};
 use crate::io::{Access, FileMapping, IoEngine, Open};
 use crate::prefetch::prefetch_address;
@@ -168,6 +168,13 @@ pub(super) struct LinkOfFiles {
     pub(super) manifest_xxh3: u64,
     /// Its files end before this number.
     pub(super) files_end: usize,
+}
+
+impl LinkOfFiles {
+    /// The checkpoint.
+    pub(super) fn identity(&self) -> Parent {
+        Parent { name: self.name.clone(), manifest_xxh3: self.manifest_xxh3 }
+    }
 }
 
 /// The files of a table in a chain, the oldest checkpoint first.

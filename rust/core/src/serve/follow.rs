@@ -52,14 +52,17 @@ fn run(stop: &Stop, serving: &Weak<Serving>, every: Duration) {
         drop(asked);
         let Some(serving) = serving.upgrade() else { return };
         // A failed look is counted and logged where it fails, and the next one may succeed.
-        let _ = serving.poll();
+        let _ = serving.poll_while(&mut || {
+            let ended = || Error::new(Kind::State, "the follower was ended");
+            if *lock(&stop.asked) { Err(ended()) } else { Ok(()) }
+        });
         drop(serving);
         asked = lock(&stop.asked);
     }
 }
 
 impl Follower {
-    /// End the thread, and wait for a look that is under way.
+    /// End the thread. An index that it makes, or waits for, is given up.
     pub fn stop(&mut self) {
         *lock(&self.stop.asked) = true;
         self.stop.changed.notify_all();

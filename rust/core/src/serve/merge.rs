@@ -8,33 +8,36 @@ use super::opening::{is_large, make_or_take};
 use super::serving::Serving;
 use super::source::Source;
 use super::version::{Indexed, Version, with_indexes};
-use crate::error::Result;
+use crate::checkpoint::Wait;
+use crate::error::{Error, Kind, Result};
 
 /// Makes indexes that cover all of a version.
 #[derive(Clone, Debug)]
 pub(super) struct Merger {
     source: Source,
+    /// Bytes that an index may take of this process's own memory. `None`: any number.
+    host_bytes: Option<u64>,
     /// Whether a thread is at work.
     is_busy: Arc<AtomicBool>,
 }
 
 impl Merger {
-    pub(super) fn new(source: Source) -> Self {
-        Self { source, is_busy: Arc::new(AtomicBool::new(false)) }
+    pub(super) fn new(source: Source, host_bytes: Option<u64>) -> Self {
+        Self { source, host_bytes, is_busy: Arc::new(AtomicBool::new(false)) }
     }
 
-    /// The same version with indexes of all its checkpoints, and so without overlays.
-    pub(super) fn merged(&self, version: &Version) -> Result<Version> {
-        self.adopt(version, &self.indexed(version)?)
+    /// The same version with indexes of all its checkpoints, and so without overlays. `wait` is called now and then, and its error ends the work.
+    pub(super) fn merged(&self, version: &Version, wait: &mut Wait<'_>) -> Result<Version> {
+        self.adopt(version, &self.indexed(version, wait)?)
     }
 
     /// Make indexes of all checkpoints of a version.
-    fn indexed(&self, version: &Version) -> Result<Indexed> {
+    fn indexed(&self, version: &Version, wait: &mut Wait<'_>) -> Result<Indexed> {
         let links = self.source.links_of(version)?;
         let files: Vec<_> = version.tables.iter().map(|table| table.files.clone()).collect();
         // In a trainer's directory nothing is written, and the index beside the served checkpoint is of that alone.
         let writable = self.source.writable.as_ref().filter(|_| links.are_own());
-        Ok(make_or_take(&links.opened()?, &files, writable, &mut || Ok(()))?.0)
+        Ok(make_or_take(&links.opened()?, &files, (writable, self.host_bytes), wait)?.0)
     }
 
     /// A version with indexes of it, or of a checkpoint that it builds on: its overlays have the deltas after that alone.
@@ -56,7 +59,11 @@ impl Merger {
         let (merger, version, server) = (self.clone(), Arc::clone(version), Weak::clone(server));
         let work = move || {
             let _busy = busy;
-            let indexed = merger.indexed(&version);
+            let mut wait = || {
+                let left = || Error::new(Kind::State, "nobody serves it any more");
+                if server.strong_count() == 0 { Err(left()) } else { Ok(()) }
+            };
+            let indexed = merger.indexed(&version, &mut wait);
             let Some(server) = server.upgrade() else { return };
             // Without the index it is served as well, with more memory.
             if let Err(error) = indexed.and_then(|indexed| server.take_indexes(&version, &indexed)) {

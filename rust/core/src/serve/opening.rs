@@ -18,6 +18,10 @@ use crate::paths::Checks;
 const OVERLAY_SHARE: u64 = 4;
 /// Ids of an overlay that is not merged, whatever the index has.
 const SMALL_OVERLAY: u64 = 1 << 16;
+/// Sweeps against which each row is held in an overlay that is not merged.
+const MOST_SWEEPS: usize = 8;
+/// Bytes of an index for each row, at least.
+const BYTES_OF_A_ROW: u64 = 17;
 /// How often a process looks whether another one has made the index that both need.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// How often an open begins again because a save removed the checkpoint that `LATEST` named.
@@ -46,7 +50,7 @@ pub fn make_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> Re
     let chain = Chain::open(root, Latest { name })?;
     let opened = opened(chain.links().iter().rev())?;
     let files = files_of(&opened)?;
-    let (indexed, was_there) = make_or_take(&opened, &files, Some(root), wait)?;
+    let (indexed, was_there) = make_or_take(&opened, &files, (Some(root), None), wait)?;
     Ok(IndexMade {
         checkpoint: name,
         rows: indexed.indexes.iter().map(|index| index.len()).sum(),
@@ -141,19 +145,21 @@ pub(super) fn open_links(
             return Ok(version);
         }
     }
-    let indexed = make_or_take(opened, &files, writable, wait)?.0;
+    let indexed = make_or_take(opened, &files, (writable, opening.host_bytes), wait)?.0;
     open_version(opening, opened, files, &indexed)
 }
 
 /// The indexes of all of a chain: those of the file beside the newest checkpoint, which is made if it is not there. The second is whether it was.
+/// Where nothing may be written, they take at most `most` bytes of this process's memory.
 pub(super) fn make_or_take(
     opened: &[OpenedLink<'_>],
     files: &[Files],
-    writable: Option<&Directory>,
+    (writable, most): (Option<&Directory>, Option<u64>),
     wait: &mut Wait<'_>,
 ) -> Result<(Indexed, bool)> {
     let newest = opened.last().expect("a chain has a checkpoint").link;
     let Some(directory) = writable.map(|root| root.below(&newest.manifest().name)) else {
+        check_private(newest, most)?;
         return Ok((build_indexes(opened, files, wait)?, false));
     };
     let _alone = match wait_for_lock(&directory, || take(&directory, opened, files), wait)? {
@@ -170,6 +176,25 @@ pub(super) fn make_or_take(
             tracing::warn!("the index of {} is not shared: {why}", newest.manifest().name);
             Ok((indexed, false))
         }
+    }
+}
+
+/// `Capacity` where the indexes of a checkpoint, in this process's own memory, would pass a bound.
+fn check_private(newest: &Checkpoint, most: Option<u64>) -> Result<()> {
+    let tables = &newest.manifest().tables;
+    let rows = tables.iter().fold(0_u64, |rows, table| rows.saturating_add(table.total_rows));
+    let needed = rows.saturating_mul(BYTES_OF_A_ROW);
+    match most {
+        Some(most) if needed > most => {
+            let what = format!(
+                "the indexes of checkpoint {} would take {needed} bytes of this process's memory, because no file can be written for them, and \
+                 host_bytes allows {most}: serve a directory in which `embcache index` was run by a user who may write there, convert the \
+                 newest checkpoint where a trainer's deltas are followed, or allow more",
+                newest.manifest().name
+            );
+            Err(Error::new(Kind::Capacity, what))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -209,5 +234,6 @@ fn wait_for_lock(directory: &Directory, take: impl Fn() -> Option<Indexed>, wait
 /// Whether an overlay is to be merged into an index.
 pub(super) fn is_large(table: &ServedTable) -> bool {
     let changed = table.overlay.len() as u64;
-    changed > SMALL_OVERLAY && changed > table.index.len() / OVERLAY_SHARE
+    let has_many_ids = changed > SMALL_OVERLAY && changed > table.index.len() / OVERLAY_SHARE;
+    has_many_ids || table.overlay.sweeps() > MOST_SWEEPS
 }

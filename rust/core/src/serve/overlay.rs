@@ -97,6 +97,11 @@ impl Overlay {
         !self.sweeps.is_empty()
     }
 
+    /// How many sweeps rows are held against.
+    pub(super) fn sweeps(&self) -> usize {
+        self.sweeps.len()
+    }
+
     /// How many ids were changed.
     pub(super) fn len(&self) -> usize {
         self.places.len()

@@ -92,8 +92,8 @@ impl Pages {
 
     /// Begin `generation`: forget the pages that were seen in the one before the last.
     pub(super) fn begin(&self, generation: usize) {
-        self.all[generation & 1].store(false, Ordering::Relaxed);
         self.seen[generation & 1].iter().for_each(|word| word.store(0, Ordering::Relaxed));
+        self.all[generation & 1].store(false, Ordering::Relaxed);
     }
 }
 

@@ -89,13 +89,17 @@ impl Serving {
             return Err(Error::new(Kind::Config, what));
         }
         let source = Source { writable: writable(&root), root, trainer: options.source.clone() };
-        let opening =
-            Opening { missing: options.missing, counts: Arc::new(LookupCounts::default()), alive: Arc::new(()) };
+        let opening = Opening {
+            host_bytes: options.host_bytes,
+            missing: options.missing,
+            counts: Arc::new(LookupCounts::default()),
+            alive: Arc::new(()),
+        };
         let version = first_version(&source.root, source.writable.as_ref(), options.at.as_deref(), &opening, wait)?;
         check_memory(&version, options.host_bytes)?;
         tracing::info!(checkpoint = %version.name, tables = version.tables.len(), "a checkpoint is served");
         let serving = Arc::new_cyclic(|this| Self {
-            merger: Merger::new(source.clone()),
+            merger: Merger::new(source.clone(), options.host_bytes),
             this: Weak::clone(this),
             source,
             options,
@@ -108,7 +112,7 @@ impl Serving {
         });
         if serving.options.source.is_some() {
             // Where the trainer's checkpoints cannot be served, that is counted and logged, and this one serves.
-            let _ = serving.poll();
+            let _ = serving.poll_while(wait);
         }
         Ok(serving)
     }
@@ -138,10 +142,24 @@ impl Serving {
     ///
     /// Errors: those of [`Serving::open`], and `State` in a forked process. The version before serves on; the error is counted and logged.
     pub fn poll(&self) -> Result<Polled> {
+        self.poll_while(&mut || Ok(()))
+    }
+
+    /// Does what [`Serving::poll`] does. `wait` is called while an index is made, or waited for, and its error ends that.
+    ///
+    /// Errors: those of [`Serving::poll`], and that of `wait`, which is neither counted nor logged.
+    pub fn poll_while(&self, wait: &mut Wait<'_>) -> Result<Polled> {
         self.check_process()?;
         let _alone = lock(&self.polling);
         self.polls.polls.fetch_add(1, Ordering::Relaxed);
-        let polled = if self.options.at.is_some() { Ok(Polled::Same) } else { self.look() };
+        if self.options.at.is_some() {
+            return Ok(Polled::Same);
+        }
+        let mut ended = false;
+        let polled = self.look(&mut || wait().inspect_err(|_| ended = true));
+        if ended {
+            return polled;
+        }
         let error = polled.as_ref().err().map(ToString::to_string);
         if let Some(error) = &error {
             self.polls.failed.fetch_add(1, Ordering::Relaxed);
@@ -154,7 +172,7 @@ impl Serving {
         polled
     }
 
-    fn look(&self) -> Result<Polled> {
+    fn look(&self, wait: &mut Wait<'_>) -> Result<Polled> {
         let latest = Latest::read(self.source.followed())?;
         let before = self.current.load_full();
         let served = self.source.checkpoint_of(&before)?;
@@ -168,10 +186,10 @@ impl Serving {
             );
             return Err(Error::new(Kind::Mismatch, what).at(self.source.followed().path()));
         }
-        let next = Arc::new(self.source.next(&self.opening, &before, latest)?);
+        let next = Arc::new(self.source.next(&self.opening, &before, latest, wait)?);
         let fits = check_memory(&next, self.options.host_bytes).is_ok();
         if !fits {
-            let merged = Arc::new(self.merger.merged(&next)?);
+            let merged = Arc::new(self.merger.merged(&next, wait)?);
             check_memory(&merged, self.options.host_bytes)?;
             return Ok(self.replace(&before, &merged));
         }
@@ -285,7 +303,8 @@ fn check_memory(version: &Version, most: Option<u64>) -> Result<()> {
         Some(most) if needed > most => {
             let what = format!(
                 "the indexes of checkpoint {} take {needed} bytes of this process's memory, and host_bytes allows {most}: run `embcache index` \
-                 as a user who may write to the checkpoint, so that all processes share them, or allow more",
+                 as a user who may write to the checkpoint, so that all processes share them, convert the newest checkpoint where a \
+                 trainer's deltas are followed, or allow more",
                 version.name
             );
             Err(Error::new(Kind::Capacity, what))

@@ -3,9 +3,10 @@
 //! A serving checkpoint says which checkpoint of the trainer it was made from. The trainer's deltas after that are changes of it. A chain is
 //! then the checkpoint in the served directory and the deltas in the trainer's, where nothing is ever written.
 
+use super::files::LinkOfFiles;
 use super::opening::{open_links, opened};
-use super::version::{OpenedLink, Opening, Version, extended};
-use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, Parent, open_parent};
+use super::version::{OpenedLink, Opening, Version, extended, origin_of};
+use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, Parent, Wait, open_parent};
 use crate::error::{Error, Kind, Result};
 
 /// The directories of a server.
@@ -69,7 +70,7 @@ impl Source {
         if self.trainer.is_some() { version.origin().name.parse() } else { Ok(version.name()) }
     }
 
-    /// The checkpoints of a version.
+    /// The checkpoints of a version. `Mismatch` where one of them is gone, or another one has its name.
     pub(super) fn links_of(&self, version: &Version) -> Result<Links> {
         let own = &version.links[version.base.links - 1];
         let own = Chain::open(&self.root, Latest { name: own.name.parse()? })?;
@@ -79,51 +80,61 @@ impl Source {
             }
             _ => Vec::new(),
         };
-        Ok(Links { own, after })
+        let links = Links { own, after };
+        let found = links.own.links().iter().rev().chain(links.after.iter().rev()).map(Checkpoint::identity);
+        if found.eq(version.links.iter().map(LinkOfFiles::identity)) {
+            return Ok(links);
+        }
+        let what =
+            format!("the checkpoints of {} are not those any more that are served under its name", version.name());
+        Err(Error::new(Kind::Mismatch, what).at(self.followed().path()))
     }
 
-    /// The version of a newer checkpoint: the current one with the deltas after it, where the newer one builds on it.
-    pub(super) fn next(&self, opening: &Opening, before: &Version, latest: Latest) -> Result<Version> {
+    /// The version of a newer checkpoint: the current one with the deltas after it, where the newer one builds on it. `wait` is called while an
+    /// index is made, or waited for, and its error ends that.
+    pub(super) fn next(
+        &self,
+        opening: &Opening,
+        before: &Version,
+        latest: Latest,
+        wait: &mut Wait<'_>,
+    ) -> Result<Version> {
         match &self.trainer {
-            None => self.next_of_own(opening, before, latest),
-            Some(trainer) => self.next_of_trainer(opening, before, trainer, latest),
+            None => self.next_of_own(opening, before, latest, wait),
+            Some(trainer) => self.next_of_trainer(opening, before, (trainer, latest), wait),
         }
     }
 
-    fn next_of_own(&self, opening: &Opening, before: &Version, latest: Latest) -> Result<Version> {
+    fn next_of_own(&self, opening: &Opening, before: &Version, latest: Latest, wait: &mut Wait<'_>) -> Result<Version> {
         let Walked { links, reached } = walk(&self.root, latest, &before.newest())?;
         if reached {
             return changed(opening, before, &links, false);
         }
-        open_links(&opened(links.iter().rev())?, self.writable.as_ref(), opening, &mut || Ok(()))
+        open_links(&opened(links.iter().rev())?, self.writable.as_ref(), opening, wait)
     }
 
     fn next_of_trainer(
         &self,
         opening: &Opening,
         before: &Version,
-        trainer: &Directory,
-        latest: Latest,
+        (trainer, latest): (&Directory, Latest),
+        wait: &mut Wait<'_>,
     ) -> Result<Version> {
-        let Walked { links, reached } = walk(trainer, latest, &before.origin())?;
-        if reached {
-            return changed(opening, before, &links, true);
-        }
-        // The trainer began a new chain. A checkpoint of it may have been converted since.
+        // A newer checkpoint may have been converted since, and the one before be gone.
         let newest = Latest::read(&self.root)?;
-        if newest.name.to_string() == before.links[before.base.links - 1].name {
-            return Err(not_converted(&links[0], before));
+        if newest.name.to_string() != before.links[before.base.links - 1].name {
+            let chain = Chain::open(&self.root, newest)?;
+            let origin = origin_of(&chain.links()[0]);
+            let Walked { links, reached } = walk(trainer, latest, &origin)?;
+            let is_newest = links[0].identity() == origin;
+            if reached || is_newest {
+                let own = opened(chain.links().iter().rev())?;
+                let base = open_links(&own, self.writable.as_ref(), opening, wait)?;
+                return if is_newest { Ok(base) } else { changed(opening, &base, &links, true) };
+            }
         }
-        let chain = Chain::open(&self.root, newest)?;
-        let base = open_links(&opened(chain.links().iter().rev())?, self.writable.as_ref(), opening, &mut || Ok(()))?;
-        if base.origin() == links[0].identity() {
-            return Ok(base);
-        }
-        let Walked { links, reached } = walk(trainer, latest, &base.origin())?;
-        if !reached {
-            return Err(not_converted(&links[0], &base));
-        }
-        changed(opening, &base, &links, true)
+        let Walked { links, reached } = walk(trainer, latest, &before.origin())?;
+        if reached { changed(opening, before, &links, true) } else { Err(not_converted(&links[0], before)) }
     }
 }
 

@@ -43,8 +43,13 @@ pub(super) struct Base {
 impl Base {
     /// Of a chain that lies there with all of its `links`, up to `newest`.
     fn of(newest: &Checkpoint, links: usize) -> Self {
-        Self { links, origin: newest.manifest().made_from.clone().unwrap_or_else(|| newest.identity()) }
+        Self { links, origin: origin_of(newest) }
     }
+}
+
+/// The trainer's checkpoint that a checkpoint equals: what it was made from, or itself.
+pub(super) fn origin_of(checkpoint: &Checkpoint) -> Parent {
+    checkpoint.manifest().made_from.clone().unwrap_or_else(|| checkpoint.identity())
 }
 
 impl Version {
@@ -55,8 +60,7 @@ impl Version {
 
     /// The newest checkpoint of its chain.
     pub(super) fn newest(&self) -> Parent {
-        let newest = self.links.last().expect("a version is of a checkpoint");
-        Parent { name: newest.name.clone(), manifest_xxh3: newest.manifest_xxh3 }
+        self.links.last().expect("a version is of a checkpoint").identity()
     }
 
     /// The name of the checkpoint.
@@ -97,6 +101,8 @@ impl Version {
 /// What all versions of a server have in common.
 #[derive(Debug)]
 pub(super) struct Opening {
+    /// Bytes that indexes and overlays may take of this process's own memory. `None`: any number.
+    pub(super) host_bytes: Option<u64>,
     pub(super) missing: Option<MissingRead>,
     pub(super) counts: Arc<LookupCounts>,
     pub(super) alive: Arc<()>,

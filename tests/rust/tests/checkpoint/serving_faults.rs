@@ -330,6 +330,23 @@ fn an_index_of_a_version_that_is_served_no_longer_is_left_alone() {
 }
 
 #[test]
+fn a_follower_that_waits_for_an_index_can_be_ended() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    save(&engine, root(), &tables(1), 2, 2000, 1).expect("saved");
+    let serving = open(&engine);
+    let newer = save(&engine, root(), &tables(2), 2, 2000, 2).expect("saved").identity;
+    let held = engine.lock_dir(&root().join(&newer.name)).expect("nobody holds it");
+    let mut follower = serving.follow(std::time::Duration::from_millis(1)).expect("a thread");
+    wait_for(|| serving.stats().polls > 0, "it looks");
+    follower.stop();
+    let stats = serving.stats();
+    assert_eq!((stats.polls, stats.failed_polls, stats.last_error, stats.version.seq), (1, 0, None, 1));
+    drop(held);
+    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+    check(&serving, &tables(2));
+}
+
+#[test]
 fn whoever_waits_for_an_index_or_makes_one_can_be_ended() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let saved = save(&engine, root(), &tables(1), 2, 2000, 1).expect("saved").identity;

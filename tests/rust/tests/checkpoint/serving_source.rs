@@ -133,6 +133,13 @@ fn a_new_chain_of_the_trainer_is_served_when_it_was_converted() {
     save_delta(&engine, root(), (&first, &fourth), (1, 9000), 4, on(&third)).expect("saved");
     assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 4));
     check(&serving, &fourth, &ids(), Precision::Bf16);
+    // What was converted is converted again, and the one before is gone: the next delta is served on the newer one.
+    let fourth_name = newest(&engine, ROOT).expect("opened").identity();
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+    let fifth = changed(&fourth, 8);
+    save_delta(&engine, root(), (&fourth, &fifth), (1, 9000), 5, on(&fourth_name)).expect("saved");
+    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 5));
+    check(&serving, &fifth, &ids(), Precision::Int8);
     assert_eq!(serving.stats().failed_polls, 1);
 }
 
@@ -209,6 +216,22 @@ fn many_changes_of_a_trainer_are_merged_without_a_file_beside_them() {
     engine.remove_dir_all(root()).expect("removed");
     assert!(serving.poll().is_err());
     check(&serving, &table(3.0), &[], Precision::Fp16);
+}
+
+#[test]
+fn an_index_that_would_pass_host_bytes_is_not_made() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let table = |salt| tables(&ids(), salt);
+    let full = save(&engine, root(), &table(1), 1, 9000, 1).expect("saved").identity;
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Fp16).expect("made");
+    // Four tables of 700 rows, whose overlays take more than an index of them may.
+    let options = ServeOptions { host_bytes: Some(10_000), ..with_source(&engine) };
+    let serving = Serving::open(directory_in(&engine, SERVED), options).expect("the index is shared");
+    save_delta(&engine, root(), (&table(1), &table(2)), (1, 9000), 2, on(&full)).expect("saved");
+    let error = serving.poll().expect_err("neither fits");
+    assert_eq!(error.kind(), Kind::Capacity);
+    assert!(error.to_string().contains("would take 47600 bytes"), "{error}");
+    check(&serving, &table(1), &ids(), Precision::Fp16);
 }
 
 #[test]
