@@ -1,5 +1,6 @@
 """Tables that are served give what the trainer's tables gave when the checkpoint was saved, version by version."""
 
+import gc
 import os
 import random
 import threading
@@ -376,3 +377,29 @@ def test_what_was_published_long_ago_is_told_or_raises(ckpt: Path) -> None:
 def test_a_follow_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Follow"):
         serving.Follow(**wrong)
+
+
+def test_what_nobody_holds_is_freed_without_the_collector(ckpt: Path) -> None:
+    table, saver, _ = two_saves(ckpt)
+    gc.disable()
+    try:
+        with serving.open(ckpt) as tables:
+            for value in range(5):
+                publish(table, saver, ckpt, float(value))
+                tables.poll()
+                assert tables.pin()["item"].lookup([1])[0, 0] == value
+            assert tables.stats().versions == 2, "the one before is kept for a rollback"
+    finally:
+        gc.enable()
+
+
+def test_a_version_that_another_thread_let_go_is_passed_over(ckpt: Path) -> None:
+    two_saves(ckpt)
+    with serving.open(ckpt) as tables:
+        model = serving.replace(torch.nn.ModuleDict({"item": embedding()}), tables, modules={"item": ""})
+        version = tables.pin().__enter__()
+        thread = threading.Thread(target=version.close)
+        thread.start()
+        thread.join()
+        assert model["item"](torch.tensor([1])).tolist() == [[1.0] * 4]
+        version.__exit__(None, None, None)

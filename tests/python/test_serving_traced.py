@@ -16,7 +16,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 
 from lives import embedding
 from torchrec_embcache import Saver, serving
-from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.exceptions import MismatchError, StateError, UnsupportedError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 ROWS, DIM = 100, 4
@@ -154,6 +154,35 @@ def test_a_graph_follows_the_checkpoints_and_reads_the_version_that_is_pinned(tm
             opened.poll()
             assert graph(*ARGUMENTS).unique().tolist() == [1.0, 2.0], "two ids pooled and one"
         assert graph(*ARGUMENTS).unique().tolist() == [2.0, 4.0]
+
+
+def test_an_exported_graph_reads_the_model_that_was_replaced_last(tmp_path: Path) -> None:
+    """As when a newer model takes the place of one, while that still answers requests."""
+    opened = []
+    for value in (1.0, 5.0):
+        place = tmp_path / str(value)
+        place.mkdir(mode=0o700)
+        source = embedding(embedding_dim=DIM)
+        source.import_rows(range(ROWS), torch.full((ROWS, DIM), value))
+        Saver(0).save(nn.ModuleDict({"tables": source}), place / "ckpt")
+        opened.append(serving.open(place / "ckpt"))
+    with opened[0], opened[1]:
+        models = [serving.replace(Bags(plain_bags()), tables) for tables in opened]
+        models[1].dense = nn.Identity()
+        graph = stored(exported(models[1], strict=False))
+        assert graph(*ARGUMENTS).unique().tolist() == [5.0, 10.0]
+        assert "tables#" not in str(graph.graph), "another process has other numbers"
+
+
+def test_a_graph_of_another_table_is_refused(tables: serving.Tables) -> None:
+    model = serving.replace(Bags(plain_bags()), tables)
+    with pytest.raises(MismatchError, match=r"table 'item' of 3 columns .* 'item' of \d+ columns"):
+        torch.ops.torchrec_embcache.served_rows(torch.tensor([1]), "tables", "item", 3)
+    with pytest.raises(MismatchError, match="table 'other'"):
+        torch.ops.torchrec_embcache.served_rows(torch.tensor([1]), "tables", "other", DIM)
+    with warnings.catch_warnings(), pytest.raises(UnsupportedError, match=r"torch\.export"):
+        warnings.simplefilter("ignore")
+        torch.jit.trace(model, ARGUMENTS, check_trace=False)
 
 
 def test_a_graph_whose_module_is_gone_says_what_to_do(tables: serving.Tables) -> None:

@@ -52,7 +52,10 @@ class _Collection(ServingModule):
 
     def _ordered(self, features: Any, *, weighted: bool) -> KeyedJaggedTensor:
         """The batch, checked and in the order of the tables' features."""
-        if isinstance(features, KeyedJaggedTensor) and not weighted and features.weights_or_none() is not None:
+        is_plain = isinstance(features, KeyedJaggedTensor) and not (
+            features.variable_stride_per_key() or features.inverse_indices_or_none() is not None
+        )
+        if is_plain and not weighted and features.weights_or_none() is not None:
             # Weights of a module that is not weighted are clicks, which training counts, or nothing.
             features = KeyedJaggedTensor(
                 keys=features.keys(), values=features.values(), lengths=features.lengths(), stride=features.stride()
@@ -116,7 +119,7 @@ class ServingEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface
         """Columns of each feature, side by side: [B, C]."""
         features = self._ordered(features, weighted=self._is_weighted)
         stride = features.stride()
-        ids, bounds = features.values().cpu().numpy(), features.offsets().cpu().numpy().astype(np.int64)
+        ids, bounds = features.values().cpu().contiguous().numpy(), features.offsets().cpu().numpy().astype(np.int64)
         weights = features.weights().detach().cpu().contiguous().numpy() if self._is_weighted else None
         out = torch.empty(stride, sum(self._widths))
         first = column = 0
@@ -195,7 +198,7 @@ class ServingEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
 
     def _rows(self, version: Version, values: Tensor, counts: list[int]) -> list[Tensor]:
         """The rows [N[f], D] of each feature."""
-        ids = values.cpu().numpy()
+        ids = values.cpu().contiguous().numpy()
         found: list[Tensor] = []
         first = begin = 0
         for table, features in zip(self._tables, self._counts, strict=True):

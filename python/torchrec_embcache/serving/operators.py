@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from torchrec_embcache.bags import check_offsets
-from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.exceptions import MismatchError, StateError
 from torchrec_embcache.rows import ids_array
 
 from .served import ServedTable, pinned
@@ -27,16 +27,33 @@ __all__ = ["Reader", "bags_by_operator", "is_traced", "rows_by_operator"]
 class Reader:
     """The tables of a module that is replaced. Copies of the module share it.
 
-    Its key is the path of the module in the checkpoint, with a number where other modules that live have that key.
+    Its key is the path of the module in the checkpoint and a number, which no other module that lives has. What is exported names
+    the path alone, so that another process finds its own module there.
     """
 
     def __init__(self, served: Tables, tables: tuple[ServedTable, ...]) -> None:
         self.served = served
         self.tables = tables
-        path = tables[0].pair[0] if tables else ""
-        keys = (f"{path}#{number}" if number else path for number in itertools.count())
+        self.path = tables[0].pair[0] if tables else ""
+        keys = (f"{self.path}#{number}" for number in itertools.count())
         self.key = next(key for key in keys if key not in _READERS)
         _READERS[self.key] = self
+
+    @property
+    def name(self) -> str:
+        """What a graph that is being made calls it."""
+        return self.path if torch.compiler.is_exporting() else self.key
+
+    def named(self, table: str, dim: int) -> ServedTable:
+        """A table by its name. `MismatchError` where there is none of this width."""
+        found = next((own for own in self.tables if own.pair[1] == table), None)
+        if found is None or found.dim != dim:
+            there = ", ".join(f"{own.pair[1]!r} of {own.dim} columns" for own in self.tables)
+            raise MismatchError(
+                f"the graph reads table {table!r} of {dim} columns of module {self.path!r}, which has {there}: make the model as "
+                "the one that was exported"
+            )
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
         return self
@@ -47,12 +64,16 @@ _READERS: weakref.WeakValueDictionary[str, Reader] = weakref.WeakValueDictionary
 
 def _reader(key: str) -> Reader:
     found = _READERS.get(key)
-    if found is None:
+    if found is not None:
+        return found
+    # Of an exported graph the key is a path: it reads what was put into a model last, as when a newer model takes the place of one.
+    readers = [reader for reader in list(_READERS.values()) if reader.path == key]
+    if not readers:
         raise StateError(
             f"the graph reads tables of module {key!r}, and no such module is served in this process: call serving.replace on a "
             "model with it, and keep that model"
         )
-    return found
+    return readers[-1]
 
 
 def is_traced(value: object) -> bool:
@@ -62,37 +83,37 @@ def is_traced(value: object) -> bool:
 
 @torch.library.custom_op("torchrec_embcache::served_bags", mutates_args=())
 def served_bags(
-    ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: int, dim: int, is_mean: bool
+    ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: str, dim: int, is_mean: bool
 ) -> Tensor:
     """Pooled rows [B, D] of ids [N] in the bags that offsets [B + 1] make of them."""
-    del dim  # the shape of the result, which is needed where nothing is run
     reader = _reader(key)
+    own = reader.named(table, dim)
     flat, bounds = ids_array(ids, "ids", ids.device), ids_array(offsets, "offsets", offsets.device)
     check_offsets(bounds, len(flat), 1)
     factors = None if weights is None else weights.detach().cpu().contiguous().numpy().astype(np.float32, copy=False)
     with pinned(reader.served) as version:
-        pooled = reader.tables[table].of(version).bags_of(flat, bounds, "mean" if is_mean else "sum", factors)
+        pooled = own.of(version).bags_of(flat, bounds, "mean" if is_mean else "sum", factors)
     return pooled.to(ids.device)
 
 
 @served_bags.register_fake
-def _(ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: int, dim: int, is_mean: bool) -> Tensor:
+def _(ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: str, dim: int, is_mean: bool) -> Tensor:
     del weights, key, table, is_mean
     return ids.new_empty(offsets.shape[0] - 1, dim, dtype=torch.float32)
 
 
 @torch.library.custom_op("torchrec_embcache::served_rows", mutates_args=())
-def served_rows(ids: Tensor, key: str, table: int, dim: int) -> Tensor:
+def served_rows(ids: Tensor, key: str, table: str, dim: int) -> Tensor:
     """Rows [N, D] of ids [N]."""
-    del dim
     reader = _reader(key)
+    own = reader.named(table, dim)
     with pinned(reader.served) as version:
-        rows = reader.tables[table].of(version).rows_of(ids_array(ids, "ids", ids.device))
+        rows = own.of(version).rows_of(ids_array(ids, "ids", ids.device))
     return rows.as_subclass(Tensor).to(ids.device)
 
 
 @served_rows.register_fake
-def _(ids: Tensor, key: str, table: int, dim: int) -> Tensor:
+def _(ids: Tensor, key: str, table: str, dim: int) -> Tensor:
     del key, table
     return ids.new_empty(ids.shape[0], dim, dtype=torch.float32)
 
@@ -101,12 +122,13 @@ def bags_by_operator(
     ids: Tensor, offsets: Tensor, weights: Tensor | None, reader: Reader, table: int, *, is_mean: bool
 ) -> Tensor:
     """What a graph has for pooled rows. The arguments may be a tracer's."""
-    dim = reader.tables[table].dim
+    own = reader.tables[table]
     call = torch.ops.torchrec_embcache.served_bags
-    return cast(Tensor, call(ids, offsets, weights, reader.key, table, dim, is_mean))
+    return cast(Tensor, call(ids, offsets, weights, reader.name, own.pair[1], own.dim, is_mean))
 
 
 def rows_by_operator(ids: Tensor, reader: Reader, table: int) -> Tensor:
     """What a graph has for rows. The arguments may be a tracer's."""
+    own = reader.tables[table]
     call = torch.ops.torchrec_embcache.served_rows
-    return cast(Tensor, call(ids, reader.key, table, reader.tables[table].dim))
+    return cast(Tensor, call(ids, reader.name, own.pair[1], own.dim))

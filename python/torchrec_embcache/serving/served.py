@@ -26,7 +26,14 @@ __all__ = ["ServedTable", "ServingEmbedding", "ServingEmbeddingBag", "ServingMod
 
 @contextmanager
 def pinned(tables: Tables) -> Iterator[Version]:
-    """The version that the caller has pinned by a `with` statement, or else the one that is served now, until the end of this."""
+    """The version that the caller has pinned by a `with` statement, or else the one that is served now, until the end of this.
+
+    `UnsupportedError` where torch.jit.trace records, which would keep the rows of now in the place of lookups.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise UnsupportedError(
+            "torch.jit.trace cannot record lookups in tables that are served: use torch.export or torchrec.fx.symbolic_trace"
+        )
     version = current_version(tables)
     if version is not None:
         yield version

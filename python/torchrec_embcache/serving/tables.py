@@ -81,8 +81,8 @@ class Tables(ClosedByWith):
     def rollback(self) -> str:
         """Serve the version before the present one again. Returns its name.
 
-        It stays until a newer checkpoint than the one that was left is published. Raises `StateError` where no version before is
-        kept.
+        It stays until a newer checkpoint than the one that was left is published. A process that is forked later opens the newest
+        one again: let it roll back, too, or open it with `at`. Raises `StateError` where no version before is kept.
         """
         return self._ready().rollback()
 
@@ -125,6 +125,8 @@ class Tables(ClosedByWith):
     def forked(self) -> None:
         """Called in a forked child, which has none of its parent's threads, and may not use what they work with."""
         self._opening = threading.Lock()
+        if isinstance(self._stop, weakref.finalize):
+            self._stop.detach()  # it would keep the parent's versions
         self._stop, self._is_own = _nothing, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

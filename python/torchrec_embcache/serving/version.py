@@ -63,6 +63,20 @@ class Rows(Tensor):
         return rows
 
 
+class _Held:
+    """A version of the core, until it is let go. Tables know this and not the `Version`: a cycle would wait for the collector."""
+
+    def __init__(self, native: _native.ServedVersion) -> None:
+        self.name = native.name
+        self.native: _native.ServedVersion | None = native
+
+    def ready(self) -> _native.ServedVersion:
+        """The version. `StateError` where it was let go."""
+        if self.native is None:
+            raise StateError(f"version {self.name} was let go: pin one anew by Tables.pin()")
+        return self.native
+
+
 class Table:
     """One table of a version: rows of ids, read-only. `Version` gives it, and it can be used until that version is let go.
 
@@ -80,8 +94,8 @@ class Table:
         Table('item', dim=2, rows=2) [[3.0, 4.0], [1.0, 2.0]]
     """
 
-    def __init__(self, version: Version, native: _native.ServedTable) -> None:
-        self._version = version
+    def __init__(self, held: _Held, native: _native.ServedTable) -> None:
+        self._held = held
         self._native = native
         self.module = native.module
         self.name = native.name
@@ -164,9 +178,9 @@ class Table:
         return out
 
     def _ready(self) -> _native.ServedTable:
-        if not self._version.is_held:
+        if self._held.native is None:
             raise StateError(
-                f"table {self.name!r} is of version {self._version.name}, which was let go: pin a version anew"
+                f"table {self.name!r} is of version {self._held.name}, which was let go: pin a version anew"
             )
         return self._native
 
@@ -180,7 +194,8 @@ class Version(ClosedByWith):
 
     `name` is the checkpoint's, and `published` says when that was published, in seconds since 1970. At the end of a `with`
     statement, or by `close()`, it is let go: what no one has pinned is freed once a newer version is served. Inside the statement
-    every module that `serving.replace` made of the same tables reads this version.
+    every module that `serving.replace` made of the same tables reads this version, where it runs in the same thread or task:
+    `asyncio.to_thread` takes the statement along, an executor's `submit` does not.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -196,20 +211,20 @@ class Version(ClosedByWith):
 
     def __init__(self, of: object, native: _native.ServedVersion) -> None:
         self.of = of
-        self._native: _native.ServedVersion | None = native
-        self.name = native.name
+        self._held = _Held(native)
+        self.name = self._held.name
         self._named: dict[str, Table] = {}
         self._by_pair: dict[tuple[str, str], Table] | None = None
 
     @property
     def published(self) -> float:
         """When the checkpoint was published, in seconds since 1970."""
-        return self._held().published
+        return self._held.ready().published
 
     @property
     def is_held(self) -> bool:
         """Whether it was not let go yet."""
-        return self._native is not None
+        return self._held.native is not None
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -218,9 +233,9 @@ class Version(ClosedByWith):
 
     def by_pair(self) -> dict[tuple[str, str], Table]:
         """Every table by the path of its module and its name."""
-        native = self._held()
+        native = self._held.ready()
         if self._by_pair is None:
-            self._by_pair = {(table.module, table.name): Table(self, table) for table in native.tables()}
+            self._by_pair = {(table.module, table.name): Table(self._held, table) for table in native.tables()}
         return self._by_pair
 
     def __getitem__(self, name: str) -> Table:
@@ -229,22 +244,17 @@ class Version(ClosedByWith):
         if found is None:
             if not isinstance(name, str):
                 raise InputError(f"a table is named by text, not by {name!r}: give its name")
-            found = self._named[name] = Table(self, self._held().table(name))
+            found = self._named[name] = Table(self._held, self._held.ready().table(name))
         return found
 
     def close(self) -> None:
         """Let the version go; harmless twice. Its tables refuse use from then on."""
-        self._native = None
+        self._held.native = None
         self._named.clear()
         self._by_pair = None
 
-    def _held(self) -> _native.ServedVersion:
-        if self._native is None:
-            raise StateError(f"version {self.name} was let go: pin one anew by Tables.pin()")
-        return self._native
-
     def __enter__(self) -> Self:
-        self._held()
+        self._held.ready()
         _PINNED.set((*_PINNED.get(), self))
         return self
 
@@ -260,7 +270,8 @@ class Version(ClosedByWith):
 
 def current_version(tables: object) -> Version | None:
     """The version of these tables whose `with` statement the caller is in, if there is one."""
-    return next((version for version in reversed(_PINNED.get()) if version.of is tables), None)
+    # One that was let go in another thread or task than that which pinned it is still there.
+    return next((version for version in reversed(_PINNED.get()) if version.of is tables and version.is_held), None)
 
 
 def _flat(field: str, ids: Ids) -> I64:
