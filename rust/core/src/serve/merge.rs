@@ -5,7 +5,6 @@ use std::sync::{Arc, Weak};
 use std::thread::Builder;
 
 use super::opening::{is_large, make_or_take};
-use super::serving::Serving;
 use super::source::Source;
 use super::version::{Indexed, Version, with_indexes};
 use crate::checkpoint::Wait;
@@ -50,13 +49,13 @@ impl Merger {
 
     /// Begin to merge the overlays of a version that is served, where one of them is large and no thread is at work. What comes of it is handed
     /// to the server, if it is still there.
-    pub(super) fn begin(&self, version: &Arc<Version>, server: &Weak<Serving>) {
+    pub(super) fn begin(&self, version: &Arc<Version>, server: Weak<dyn TakesIndexes>) {
         let is_needed = version.tables.iter().any(|table| is_large(table));
         if !is_needed || self.is_busy.swap(true, Ordering::AcqRel) {
             return;
         }
         let busy = Busy(Arc::clone(&self.is_busy));
-        let (merger, version, server) = (self.clone(), Arc::clone(version), Weak::clone(server));
+        let (merger, version) = (self.clone(), Arc::clone(version));
         let work = move || {
             let _busy = busy;
             let mut wait = || {
@@ -74,6 +73,12 @@ impl Merger {
             tracing::warn!("the changes since the index are not merged, because the system starts no thread: {error}");
         }
     }
+}
+
+/// A server that is handed what was merged.
+pub(super) trait TakesIndexes: Send + Sync {
+    /// Put indexes that were made of a version into what is served, where it is that version or builds on it.
+    fn take_indexes(&self, of: &Version, indexed: &Indexed) -> Result<()>;
 }
 
 /// Says that a thread is at work for as long as it lives.

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
 
-use super::merge::Merger;
+use super::merge::{Merger, TakesIndexes};
 use super::opening::{first_version, writable};
 use super::source::Source;
 use super::stats::{PollCounts, ServingStats};
@@ -195,22 +195,10 @@ impl Serving {
         }
         let polled = self.replace(&before, &next);
         if polled != Polled::Same {
-            self.merger.begin(&next, &self.this);
+            let this: Weak<Self> = Weak::clone(&self.this);
+            self.merger.begin(&next, this);
         }
         Ok(polled)
-    }
-
-    /// Put indexes that were made of a version into what is served, where it is that version or builds on it.
-    pub(super) fn take_indexes(&self, of: &Version, indexed: &Indexed) -> Result<()> {
-        // While this is held, only a rollback takes the place of the current version.
-        let _alone = lock(&self.polling);
-        let current = self.current.load_full();
-        if current.links.starts_with(&of.links) {
-            let next = self.merger.adopt(&current, indexed)?;
-            check_memory(&next, self.options.host_bytes)?;
-            self.replace(&current, &Arc::new(next));
-        }
-        Ok(())
     }
 
     /// Put `next` in the place of `before`, unless something else took that place meanwhile.
@@ -286,6 +274,20 @@ impl Serving {
             shared_index_bytes: sum(&|table| if table.index.is_shared() { table.index.bytes() as u64 } else { 0 }),
             private_bytes: private_bytes(&version),
         }
+    }
+}
+
+impl TakesIndexes for Serving {
+    fn take_indexes(&self, of: &Version, indexed: &Indexed) -> Result<()> {
+        // While this is held, only a rollback takes the place of the current version.
+        let _alone = lock(&self.polling);
+        let current = self.current.load_full();
+        if current.links.starts_with(&of.links) {
+            let next = self.merger.adopt(&current, indexed)?;
+            check_memory(&next, self.options.host_bytes)?;
+            self.replace(&current, &Arc::new(next));
+        }
+        Ok(())
     }
 }
 
