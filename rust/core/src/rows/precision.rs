@@ -33,6 +33,8 @@ pub enum Precision {
 
 /// Bytes of the scale and the bias of a row of int8.
 const SCALE_AND_BIAS: usize = 4;
+/// A row of no more bytes than this is rounded without asking for memory.
+const SMALL_ROW: usize = 1024;
 /// The greatest code.
 const MAX_CODE: f32 = 255.0;
 
@@ -98,9 +100,16 @@ impl Precision {
 
     /// Change a row of weights to what they read after they were stored. A row that cannot be held stays as it is.
     pub(crate) fn round(self, row: &mut [f32]) {
-        let mut stored = vec![0; self.row_bytes(row.len())];
-        if self.store(row, row.len(), &mut stored).is_ok() {
-            self.load(&stored, row);
+        let bytes = self.row_bytes(row.len());
+        let (mut small, mut large) = ([0; SMALL_ROW], Vec::new());
+        let stored = if bytes <= SMALL_ROW {
+            &mut small[..bytes]
+        } else {
+            large.resize(bytes, 0);
+            &mut large[..]
+        };
+        if self.store(row, row.len(), stored).is_ok() {
+            self.load(stored, row);
         }
     }
 

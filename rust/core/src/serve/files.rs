@@ -276,7 +276,9 @@ impl Files {
         self.precision
     }
 
-    /// The weights of a row, from the bytes that a file has of them.
+    /// The weights of a row, from the bytes that a file has of them. A file has weights in the served precision or, in a trainer's delta of
+    /// weights that are served in fewer bytes, in float32. No other
+    /// precision takes as many bytes for a row as float32, so the number of bytes says which one it is.
     #[inline]
     pub(super) fn read(&self, row: &[u8], into: &mut [f32]) {
         if row.len() == self.row_bytes {

@@ -120,21 +120,55 @@ impl Source {
         (trainer, latest): (&Directory, Latest),
         wait: &mut Wait<'_>,
     ) -> Result<Version> {
-        // A newer checkpoint may have been converted since, and the one before be gone.
-        let newest = Latest::read(&self.root)?;
-        if newest.name.to_string() != before.links[before.base.links - 1].name {
-            let chain = Chain::open(&self.root, newest)?;
-            let origin = origin_of(&chain.links()[0]);
-            let Walked { links, reached } = walk(trainer, latest, &origin)?;
-            let is_newest = links[0].identity() == origin;
-            if reached || is_newest {
-                let own = opened(chain.links().iter().rev())?;
-                let base = open_links(&own, self.writable.as_ref(), opening, wait)?;
-                return if is_newest { Ok(base) } else { changed(opening, &base, &links, true) };
+        let mut ended = false;
+        let mut ends = || wait().inspect_err(|_| ended = true);
+        let converted = self.next_of_converted(opening, before, (trainer, latest), &mut ends);
+        match converted {
+            Ok(Some(next)) => return Ok(next),
+            Err(error) if ended => return Err(error),
+            _ => {}
+        }
+        let walked = walk(trainer, latest, &before.origin());
+        match (converted, walked) {
+            // The served directory may be gone or damaged. The trainer's deltas change what is served all the same.
+            (Err(error), Ok(Walked { links, reached: true })) => {
+                tracing::warn!("no newer converted checkpoint is taken up: {error}");
+                changed(opening, before, &links, true)
+            }
+            (Err(error), _) | (Ok(_), Err(error)) => Err(error),
+            (Ok(_), Ok(Walked { links, reached })) => {
+                if reached {
+                    changed(opening, before, &links, true)
+                } else {
+                    Err(not_converted(&links[0], before))
+                }
             }
         }
-        let Walked { links, reached } = walk(trainer, latest, &before.origin())?;
-        if reached { changed(opening, before, &links, true) } else { Err(not_converted(&links[0], before)) }
+    }
+
+    /// The version of a checkpoint that was converted since the one of `before` was opened, with the trainer's deltas after it. `None` where there
+    /// is no such checkpoint, or the trainer's newest one does not build on what it was made from.
+    fn next_of_converted(
+        &self,
+        opening: &Opening,
+        before: &Version,
+        (trainer, latest): (&Directory, Latest),
+        wait: &mut Wait<'_>,
+    ) -> Result<Option<Version>> {
+        let newest = Latest::read(&self.root)?;
+        if newest.name.to_string() == before.links[before.base.links - 1].name {
+            return Ok(None);
+        }
+        let chain = Chain::open(&self.root, newest)?;
+        let origin = origin_of(&chain.links()[0]);
+        let Walked { links, reached } = walk(trainer, latest, &origin)?;
+        let is_newest = links[0].identity() == origin;
+        if !reached && !is_newest {
+            return Ok(None);
+        }
+        let own = opened(chain.links().iter().rev())?;
+        let base = open_links(&own, self.writable.as_ref(), opening, wait)?;
+        if is_newest { Ok(Some(base)) } else { changed(opening, &base, &links, true).map(Some) }
     }
 }
 

@@ -3,14 +3,14 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::Kind;
 use embcache::checkpoint::{Parent, SaveOptions};
 use embcache::config::OptimizerKind;
-use embcache::io::IoEngine;
+use embcache::io::{IoEngine, publish};
 use embcache::lifecycle::{Rule, Sweep};
 use embcache::rows::Precision;
 use embcache::serve::{Polled, ServeOptions, Serving};
 use embcache::types::Id;
+use embcache::{Error, Kind};
 use embcache_tests::directory_in;
 
 use super::for_serving::{SERVED, expected, ids, newest, serve, tables};
@@ -141,6 +141,53 @@ fn a_new_chain_of_the_trainer_is_served_when_it_was_converted() {
     assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 5));
     check(&serving, &fifth, &ids(), Precision::Int8);
     assert_eq!(serving.stats().failed_polls, 1);
+}
+
+#[test]
+fn a_served_directory_that_is_gone_or_damaged_does_not_stop_the_trainers_deltas() {
+    for is_gone in [true, false] {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        let first = tables(&ids()[..600], 1);
+        let full = save(&engine, root(), &first, 1, 9000, 1).expect("saved").identity;
+        serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+        let serving = open(&engine);
+        let second = changed(&first, 2);
+        let delta = save_delta(&engine, root(), (&first, &second), (1, 9000), 2, on(&full)).expect("saved").identity;
+        if is_gone {
+            engine.remove_dir_all(Path::new(SERVED)).expect("removed");
+        } else {
+            let newer = serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+            let manifest = Path::new(SERVED).join(newer.identity.name).join("manifest.json");
+            publish(&*engine, &manifest, b"damaged").expect("written");
+        }
+        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 2));
+        check(&serving, &second, &ids(), Precision::Int8);
+        let third = changed(&second, 3);
+        save_delta(&engine, root(), (&second, &third), (2, 9000), 3, on(&delta)).expect("saved");
+        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 3));
+        check(&serving, &third, &ids(), Precision::Int8);
+        // A chain that does not build on what is served needs the directory, and what is wrong there is told.
+        save(&engine, root(), &first, 1, 9000, 4).expect("saved");
+        let wanted = if is_gone { Kind::Path } else { Kind::Corruption };
+        assert_eq!(kind(serving.poll()), wanted);
+        check(&serving, &third, &ids(), Precision::Int8);
+    }
+}
+
+#[test]
+fn a_look_that_is_ended_while_it_takes_a_newer_conversion_up_takes_nothing_else_up() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let (first, second) = (tables(&ids()[..600], 1), tables(&ids(), 2));
+    let full = save(&engine, root(), &first, 1, 9000, 1).expect("saved").identity;
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+    let serving = open(&engine);
+    save_delta(&engine, root(), (&first, &second), (1, 9000), 2, on(&full)).expect("saved");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Bf16).expect("made");
+    let ended = serving.poll_while(&mut || Err(Error::new(Kind::State, "the user left")));
+    assert!(ended.expect_err("ended").to_string().contains("the user left"));
+    assert_eq!((serving.stats().failed_polls, serving.stats().version.seq), (0, 1));
+    serving.poll().expect("a look");
+    check(&serving, &second, &ids(), Precision::Bf16);
 }
 
 #[test]
