@@ -27,8 +27,19 @@ impl Requests {
     /// # Panics
     /// Panics when it cannot be opened.
     pub fn open(publisher: &Publisher) -> Self {
-        let serving =
-            Serving::open(publisher.to_serve(), ServeOptions::default()).expect("a checkpoint that was published");
+        Self::with(publisher, ServeOptions::default())
+    }
+
+    /// Serve the newest checkpoint, all of whose rows are read into memory before.
+    ///
+    /// # Panics
+    /// Panics when it cannot be opened.
+    pub fn preloaded(publisher: &Publisher) -> Self {
+        Self::with(publisher, ServeOptions { preload: true, ..ServeOptions::default() })
+    }
+
+    fn with(publisher: &Publisher, options: ServeOptions) -> Self {
+        let serving = Serving::open(publisher.to_serve(), options).expect("a checkpoint that was published");
         Self { serving, out: vec![0.0; REQUEST_IDS * DIM], found: vec![false; REQUEST_IDS] }
     }
 

@@ -25,6 +25,7 @@ class Serving:
         missing: Literal["zeros", "initial", "shared", "value"] | None = None,  # None: what the manifest says
         missing_value: float = 0.0,  # what "value" reads
         source: Directory | None = None,  # the trainer's, where it is another one
+        preload: bool = False,  # whether the weights of all rows are read into memory before they are served
     ) -> Serving: ...
     def pin(self) -> ServedVersion: ...  # StaleError
     def poll(self) -> str | None: ...  # the name of the version that is served from now on, where it is a newer one

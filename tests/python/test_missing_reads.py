@@ -18,10 +18,11 @@ from torchrec_embcache import (
     admission,
     initializers,
     optimizers,
+    serving,
 )
 from torchrec_embcache.cli import main
 from torchrec_embcache.cli.checkpoints import Opened
-from torchrec_embcache.exceptions import ConfigError
+from torchrec_embcache.exceptions import ConfigError, MismatchError
 from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
 from torchrec_embcache.saver import Saver
 
@@ -70,6 +71,13 @@ def served(table: dict[str, Any]) -> list[float]:
     return [0.0] * DIM
 
 
+def read_by_server(path: Path) -> list[float]:
+    """What a server reads for it."""
+    with serving.open(path) as tables, tables.pin() as version:
+        found: list[float] = version.tables[0].lookup([MISSING])[0].tolist()
+    return found
+
+
 def evaluated(table: nn.Module) -> list[float]:
     found: list[float] = table.eval()(torch.tensor([MISSING]))[0].tolist()
     table.train()
@@ -96,6 +104,11 @@ def test_every_way_to_save_says_what_evaluation_reads(tmp_path: Path, case: str,
     found, found_version = manifest_of(tmp_path)
     assert (found.get("missing_read"), found_version) == (said, version)
     assert served(found) == evaluated(table)
+    if "linked" in door:
+        with pytest.raises(MismatchError):
+            serving.open(tmp_path)
+    else:
+        assert read_by_server(tmp_path) == evaluated(table)
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -1,11 +1,14 @@
 """What lookups take and refuse, the names of what they give, and the command."""
 
 import ast
+import copy
 import inspect
 import json
+import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from torchrec_embcache.exceptions import (
     ConfigError,
     InputError,
     MismatchError,
+    PathError,
 )
 
 
@@ -30,6 +34,40 @@ def ckpt(tmp_path: Path) -> Path:
 
 
 # ---- arguments
+
+
+def test_a_preloaded_checkpoint_reads_the_same(ckpt: Path) -> None:
+    table, saver, _ = two_saves(ckpt)
+    with serving.open(ckpt, preload=True) as tables:
+        assert value_of(tables.pin()) == 1.0
+        publish(table, saver, ckpt, 5.0)
+        publish(table, saver, ckpt, 6.0, full=True)
+        tables.poll()
+        assert value_of(tables.pin()) == 6.0
+        assert tables.stats().far_rows == 0
+    with pytest.raises(ConfigError, match="preload='yes': give True or False"):
+        serving.open(ckpt, preload="yes")  # type: ignore[arg-type]
+
+
+def test_the_path_of_one_checkpoint_is_refused_with_the_call_that_serves_it(ckpt: Path) -> None:
+    name = two_saves(ckpt)[2]
+    with pytest.raises(PathError, match="is one checkpoint") as told:
+        serving.open(ckpt / name)
+    call = f"serving.open({str(ckpt)!r}, at={name!r})"
+    assert call in str(told.value)
+    with serving.open(str(ckpt), at=name) as tables:
+        assert tables.stats().version == name
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda rows: pickle.loads(pickle.dumps(rows))])
+def test_rows_can_be_copied_and_pickled(ckpt: Path, copied: Callable[[serving.Rows], serving.Rows]) -> None:
+    two_saves(ckpt)
+    with serving.open(ckpt, missing="zeros") as tables:
+        rows = tables.pin()["item"].lookup([1, 99])
+    again = copied(rows)
+    assert type(again) is serving.Rows
+    assert torch.equal(again, rows)
+    assert again.found.tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

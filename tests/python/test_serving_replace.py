@@ -22,6 +22,7 @@ from lives import embedding
 from tables import make_bag
 from torchrec_embcache import Saver, cache_modules, serving
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError, UnsupportedError
+from torchrec_embcache.monitoring import ServingCollector
 from torchrec_embcache.serving.served import ServingModule
 from torchrec_models import IDS, Model, Settings, batches, sharded
 from world import process_group
@@ -341,6 +342,31 @@ def test_a_table_that_leaves_a_later_checkpoint_is_told(ckpt: Path) -> None:
             model(torch.tensor([1]))
         tables.rollback()
         assert model(torch.tensor([1])).unique().tolist() == [0.0]
+
+
+def test_a_module_at_two_paths_takes_the_path_that_modules_gives_for_any_of_them(ckpt: Path) -> None:
+    next(numbered(ckpt))
+    for path in ("one", "two"):
+        shared = embedding(name="a")
+        model = nn.ModuleDict({"one": shared, "two": shared})
+        with serving.open(ckpt) as tables:
+            model = serving.replace(model, tables, modules={path: "a"})
+            assert model["one"] is model["two"]
+            assert model["two"](torch.tensor([1])).unique().tolist() == [0.0]
+    shared = embedding(name="a")
+    model = nn.ModuleDict({"one": shared, "two": shared})
+    with serving.open(ckpt) as tables, pytest.raises(InputError, match="'a', 'b' for one module"):
+        serving.replace(model, tables, modules={"one": "a", "two": "b"})
+
+
+def test_a_directory_that_a_model_opened_twice_has_two_labels_in_the_metrics(ckpt: Path) -> None:
+    next(numbered(ckpt))
+    with serving.open(ckpt) as first, serving.open(ckpt, at=1) as second:
+        model = nn.ModuleList(serving.replace(TwoTables(), tables) for tables in (first, second))
+        families = list(ServingCollector(model).collect())
+    assert families
+    for family in families:
+        assert [sample.labels["path"] for sample in family.samples] == [str(ckpt), f"{ckpt}#2"]
 
 
 # ---- what is refused

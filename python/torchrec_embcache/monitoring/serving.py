@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ SERVING_METRICS: tuple[Metric, ...] = (
         "swaps",
         "embcache_serving_swaps_total",
         "counter",
-        "Versions that took the place of another, by a rollback too.",
+        "Changes of the checkpoint that is served, by a rollback too.",
     ),
     Metric(
         "failed_polls",
@@ -75,7 +76,8 @@ class ServingCollector:
     """A collector of prometheus_client: the counters of tables that are served, as they are when they are asked for.
 
     `PrometheusExporter` has one. Register it with a registry of your own where the process serves metrics already, as a web
-    server does. It keeps neither the tables nor the model alive, and leaves out what is closed.
+    server does. It keeps neither the tables nor the model alive, and leaves out what is closed. Where a model reads a directory that
+    was opened twice, the label `path` of the second ends with "#2".
 
     Args:
         served: what `serving.open` returned, or a model that reads such tables.
@@ -120,11 +122,15 @@ class ServingCollector:
         served = self._served()
         if served is None:
             return
+        opened: Counter[str] = Counter()
         for tables in [served] if isinstance(served, Tables) else tables_of(served):
             try:
-                yield tables.path, tables.stats()
+                stats = tables.stats()
             except EmbCacheError:
                 continue  # they are closed
+            opened[tables.path] += 1
+            times = opened[tables.path]
+            yield tables.path if times == 1 else f"{tables.path}#{times}", stats
 
 
 def _family(metric: Metric, having: list[tuple[str, ServingStats]]) -> Family:

@@ -44,6 +44,7 @@ def replace(model: Model, tables: Tables, *, modules: Mapping[str, str] | None =
         MismatchError: the checkpoint does not have a table, or has it with another width.
         UnsupportedError: a module is sharded, or is weighted and pools by the mean. Nothing was replaced then.
         StateError: the tables are closed.
+        StaleError: they are older than `max_staleness_seconds` allows, and `on_stale` is "raise".
 
     Examples:
         >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -67,6 +68,7 @@ def replace(model: Model, tables: Tables, *, modules: Mapping[str, str] | None =
         raise StateError(f"the tables of {tables.path} are closed: open them again by serving.open")
     found = _found(model)
     paths = _renamed({path: path_in_model(model, path) for path in found}, modules)
+    _agree_on_shared(found, paths, modules)
     made: dict[int, ServingModule] = {}
     with pinned(tables):
         for path, module in found.items():
@@ -132,6 +134,21 @@ def _renamed(paths: dict[str, str], modules: Mapping[str, str] | None) -> dict[s
             f"modules names {', '.join(map(repr, unknown))}, and the modules with tables are {there}: give one of these"
         )
     return {path: renames.get(short, short) for path, short in paths.items()}
+
+
+def _agree_on_shared(found: dict[str, nn.Module], paths: dict[str, str], modules: Mapping[str, str] | None) -> None:
+    """Give a module that the model has at several paths one path in the checkpoint: that which `modules` says for any of them."""
+    named = set((modules or {}).values())
+    for module in {id(module): module for module in found.values()}.values():
+        at = [path for path, other in found.items() if other is module]
+        said = {paths[path] for path in at if paths[path] in named and paths[path] != path}
+        if len(said) > 1:
+            raise InputError(
+                f"modules gives {', '.join(map(repr, sorted(said)))} for one module, which the model has at "
+                f"{', '.join(map(repr, at))}: give one of them"
+            )
+        for path in at if said else ():
+            paths[path] = next(iter(said))
 
 
 def _serving(tables: Tables, module: nn.Module, path: str) -> ServingModule:

@@ -12,7 +12,7 @@ from torchrec_embcache import _native
 from torchrec_embcache.admission import NotAdmitted, check_not_admitted
 from torchrec_embcache.closing import ClosedByWith
 from torchrec_embcache.config import parse_bytes
-from torchrec_embcache.exceptions import ConfigError, StateError
+from torchrec_embcache.exceptions import ConfigError, PathError, StateError
 from torchrec_embcache.paths import PathChecks, open_to_load
 
 from .follow import Follow
@@ -166,6 +166,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
     follow: Follow | None = None,
     checks: PathChecks = "basic",
     missing: NotAdmitted | None = None,
+    preload: bool = False,
 ) -> Tables:
     """Serve the tables of a directory of checkpoints, as `Saver` writes it, of any number of ranks.
 
@@ -183,9 +184,12 @@ def open(  # noqa: A001  # the specification's name: serving.open
         missing: what ids without a row read: "zeros", a number for every column, "initial", the values that a row would be born
             with, or "shared", the row that ids share which were refused one. None: what evaluation reads in training, as far as the
             checkpoint says it.
+        preload: read the weights of all rows into memory before a checkpoint is served, in huge pages where the system has them. Give
+            it where they fit there: no lookup waits for the disk then, and lookups are faster. False: rows are read as they are
+            asked for.
 
     Raises:
-        PathError: there is no such directory, no checkpoint in it, or not the one that `at` names.
+        PathError: there is no such directory, no checkpoint in it, or not the one that `at` names; or `path` is a checkpoint itself.
         StoragePermissionError: it may not be read.
         MismatchError: the checkpoint is a linked one. The message has the command that makes one that can be served.
         CorruptionError: the checkpoint is damaged.
@@ -210,7 +214,9 @@ def open(  # noqa: A001  # the specification's name: serving.open
         raise ConfigError(f"at={at!r} serves one checkpoint, and follow= the newest: give one of them")
     if at is not None and not (isinstance(at, str) or (type(at) is int and at >= 0)):
         raise ConfigError(f"at={at!r} is no checkpoint: give its name, as '0000000007-...', or its number")
-    settings: dict[str, Any] = {}
+    if not isinstance(preload, bool):
+        raise ConfigError(f"preload={preload!r}: give True or False")
+    settings: dict[str, Any] = {"preload": preload}
     if missing is not None:
         value = check_not_admitted("missing", missing)
         settings["missing"] = value if isinstance(value, str) else "value"
@@ -222,6 +228,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
         settings["raise_when_stale"] = follow.on_stale == "raise"
     settings["at"] = None if at is None else str(at)
     root = open_to_load(path, checks).path
+    _check_is_no_checkpoint(root)
     source = None if follow is None or follow.source is None else open_to_load(follow.source, checks).path
 
     def opens() -> _native.Serving:
@@ -230,3 +237,10 @@ def open(  # noqa: A001  # the specification's name: serving.open
         return _native.Serving(open_to_load(root, checks), source=trainer, **settings)
 
     return Tables(opens, root, follow)
+
+
+def _check_is_no_checkpoint(path: str) -> None:
+    """`PathError` where `path` is one checkpoint, and not the directory that it lies in."""
+    above, name = os.path.split(path)
+    if os.path.isfile(os.path.join(path, "manifest.json")) and not os.path.exists(os.path.join(path, "LATEST")):
+        raise PathError(f"{path} is one checkpoint: give the directory that it lies in, as serving.open({above!r}, at={name!r})")

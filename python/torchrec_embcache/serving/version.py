@@ -5,9 +5,10 @@ Shapes: N ids, B bags, D a table's width.
 
 from __future__ import annotations
 
+import copy
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -61,6 +62,14 @@ class Rows(Tensor):
         rows = values.as_subclass(cls)
         rows.found = found
         return rows
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Rows of their own, with what was found."""
+        return type(self)(copy.deepcopy(self.as_subclass(Tensor), memo), copy.deepcopy(self.found, memo))
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type[Self], tuple[Tensor, Tensor]]:
+        """Pickled as rows with what was found."""
+        return type(self), (self.as_subclass(Tensor), self.found)
 
 
 class _Held:

@@ -76,7 +76,7 @@ pub(crate) struct PyServing {
 #[pymethods]
 impl PyServing {
     #[new]
-    #[pyo3(signature = (directory, *, at=None, host_bytes=None, max_staleness_seconds=None, raise_when_stale=false, missing=None, missing_value=0.0, source=None))]
+    #[pyo3(signature = (directory, *, at=None, host_bytes=None, max_staleness_seconds=None, raise_when_stale=false, missing=None, missing_value=0.0, source=None, preload=false))]
     #[expect(clippy::too_many_arguments, reason = "they are the settings of a user's call")]
     fn new(
         py: Python<'_>,
@@ -88,11 +88,12 @@ impl PyServing {
         missing: Option<&str>,
         missing_value: f32,
         source: Option<&PyDirectory>,
+        preload: bool,
     ) -> PyResult<Self> {
         let max_staleness = max_staleness_seconds.map(|given| seconds("max_staleness_seconds", given)).transpose()?;
         let missing = missing.map(|name| missing_from(name, missing_value)).transpose()?;
         let source = source.map(|source| source.inner.clone());
-        let options = ServeOptions { at, host_bytes, max_staleness, raise_when_stale, source, missing };
+        let options = ServeOptions { at, host_bytes, max_staleness, raise_when_stale, source, missing, preload };
         follow_levels(py)?;
         let root = directory.inner.clone();
         let inner = waiting(py, |wait| Serving::open_while(root, options, wait))?;

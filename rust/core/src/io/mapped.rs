@@ -6,6 +6,8 @@ use std::ops::Range;
 use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::AlignedBuf;
 use crate::error::{Error, Kind, Result};
@@ -41,8 +43,44 @@ unsafe impl Send for SharedPages {}
 // SAFETY: the mapping is only read.
 unsafe impl Sync for SharedPages {}
 
+/// How many files this process has mapped.
+static MAPPED: AtomicUsize = AtomicUsize::new(0);
+
+/// How many mappings the system allows a process (`vm.max_map_count`). Where it does not say, any number.
+fn allowed() -> usize {
+    static ALLOWED: OnceLock<usize> = OnceLock::new();
+    *ALLOWED.get_or_init(|| {
+        let said = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
+        said.and_then(|text| text.trim().parse().ok()).unwrap_or(usize::MAX)
+    })
+}
+
+/// `Capacity` where a process that has mapped so many files may map no more. A quarter of what the system allows is left to the rest of the
+/// process, whose requests for memory would fail otherwise.
+fn check_room(path: &Path, mapped: usize, allowed: usize) -> Result<()> {
+    if mapped < allowed / 4 * 3 {
+        return Ok(());
+    }
+    let what = format!(
+        "{} is not mapped: this process has mapped {mapped} files, of the {allowed} mappings that the system allows it. Allow more, as by \
+         `sysctl -w vm.max_map_count={}`, or have fewer files: make one checkpoint of each chain by `embcache compact`",
+        path.display(),
+        allowed.saturating_mul(4)
+    );
+    Err(Error::new(Kind::Capacity, what).at(path))
+}
+
+impl SharedPages {
+    /// The range of a mapping, which is counted from now on.
+    fn new(start: *mut u8, bytes: usize) -> Self {
+        MAPPED.fetch_add(1, Ordering::Relaxed);
+        Self { start, bytes }
+    }
+}
+
 impl Drop for SharedPages {
     fn drop(&mut self) {
+        MAPPED.fetch_sub(1, Ordering::Relaxed);
         // SAFETY: the range is this mapping's own, and who dropped it gave up every address in it.
         unsafe { libc::munmap(self.start.cast(), self.bytes) };
     }
@@ -69,6 +107,7 @@ impl FileMapping {
         if bytes == 0 {
             return Self::copied(path, 0, |_| Ok(()));
         }
+        check_room(path, MAPPED.load(Ordering::Relaxed), allowed())?;
         let failed = || Error::io("map", path, &std::io::Error::last_os_error());
         let room = bytes.next_multiple_of(page_bytes()) + HUGE_PAGE_BYTES;
         // Room for a mapping that starts at a multiple of a huge page. The file takes the place of a part of it.
@@ -80,7 +119,7 @@ impl FileMapping {
         if at == libc::MAP_FAILED {
             return Err(failed());
         }
-        let reserved = SharedPages { start: at.cast(), bytes: room };
+        let mut reserved = SharedPages::new(at.cast(), room);
         let before = reserved.start.addr().next_multiple_of(HUGE_PAGE_BYTES) - reserved.start.addr();
         let start = reserved.start.wrapping_add(before);
         let fixed = libc::MAP_SHARED | libc::MAP_FIXED;
@@ -89,8 +128,8 @@ impl FileMapping {
         if mapped == libc::MAP_FAILED {
             return Err(failed());
         }
-        std::mem::forget(reserved);
-        let pages = SharedPages { start, bytes };
+        (reserved.start, reserved.bytes) = (start, bytes);
+        let pages = reserved;
         let after = start.wrapping_add(bytes.next_multiple_of(page_bytes()));
         let advice = if access == Access::Whole { libc::MADV_HUGEPAGE } else { libc::MADV_RANDOM };
         // SAFETY: what is unmapped is the room before and after the file, whole pages that nobody uses. The advice changes no contents; where the
@@ -227,6 +266,21 @@ mod tests {
             whole.bring_in(&(0..length)).expect("it is there");
             assert!(whole.bytes() == bytes);
         }
+    }
+
+    #[test]
+    fn a_quarter_of_the_mappings_that_the_system_allows_is_left_to_the_rest_of_the_process() {
+        let path = Path::new("/some/file");
+        check_room(path, 49_145, 65_530).expect("there is room");
+        check_room(path, usize::MAX - 1, usize::MAX).expect_err("there is none");
+        let error = check_room(path, 49_146, 65_530).expect_err("no room is left");
+        assert_eq!(error.kind(), Kind::Capacity);
+        assert!(error.to_string().contains("vm.max_map_count=262120"), "{error}");
+        assert!(allowed() > 1000, "{}", allowed());
+        let before = MAPPED.load(Ordering::Relaxed);
+        let all: Vec<_> = (0..100).map(|_| mapped(b"abc")).collect();
+        assert!(MAPPED.load(Ordering::Relaxed) >= before.max(100), "they are counted");
+        drop(all);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::cache::RowColumns;
 use crate::checkpoint::{Checkpoint, CheckpointKind, TableReader, Wait};
 use crate::error::{Error, Result};
 use crate::index::IdHash;
-use crate::io::IoEngine;
+use crate::io::{Access, IoEngine};
 use crate::lifecycle::Sweep;
 use crate::memory;
 use crate::rows::Precision;
@@ -30,11 +30,11 @@ pub(super) fn link_of(link: &Checkpoint) -> LinkOfFiles {
 }
 
 /// Map the files of a table in a chain, whose checkpoints and readers are given with the oldest first.
-pub(super) fn map_files(engine: &dyn IoEngine, links: &[(&Checkpoint, &TableReader)]) -> Result<Files> {
+pub(super) fn map_files(engine: &dyn IoEngine, links: &[(&Checkpoint, &TableReader)], access: Access) -> Result<Files> {
     let most = links.iter().map(|(_, reader)| reader.most_rows_of_a_file()).max().unwrap_or(1);
     let spec = links.last().expect("a chain has a checkpoint").1.spec();
     let precision = spec.precision.unwrap_or(Precision::Fp32);
-    let mut files = Files::new(most, precision, spec.dim as usize);
+    let mut files = Files::new(most, precision, spec.dim as usize, access);
     for (link, reader) in links {
         files.push(engine, link_of(link), reader)?;
     }

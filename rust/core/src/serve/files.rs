@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::{Deserialize, Serialize};
 
 use super::pages::{PAGE_BITS, Pages};
-use crate::checkpoint::{FileOfRows, Parent, TableReader};
+use crate::checkpoint::{FileOfRows, Parent, TableReader, Wait};
 use crate::error::{Error, Kind, Result};
 use crate::io::{Access, FileMapping, IoEngine, Open};
 use crate::prefetch::prefetch_address;
@@ -42,8 +42,8 @@ pub(super) struct RowFile {
 }
 
 impl RowFile {
-    fn open(engine: &dyn IoEngine, file: &FileOfRows, row_bytes: usize) -> Result<Self> {
-        let mapping = engine.open(&file.path, Open::Read)?.map(Access::Scattered)?;
+    fn open(engine: &dyn IoEngine, file: &FileOfRows, row_bytes: usize, access: Access) -> Result<Self> {
+        let mapping = engine.open(&file.path, Open::Read)?.map(access)?;
         let length = mapping.bytes().len();
         if length as u64 != file.bytes {
             return Err(Error::corruption(&file.path, 0, "the file's length", file.bytes, length));
@@ -102,6 +102,19 @@ impl RowFile {
         let near = |start: usize, width: usize| self.pages.are_near(start + row * width, width, generation);
         near(self.weights, self.row_bytes)
             && (!rules || near(self.ids, 8) && near(self.last_steps, 8) && near(self.scores, 4))
+    }
+
+    /// The bytes of the weights of all rows.
+    fn all_weights(&self) -> Range<usize> {
+        self.weights..self.weights + self.rows * self.row_bytes
+    }
+
+    /// Wait until the weights of all rows are in memory.
+    fn bring_in(&self, generation: usize) -> Result<()> {
+        let range = self.all_weights();
+        self.mapping.bring_in(&range)?;
+        self.pages.see(range.start, range.len(), generation);
+        Ok(())
     }
 
     pub(super) fn mapping(&self) -> &FileMapping {
@@ -192,14 +205,17 @@ pub(super) struct Files {
     row_bytes: usize,
     /// Columns of a row.
     dim: usize,
+    /// How files are mapped.
+    access: Access,
 }
 
 impl Files {
     /// No files, of a table of width `dim` whose files have at most so many rows.
-    pub(super) fn new(most_rows: usize, precision: Precision, dim: usize) -> Self {
+    pub(super) fn new(most_rows: usize, precision: Precision, dim: usize, access: Access) -> Self {
         let row_bits = usize::BITS - most_rows.saturating_sub(1).leading_zeros();
         let (all, views, links) = (Vec::new(), Vec::new(), Vec::new());
-        Self { all, views, links, row_bits: row_bits.max(1), precision, row_bytes: precision.row_bytes(dim), dim }
+        let row_bytes = precision.row_bytes(dim);
+        Self { all, views, links, row_bits: row_bits.max(1), precision, row_bytes, dim, access }
     }
 
     /// Map the files of one more checkpoint of the chain. With an error nothing was added.
@@ -223,11 +239,15 @@ impl Files {
         }
         if end as u64 >= (1_u64 << (32 - self.row_bits)) {
             let what = format!(
-                "a table of {end} data files has more rows than one process can serve: train it in several tables, or save it by compact"
+                "a table has {end} data files in the {} checkpoints of its chain, with up to {} rows each, and one process serves fewer: save a \
+                 full checkpoint, or make one of the chain by `embcache compact`",
+                self.links.len() + 1,
+                1_u64 << self.row_bits
             );
             return Err(Error::new(Kind::Unsupported, what));
         }
-        let files = files.iter().map(|file| Ok(Arc::new(RowFile::open(engine, file, stored.row_bytes(self.dim))?)));
+        let open = |file| RowFile::open(engine, file, stored.row_bytes(self.dim), self.access);
+        let files = files.iter().map(|file| open(file).map(Arc::new));
         let files = files.collect::<Result<Vec<_>>>()?;
         self.views.extend(files.iter().map(|file| View::of(file)));
         self.all.extend(files);
@@ -240,16 +260,21 @@ impl Files {
     /// Errors: `Corruption`, `Storage` where they cannot be read.
     pub(super) fn bring_newest_in(&self, generation: usize) -> Result<()> {
         let newest = &self.all[self.first_of(self.links.len() - 1)..];
-        let weights = |file: &RowFile| file.weights..file.weights + file.rows * file.row_bytes;
         for file in newest {
-            file.mapping.ask_for(&weights(file));
+            file.mapping.ask_for(&file.all_weights());
         }
-        for file in newest {
-            let range = weights(file);
-            file.mapping.bring_in(&range)?;
-            file.pages.see(range.start, range.len(), generation);
-        }
-        Ok(())
+        newest.iter().try_for_each(|file| file.bring_in(generation))
+    }
+
+    /// Read the weights of all files into memory. They are not asked for ahead, so that the system reads them in huge pages where it can. `wait` is
+    /// called for each file, and its error ends the work.
+    ///
+    /// Errors: `Corruption`, `Storage` where they cannot be read; that of `wait`.
+    pub(super) fn bring_all_in(&self, generation: usize, wait: &mut Wait<'_>) -> Result<()> {
+        self.all.iter().try_for_each(|file| {
+            wait()?;
+            file.bring_in(generation)
+        })
     }
 
     /// The first `links` checkpoints alone.

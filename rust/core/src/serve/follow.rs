@@ -1,12 +1,47 @@
 //! A thread that looks for newer checkpoints.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use super::serving::Serving;
+use crate::checkpoint::CheckpointName;
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
+
+/// The most looks that are left out after a failed one.
+const MOST_LEFT_OUT: u32 = 15;
+
+/// Leaves looks out that would find the checkpoint that could not be served when it was looked at last. Each look reads and verifies it anew.
+#[derive(Debug, Default)]
+struct BackOff {
+    failed: Option<CheckpointName>,
+    /// How many looks are left out after a failed one: 1, 3, 7 and so on.
+    after_one: u32,
+    /// How many are still to be left out.
+    left: u32,
+}
+
+impl BackOff {
+    /// Whether to look now, where this checkpoint is the newest.
+    fn is_due(&mut self, newest: Option<CheckpointName>) -> bool {
+        if newest.is_none() || newest != self.failed {
+            return true;
+        }
+        let is_due = self.left == 0;
+        self.left = self.left.saturating_sub(1);
+        is_due
+    }
+
+    /// A look at this checkpoint is over.
+    fn note(&mut self, newest: Option<CheckpointName>, has_failed: bool) {
+        let again = has_failed && newest == self.failed;
+        self.failed = newest.filter(|_| has_failed);
+        self.after_one = if again { (2 * self.after_one + 1).min(MOST_LEFT_OUT) } else { 1 };
+        self.left = self.after_one;
+    }
+}
 
 #[derive(Debug, Default)]
 struct Stop {
@@ -23,7 +58,8 @@ pub struct Follower {
 }
 
 impl Serving {
-    /// Look for a newer checkpoint every so often, on a thread of its own. Looks that fail are counted and logged, and repeated.
+    /// Look for a newer checkpoint every so often, on a thread of its own. Looks that fail are counted and logged, and repeated: ever more
+    /// seldom, down to every sixteenth time, for as long as the newest checkpoint is the same.
     ///
     /// Errors: `Config` where the time is 0; `Storage` where the system has no room for a thread.
     pub fn follow(self: &Arc<Self>, every: Duration) -> Result<Follower> {
@@ -42,6 +78,7 @@ impl Serving {
 }
 
 fn run(stop: &Stop, serving: &Weak<Serving>, every: Duration) {
+    let mut back_off = BackOff::default();
     let mut asked = lock(&stop.asked);
     loop {
         let waited = stop.changed.wait_timeout_while(asked, every, |asked| !*asked);
@@ -51,23 +88,46 @@ fn run(stop: &Stop, serving: &Weak<Serving>, every: Duration) {
         }
         drop(asked);
         let Some(serving) = serving.upgrade() else { return };
-        // A failed look is counted and logged where it fails, and the next one may succeed.
-        let _ = serving.poll_while(&mut || {
-            let ended = || Error::new(Kind::State, "the follower was ended");
-            if *lock(&stop.asked) { Err(ended()) } else { Ok(()) }
-        });
+        look(stop, &serving, &mut back_off);
         drop(serving);
         asked = lock(&stop.asked);
+    }
+}
+
+/// Look once, unless this look is left out. A failed look is counted and logged where it fails, and the next one may succeed.
+fn look(stop: &Stop, serving: &Serving, back_off: &mut BackOff) {
+    let mut wait = || {
+        let ended = || Error::new(Kind::State, "the follower was ended");
+        if *lock(&stop.asked) { Err(ended()) } else { Ok(()) }
+    };
+    let mut newest = None;
+    // What a panic interrupts was not served yet. Without this the thread would end, and what is served would grow old in silence.
+    let has_failed = catch_unwind(AssertUnwindSafe(|| {
+        newest = serving.newest();
+        back_off.is_due(newest).then(|| serving.poll_while(&mut wait).is_err())
+    }));
+    let has_failed = has_failed.unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+        serving.note_panic(text.unwrap_or("no message"));
+        Some(true)
+    });
+    if let Some(has_failed) = has_failed {
+        back_off.note(newest, has_failed);
     }
 }
 
 impl Follower {
     /// End the thread. An index that it makes, or waits for, is given up.
     pub fn stop(&mut self) {
+        let thread = self.thread.take();
+        // A forked process has no such thread, and nobody may be left there to give the lock up.
+        if self.process != std::process::id() {
+            std::mem::forget(thread);
+            return;
+        }
         *lock(&self.stop.asked) = true;
         self.stop.changed.notify_all();
-        // A forked process has no such thread.
-        if let Some(thread) = self.thread.take().filter(|_| self.process == std::process::id()) {
+        if let Some(thread) = thread {
             // A panic of the thread was reported when it happened.
             let _ = thread.join();
         }
@@ -77,5 +137,37 @@ impl Follower {
 impl Drop for Follower {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(seq: u64) -> CheckpointName {
+        CheckpointName { seq, random: 7 }
+    }
+
+    /// Which of the next looks are made where the newest checkpoint cannot be served.
+    fn looks(back_off: &mut BackOff, newest: Option<CheckpointName>, times: usize) -> Vec<usize> {
+        let mut looked = Vec::new();
+        for time in 0..times {
+            if back_off.is_due(newest) {
+                looked.push(time);
+                back_off.note(newest, true);
+            }
+        }
+        looked
+    }
+
+    #[test]
+    fn a_checkpoint_that_cannot_be_served_is_looked_at_ever_more_seldom_and_a_newer_one_at_once() {
+        let mut back_off = BackOff::default();
+        assert_eq!(looks(&mut back_off, Some(name(1)), 60), [0, 2, 6, 14, 30, 46]);
+        assert_eq!(looks(&mut back_off, Some(name(2)), 10), [0, 2, 6]);
+        // The directory cannot be read, which takes no time.
+        assert_eq!(looks(&mut back_off, None, 4), [0, 1, 2, 3]);
+        back_off.note(Some(name(3)), false);
+        assert!(back_off.is_due(Some(name(3))) && back_off.is_due(Some(name(3))), "it was served");
     }
 }

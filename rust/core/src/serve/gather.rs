@@ -1,5 +1,6 @@
 //! The lookup of many ids: where their rows are, and the rows.
 
+use super::faults::major_faults;
 use super::files::{Files, Place, RowFile, Spot};
 use super::index::RowIndex;
 use super::overlay::Overlay;
@@ -56,15 +57,33 @@ impl<'a> Gather<'a> {
     pub(super) fn near_rows(&self, ids: &[Id], mut put: impl FnMut(usize, Option<&[u8]>)) -> Vec<Far> {
         let mut far: Vec<Far> = Vec::new();
         let mut slots = vec![NO_SLOT; ids.len().min(IDS_AT_ONCE)];
+        let (before, mut has_waited) = (major_faults(), false);
         for (number, ids) in ids.chunks(IDS_AT_ONCE).enumerate() {
             let slots = &mut slots[..ids.len()];
             self.index.get_batch(ids, slots);
             if !self.overlay.is_empty() {
                 self.overlay.change(ids, slots);
             }
-            self.gather(number * IDS_AT_ONCE, slots, &mut far, &mut put);
+            let first = number * IDS_AT_ONCE;
+            if has_waited {
+                let placed = slots.iter().enumerate();
+                placed.for_each(|(at, &slot)| self.leave((first + at, Place(slot)), &mut far, &mut put));
+            } else {
+                self.gather(first, slots, &mut far, &mut put);
+                // The system took pages back that were taken to be near. The others that are gone are better asked for together.
+                has_waited = major_faults() != before;
+            }
         }
         far
+    }
+
+    /// Leave a row for later, and say so at once where there is none.
+    fn leave(&self, (position, place): (usize, Place), far: &mut Vec<Far>, put: &mut impl FnMut(usize, Option<&[u8]>)) {
+        if self.files.find(place).is_none() {
+            put(position, None);
+        } else {
+            far.push(Far { position, place });
+        }
     }
 
     /// Hand over the rows of places that are near, of positions from `first` on, and add the others to `far`.

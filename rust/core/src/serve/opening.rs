@@ -11,7 +11,7 @@ use super::version::{
 };
 use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, MANIFEST_FILE, Wait};
 use crate::error::{Error, Kind, Result};
-use crate::io::DirLock;
+use crate::io::{Access, DirLock};
 use crate::paths::Checks;
 
 /// An overlay is merged into an index where it has more than one of so many of the index's ids, and more than [`SMALL_OVERLAY`].
@@ -49,7 +49,7 @@ pub fn make_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> Re
     let name = name_of(root, at)?;
     let chain = Chain::open(root, Latest { name })?;
     let opened = opened(chain.links().iter().rev())?;
-    let files = files_of(&opened)?;
+    let files = files_of(&opened, Access::Scattered)?;
     let (indexed, was_there) = make_or_take(&opened, &files, (Some(root), None), wait)?;
     Ok(IndexMade {
         checkpoint: name,
@@ -138,15 +138,15 @@ pub(super) fn open_links(
     opening: &Opening,
     wait: &mut Wait<'_>,
 ) -> Result<Version> {
-    let files = files_of(opened)?;
+    let files = files_of(opened, if opening.preload { Access::Whole } else { Access::Scattered })?;
     if let Some(indexed) = find_indexes(opened, &files) {
-        let version = open_version(opening, opened, files.clone(), &indexed)?;
+        let version = open_version(opening, opened, files.clone(), &indexed, wait)?;
         if !version.tables.iter().any(|table| is_large(table)) {
             return Ok(version);
         }
     }
     let indexed = make_or_take(opened, &files, (writable, opening.host_bytes), wait)?.0;
-    open_version(opening, opened, files, &indexed)
+    open_version(opening, opened, files, &indexed, wait)
 }
 
 /// The indexes of all of a chain: those of the file beside the newest checkpoint, which is made if it is not there. The second is whether it was.

@@ -18,7 +18,7 @@ struct SweepOfLink {
     sweep: Sweep,
 }
 
-/// The changes of the deltas after an index, as one map. It is never changed: the next delta makes another one.
+/// The changes of the deltas after an index, as one map. That of a version is never changed: the next version has a copy with more deltas.
 #[derive(Debug)]
 pub(super) struct Overlay {
     places: HostIndex,
@@ -31,9 +31,15 @@ impl Overlay {
         Self { places: HostIndex::new(1 << 32), sweeps: Vec::new() }
     }
 
-    /// This overlay with one more delta, whose files are the last of `files`. Every row and tombstone of the delta is read and verified.
-    pub(super) fn with(&self, files: &Files, reader: &TableReader, sweeps: &[Sweep]) -> Result<Self> {
-        let mut places = self.places.copied()?;
+    /// A copy, to which deltas can be added.
+    pub(super) fn copied(&self) -> Result<Self> {
+        Ok(Self { places: self.places.copied()?, sweeps: self.sweeps.clone() })
+    }
+
+    /// Add a delta, whose files are the last of `files`. Every row and tombstone of the delta is read and verified. With an error the overlay
+    /// has a part of the delta, and is to be dropped.
+    pub(super) fn add(&mut self, files: &Files, reader: &TableReader, sweeps: &[Sweep]) -> Result<()> {
+        let places = &mut self.places;
         places.reserve((reader.rows() + reader.tombstones()) as usize)?;
         let mut set = |id: Id, place: Place| {
             if !places.insert_new(id, place.0) {
@@ -57,12 +63,11 @@ impl Overlay {
             file += 1;
             Ok(())
         })?;
-        let mut all = self.sweeps.clone();
         for sweep in sweeps {
-            all.retain(|before| !sweep.covers(&before.sweep));
-            all.push(SweepOfLink { link, sweep: sweep.clone() });
+            self.sweeps.retain(|before| !sweep.covers(&before.sweep));
+            self.sweeps.push(SweepOfLink { link, sweep: sweep.clone() });
         }
-        Ok(Self { places, sweeps: all })
+        Ok(())
     }
 
     /// Put the place of each id into `slots` where a delta changed it: [`Place::TOMBSTONE`] of one that left.

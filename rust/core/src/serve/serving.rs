@@ -33,6 +33,8 @@ pub struct ServeOptions {
     pub source: Option<Directory>,
     /// What an id without a row reads. `None`: what it reads in training's evaluation.
     pub missing: Option<MissingRead>,
+    /// Whether the weights of all rows are read into memory before a checkpoint is served, in huge pages where the system has them.
+    pub preload: bool,
 }
 
 /// What a look for a newer checkpoint found.
@@ -92,6 +94,7 @@ impl Serving {
         let opening = Opening {
             host_bytes: options.host_bytes,
             missing: options.missing,
+            preload: options.preload,
             counts: Arc::new(LookupCounts::default()),
             alive: Arc::new(()),
         };
@@ -160,7 +163,13 @@ impl Serving {
         if ended {
             return polled;
         }
-        let error = polled.as_ref().err().map(ToString::to_string);
+        self.note_look(polled.as_ref().err());
+        polled
+    }
+
+    /// Count and log how a look ended, and say so in the figures.
+    fn note_look(&self, error: Option<&Error>) {
+        let error = error.map(ToString::to_string);
         if let Some(error) = &error {
             self.polls.failed.fetch_add(1, Ordering::Relaxed);
             if lock(&self.state).last_error.as_ref() != Some(error) {
@@ -169,7 +178,18 @@ impl Serving {
             }
         }
         lock(&self.state).last_error = error;
-        polled
+    }
+
+    /// Note that a look was ended by a panic, which is a fault of this package.
+    pub(super) fn note_panic(&self, said: &str) {
+        let what =
+            format!("looking for a newer checkpoint panicked: {said}. Please report this fault of torchrec-embcache");
+        self.note_look(Some(&Error::new(Kind::State, what)));
+    }
+
+    /// The newest checkpoint of the directory that is followed, where it can be told.
+    pub(super) fn newest(&self) -> Option<CheckpointName> {
+        Latest::read(self.source.followed()).ok().map(|latest| latest.name)
     }
 
     fn look(&self, wait: &mut Wait<'_>) -> Result<Polled> {
@@ -207,12 +227,16 @@ impl Serving {
         if !Arc::ptr_eq(&self.current.load(), before) {
             return Polled::Same;
         }
+        let mut dropped = None;
         if before.name != next.name {
-            state.previous = Some(Arc::clone(before));
+            dropped = state.previous.replace(Arc::clone(before));
             state.refused = None;
+            self.polls.swaps.fetch_add(1, Ordering::Relaxed);
         }
         self.current.store(Arc::clone(next));
-        self.polls.swaps.fetch_add(1, Ordering::Relaxed);
+        drop(state);
+        // Its files are unmapped now, which takes a while, where nobody holds it.
+        drop(dropped);
         tracing::debug!(checkpoint = %next.name, "a newer version is served");
         Polled::Newer(next.name)
     }

@@ -13,7 +13,7 @@ pub struct ServingStats {
     pub staleness_seconds: f64,
     /// Looks for a newer checkpoint.
     pub polls: u64,
-    /// Versions that took the place of another one, those of a rollback included.
+    /// How often another checkpoint was served than before, after a rollback too. The same one with a new index does not count.
     pub swaps: u64,
     /// Looks that ended with an error. The version before serves on.
     pub failed_polls: u64,

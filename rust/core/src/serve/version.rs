@@ -13,7 +13,7 @@ use super::table::{LookupCounts, ServedTable};
 use crate::checkpoint::{Checkpoint, CheckpointName, Directory, MANIFEST_FILE, Manifest, Parent, TableReader, Wait};
 use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
-use crate::io::Open;
+use crate::io::{Access, Open};
 use crate::lifecycle::Sweep;
 use crate::rows::Precision;
 
@@ -104,6 +104,8 @@ pub(super) struct Opening {
     /// Bytes that indexes and overlays may take of this process's own memory. `None`: any number.
     pub(super) host_bytes: Option<u64>,
     pub(super) missing: Option<MissingRead>,
+    /// Whether the weights of all rows are read into memory before a version is served.
+    pub(super) preload: bool,
     pub(super) counts: Arc<LookupCounts>,
     pub(super) alive: Arc<()>,
 }
@@ -183,14 +185,14 @@ pub(super) fn indexes_of_file(
 }
 
 /// The mapped files of each table of a chain, whose checkpoints come with the oldest first.
-pub(super) fn files_of(links: &[OpenedLink<'_>]) -> Result<Vec<Files>> {
+pub(super) fn files_of(links: &[OpenedLink<'_>], access: Access) -> Result<Vec<Files>> {
     let newest = links.last().expect("a chain has a checkpoint");
     let engine = newest.link.directory().engine();
     let tables = 0..newest.readers.len();
     tables
         .map(|table| {
             let of_table: Vec<_> = links.iter().map(|opened| (opened.link, &opened.readers[table])).collect();
-            map_files(engine, &of_table)
+            map_files(engine, &of_table, access)
         })
         .collect()
 }
@@ -226,15 +228,21 @@ pub(super) fn write_indexes(
 }
 
 /// Open a version from a chain whose files are mapped, and indexes of some of its checkpoints. The deltas after these are read and verified.
+/// `wait` is called while rows are preloaded, and its error ends that.
 pub(super) fn open_version(
     opening: &Opening,
     links: &[OpenedLink<'_>],
     files: Vec<Files>,
     indexed: &Indexed,
+    wait: &mut Wait<'_>,
 ) -> Result<Version> {
     let newest = links.last().expect("a chain has a checkpoint").link;
     let mut tables = Vec::new();
     for (number, (files, entry)) in files.into_iter().zip(&newest.manifest().tables).enumerate() {
+        let near = Near::new();
+        if opening.preload {
+            files.bring_all_in(near.generation(), wait)?;
+        }
         tables.push(Arc::new(ServedTable {
             spec: entry.spec.clone(),
             rows: entry.total_rows,
@@ -242,7 +250,7 @@ pub(super) fn open_version(
             indexed_links: indexed.links,
             overlay: overlay_after(indexed, links, number, &files)?,
             missing: Missing::of(&entry.spec, opening.missing)?,
-            near: Arc::new(Near::new()),
+            near: Arc::new(near),
             counts: Arc::clone(&opening.counts),
             files,
         }));
@@ -262,15 +270,14 @@ pub(super) fn extended(
     let newest = links.last().expect("one delta at least").link;
     let mut tables = Vec::new();
     for (number, (table, entry)) in before.tables.iter().zip(&newest.manifest().tables).enumerate() {
-        let (mut files, mut overlay) = (table.files.clone(), None);
+        let (mut files, mut overlay) = (table.files.clone(), table.overlay.copied()?);
         for opened in links {
             let reader = &opened.readers[number];
             check_sweeps(&files, opened, number)?;
             files.push(opened.link.directory().engine(), link_of(opened.link), reader)?;
             // What changed lately is what requests want.
             files.bring_newest_in(table.near.generation())?;
-            let last = overlay.as_ref().unwrap_or(&table.overlay);
-            overlay = Some(last.with(&files, reader, opened.sweeps(number))?);
+            overlay.add(&files, reader, opened.sweeps(number))?;
         }
         tables.push(Arc::new(ServedTable {
             spec: entry.spec.clone(),
@@ -278,7 +285,7 @@ pub(super) fn extended(
             files,
             index: Arc::clone(&table.index),
             indexed_links: table.indexed_links,
-            overlay: overlay.expect("one delta at least"),
+            overlay,
             missing: Missing::of(&entry.spec, opening.missing)?,
             near: Arc::clone(&table.near),
             counts: Arc::clone(&opening.counts),
@@ -336,7 +343,7 @@ pub(super) fn with_indexes(version: &Version, indexed: &Indexed, links: &[Opened
 fn overlay_after(indexed: &Indexed, links: &[OpenedLink<'_>], table: usize, files: &Files) -> Result<Overlay> {
     let mut overlay = Overlay::empty();
     for (count, opened) in links.iter().enumerate().skip(indexed.links) {
-        overlay = overlay.with(&files.truncated(count + 1), &opened.readers[table], opened.sweeps(table))?;
+        overlay.add(&files.truncated(count + 1), &opened.readers[table], opened.sweeps(table))?;
     }
     Ok(overlay)
 }

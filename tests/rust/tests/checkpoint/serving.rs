@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use embcache::Kind;
 use embcache::checkpoint::{Changes, CheckpointName, Directory, Parent, RankWriter, Save, SaveOptions};
 use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, PsyncEngine};
@@ -13,6 +12,7 @@ use embcache::paths::Checks;
 use embcache::rows::RowBirth;
 use embcache::serve::{MissingRead, Polled, Pooling, ServeOptions, ServedTable, Serving, make_index};
 use embcache::types::Id;
+use embcache::{Error, Kind};
 use embcache_tests::{Contents, directory_in};
 
 use super::made::{ROOT, Table, kind, load, memory, on, save, save_delta, save_with};
@@ -163,6 +163,33 @@ fn a_follower_serves_what_a_load_of_the_same_chain_gives() {
             "the one before is kept for a rollback"
         );
     }
+}
+
+#[test]
+fn rows_that_were_preloaded_are_never_waited_for() {
+    let (dir, engine, saved, parent) = saved_on_disk();
+    let root = dir.path();
+    let options = ServeOptions { preload: true, ..ServeOptions::default() };
+    let serving = opened(&engine, root, options.clone());
+    let without = opened(&engine, root, ServeOptions::default());
+    check(&serving, &saved);
+    check(&without, &saved);
+    assert_eq!(serving.stats().far_rows, 0);
+    assert!(without.stats().far_rows > 0, "without it rows are read as they are asked for");
+    let next = changed(&saved, 6);
+    save_delta(&engine, root, (&saved, &next), (2, 3000), 6, on(&parent)).expect("saved");
+    serving.poll().expect("a look");
+    check(&serving, &next);
+    save_with(&engine, root, &saved, (1, 3000), 7, SaveOptions::default()).expect("saved");
+    serving.poll().expect("a look");
+    check(&serving, &saved);
+    assert_eq!(serving.stats().far_rows, 0);
+    let mut turns = 0;
+    let ended = Serving::open_while(directory_in(&engine, root), options, &mut || {
+        turns += 1;
+        if turns > 3 { Err(Error::new(Kind::State, "the user left")) } else { Ok(()) }
+    });
+    assert!(ended.is_err(), "preloading can be ended");
 }
 
 fn opened(engine: &Arc<dyn IoEngine>, root: &Path, options: ServeOptions) -> Arc<Serving> {
