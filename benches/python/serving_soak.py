@@ -55,16 +55,41 @@ class Scale:
     max_staleness: float
     max_staleness_with_faults: float
     disk_mib: int
-    # The most that a server's own memory in the second half may be of that in the first half, and so many bytes more.
+    # What a server's own memory in the second half may be of that in the first half, and so many bytes more.
     growth: float
     growth_bytes: int
     # A program that hangs is ended, and so the soak.
     limit_seconds: float
 
 
-FULL = Scale(300, 2, 5, 4, 50_000, 2_000_000, 20, 20, 1024, 1.2, 8 << 20, 3000)
-# Its second half has other parts of a run than its first one.
-SMOKE = Scale(12, 0.5, 1, 2, 2000, 20_000, 20, 3, 64, 1.0, 32 << 20, 900)
+FULL = Scale(
+    saves=300,
+    save_seconds=2,
+    window_seconds=5,
+    processes=4,
+    ids=50_000,
+    pss_rows=2_000_000,
+    max_staleness=20,
+    max_staleness_with_faults=20,
+    disk_mib=1024,
+    growth=1.2,
+    growth_bytes=8 << 20,
+    limit_seconds=3000,
+)
+SMOKE = Scale(
+    saves=12,
+    save_seconds=0.5,
+    window_seconds=1,
+    processes=2,
+    ids=2000,
+    pss_rows=20_000,
+    max_staleness=20,
+    max_staleness_with_faults=3,
+    disk_mib=64,
+    growth=1.0,  # its halves are too short to be like each other
+    growth_bytes=32 << 20,
+    limit_seconds=900,
+)
 
 
 class Soak:
@@ -278,21 +303,22 @@ def found(soak: Soak) -> dict[str, Any]:
     }
 
 
-def own_by_half(windows: list[dict[str, Any]]) -> dict[int, tuple[int, int]]:
-    """The most of its own memory that each server had in the first and in the second half of its windows."""
+def own_by_half(windows: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+    """The memory of its own that each server had in the first and in the second half of its windows: the median, because a look
+    that is under way takes some for a moment.
+    """
     by_process: dict[int, list[int]] = {}
     for window in windows:
         by_process.setdefault(window["process"], []).append(window["own"])
-    return {
-        process: (max(own[: (len(own) + 1) // 2]), max(own[len(own) // 2 :])) for process, own in by_process.items()
-    }
+    halves = {process: (own[: (len(own) + 1) // 2], own[len(own) // 2 :]) for process, own in by_process.items()}
+    return {process: (float(np.median(first)), float(np.median(second))) for process, (first, second) in halves.items()}
 
 
 def grown(windows: list[dict[str, Any]], scale: Scale) -> Iterator[str]:
     """The servers whose own memory grew more than it may."""
     for process, (first, second) in own_by_half(windows).items():
         if second > first * scale.growth + scale.growth_bytes:
-            yield f"server {process} took {first} bytes at most in the first half of the run, and {second} in the second half"
+            yield f"server {process} had {first:.0f} bytes of its own in the first half of the run, and {second:.0f} in the second"
 
 
 def is_right(figures: dict[str, Any]) -> bool:
