@@ -41,7 +41,7 @@ class Published:
         return next(reversed(self.checkpoints.values()))
 
     def add(self, checkpoint: Checkpoint) -> None:
-        """It was published. If the one before is damaged and `checkpoint` is a delta, call `damage` too."""
+        """It was published. Call `damage` too where it builds on a damaged one."""
         self.checkpoints[checkpoint.name] = checkpoint
 
     def damage(self, name: str) -> None:
@@ -86,7 +86,9 @@ class Published:
                     yield f"{who} answered from {name}, published {age:.2f} s ago: at most {self.max_staleness} s are allowed"
             for name, first in window["refused"]:
                 known = self.checkpoints.get(name)
-                if known is None or first - known.begun < self.max_staleness - TICK_SECONDS:
+                if name in self.damaged:
+                    yield f"{who} refused {name} as too old, and not because it is damaged or builds on a damaged one"
+                elif known is None or first - known.begun < self.max_staleness - TICK_SECONDS:
                     yield f"{who} refused {name} as too old at {first:.2f}: {self._known(name)}"
 
     def _known(self, name: str) -> str:

@@ -112,6 +112,7 @@ def refusal(name: str, first: float) -> dict[str, Any]:
         (refusal("first", 110.1), None),
         (refusal("first", 109.0), "refused first as too old"),
         (refusal("other", 190.0), "it was never published"),
+        (refusal("damaged", 190.0), "damaged"),
     ],
 )
 def test_the_parent_knows_what_may_be_served(
