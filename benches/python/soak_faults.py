@@ -207,8 +207,8 @@ def silence(soak: Soak) -> None:
     """
     newest = soak.published.newest
     soak.mark("silent")
-    soak.wait(lambda all_now: soak.published.is_too_old(newest) and all(now["is_refusing"] for now in all_now))
-    soak.mark("all refuse")
+    seen = soak.wait(lambda all_now: soak.published.is_too_old(newest) and all(now["is_refusing"] for now in all_now))
+    soak.mark("all refuse" if all(now["is_refusing"] for now in seen) else "one answered what it may not")
 
     def all_answer(all_now: list[dict[str, Any]]) -> bool:
         return all(now["answered"][0] == soak.published.newest.name for now in all_now)
@@ -217,9 +217,10 @@ def silence(soak: Soak) -> None:
     while True:
         soak.command("save")
         soak.answer()
-        if all_answer(soak.wait(lambda now: all_answer(now) or soak.published.is_too_old(soak.published.newest))):
+        seen = soak.wait(lambda now: all_answer(now) or soak.published.is_too_old(soak.published.newest))
+        if all_answer(seen) or not soak.published.is_too_old(soak.published.newest):
             break
-    soak.mark("all answer")
+    soak.mark("all answer" if all_answer(seen) else "one answered what it may not")
 
 
 def fill(soak: Soak, saves: int) -> None:
