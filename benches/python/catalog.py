@@ -77,7 +77,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Servers of a trainer that saves a delta every 2 s for 10 minutes, rows expiring, every row checked": {
         "serving_soak_p99_ms": "99th percentile of requests of 1,000 ids in two tables, four processes, median of windows of 5 s",
-        "serving_soak_wrong_rows_with_faults": "wrong rows while the trainer is killed, a delta damaged, and the disk full",
+        "serving_soak_wrong_rows_with_faults": "wrong rows or versions; the trainer killed or silent, a delta damaged, disk full",
         "serving_pss_of_four_over_one": "memory of four processes that have read 2M rows, shared pages counted once / of one",
     },
     "A model": {

@@ -101,11 +101,11 @@ def growth_plot(rows: dict[str, Row]) -> str:
 
 
 def soak_plot(windows: Sequence[Row], marks: Sequence[tuple[float, str]]) -> str:
-    """Draw what servers saw over time: how long requests took, how old the version was, and their memory. A dotted line is a mark,
-    such as a fault.
+    """Draw what servers saw over time: how long requests took, how old the version was, and their memory. A tick below is a swap of
+    versions, in the server's colour. A dotted line is a full save, and a dashed one with a number is a fault or its end.
     """
-    left, width, height, panel = 80, 960, 660, 150
-    end = max((window["at"] for window in windows), default=1.0)
+    left, width, panel = 80, 960, 150
+    end = max([window["at"] for window in windows] + [at for at, _ in marks], default=1.0)
     by_process: dict[int, list[Row]] = {}
     for window in windows:
         by_process.setdefault(window["process"], []).append(window)
@@ -113,6 +113,11 @@ def soak_plot(windows: Sequence[Row], marks: Sequence[tuple[float, str]]) -> str
     def x_of(seconds: float) -> float:
         return left + seconds / end * (width - left - 20)
 
+    def upright(at: float, top: float, bottom: float, style: str, what: str) -> str:
+        place = f'x1="{x_of(at):.1f}" y1="{top:.1f}" x2="{x_of(at):.1f}" y2="{bottom:.1f}"'
+        return f"<line {place} {style}><title>{escape(what)}</title></line>"
+
+    faults = grouped([(at, what) for at, what in marks if what != "full"], 16 * end / (width - left - 20))
     parts = []
     # The fields that each panel draws, and by how much they are divided.
     panels = (
@@ -121,23 +126,47 @@ def soak_plot(windows: Sequence[Row], marks: Sequence[tuple[float, str]]) -> str
         ("memory, MiB: PSS and anonymous", ("pss", "anonymous"), 2.0**20),
     )
     for number, (title, fields, unit) in enumerate(panels):
-        top = 40 + number * (panel + 55)
+        top = 56 + number * (panel + 60)
         most = max((window[field] / unit for window in windows for field in fields), default=0.0) or 1.0
-        parts += [text(left, top - 10, title), text(left - 8, top + 4, quantity(most), "end")]
+        parts += [text(left, top - 26, title), text(left - 8, top + 4, quantity(most), "end")]
         parts += [text(left - 8, top + panel + 4, "0", "end"), line(left, top + panel, width - 20, top + panel, INK)]
-        for at, what in marks:
-            place = f'x1="{x_of(at):.1f}" y1="{top}" x2="{x_of(at):.1f}" y2="{top + panel}"'
-            dash = f'<line {place} stroke="{INK}" stroke-dasharray="2 3"'
-            parts.append(f"{dash}><title>{escape(what)}</title></line>")
+        parts += [
+            upright(at, top, top + panel, f'stroke="{GRID}" stroke-dasharray="2 3"', what)
+            for at, what in marks
+            if what == "full"
+        ]
+        for label, (at, what) in enumerate(faults, 1):
+            parts.append(upright(at, top - 4, top + panel, f'stroke="{INK}" stroke-dasharray="5 3"', what))
+            parts.append(text(x_of(at), top - 8, str(label), "middle"))
         for (process, seen), colour in zip(by_process.items(), COLOURS, strict=False):
             for field in fields:
                 points = " ".join(
                     f"{x_of(window['at']):.1f},{top + panel * (1 - window[field] / unit / most):.1f}" for window in seen
                 )
                 thick = 2 if field == fields[0] else 1
+                title = f"<title>server {process}: {field}</title>"
                 parts.append(
-                    f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{thick}"><title>server {process}: '
-                    f"{field}</title></polyline>"
+                    f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{thick}">{title}</polyline>'
                 )
-    parts += [text(x_of(0), height - 8, "0 s", "middle"), text(x_of(end), height - 8, f"{end:.0f} s", "end")]
-    return svg(width, height, parts)
+            below = top + panel + 2 + 4 * process
+            swaps = [at for window in seen for at in window["swapped"]]
+            parts += [
+                upright(at, below, below + 4, f'stroke="{colour}"', f"server {process}: another version")
+                for at in swaps
+            ]
+    below = 56 + len(panels) * (panel + 60)
+    parts += [text(x_of(0), below, "0 s", "middle"), text(x_of(end), below, f"{end:.0f} s", "end")]
+    for label, (at, what) in enumerate(faults, 1):
+        parts.append(text(left, below + 18 * label, f"{label}: {at:.0f} s: {what}"))
+    return svg(width, below + 18 * len(faults) + 16, parts)
+
+
+def grouped(marks: Sequence[tuple[float, str]], apart: float) -> list[tuple[float, str]]:
+    """Marks of moments in order. Those that come within so many seconds of one another are one, at the first of them."""
+    found: list[tuple[float, str]] = []
+    for at, what in marks:
+        if found and at - found[-1][0] < apart:
+            found[-1] = (found[-1][0], f"{found[-1][1]}; {what}")
+        else:
+            found.append((at, what))
+    return found

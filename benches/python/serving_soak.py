@@ -2,21 +2,25 @@
 
     python benches/python/serving_soak.py [NAME ...] [--smoke] [--seconds 600] [--processes 4]
 
-One run goes without faults. In another one the trainer is killed and starts again, a delta is damaged, and the disk is full. A
-third one measures what memory four servers take together. It prints rows of results.json, and draws target/bench/serving_soak.svg
-and serving_soak_faults.svg. The exit status is 1 where a row was wrong.
+One run goes without faults. In another one the trainer is killed amid saves and starts again, a delta is damaged, the trainer is
+silent until what is served is too old, and the disk is full. A third one measures what memory four servers take together.
+
+It prints rows of results.json, and to the standard error a line for each window of time. What each server said of each window is in
+target/bench, as lines of JSON in serving_soak.jsonl and serving_soak_faults.jsonl, and plots are beside. The exit status is 1 where
+a row was wrong, a server answered from a checkpoint that was not published or is too old, or refused one without need, or its
+memory grew without end.
 """
 
 import argparse
 import contextlib
 import json
-import random
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -26,164 +30,304 @@ from results import row
 from scratch import die_with_parent, scratch
 from served import ROOT
 from soak_faults import Program, start
+from soak_published import Checkpoint, Published
 from soak_truth import Truth
 
 P99, WRONG, PSS = "serving_soak_p99_ms", "serving_soak_wrong_rows_with_faults", "serving_pss_of_four_over_one"
 # A checkpoint's tables are rewritten whole after so many deltas.
 FULL_EVERY = 20
-DISK_MIB = 1024
+FOLDER = ROOT / "target" / "bench"
+# Saves that fail while the disk is full.
+FAILED_SAVES = 2
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much there is to do."""
+    """How much there is to do. A run has so many saves, besides those that faults make, and pauses between them."""
 
-    seconds: float
+    saves: int
     save_seconds: float
     window_seconds: float
     processes: int
     ids: int
     pss_rows: int
+    # How old a version may be, without faults and with them.
+    max_staleness: float
+    max_staleness_with_faults: float
+    disk_mib: int
+    # What a server's own memory in the second half may be of that in the first half, and so many bytes more.
+    growth: float
+    growth_bytes: int
+    # A program that hangs is ended, and so the soak.
+    limit_seconds: float
 
 
-@dataclass
+FULL = Scale(
+    saves=300,
+    save_seconds=2,
+    window_seconds=5,
+    processes=4,
+    ids=50_000,
+    pss_rows=2_000_000,
+    max_staleness=20,
+    max_staleness_with_faults=20,
+    disk_mib=1024,
+    growth=1.2,
+    growth_bytes=8 << 20,
+    limit_seconds=3000,
+)
+SMOKE = Scale(
+    saves=12,
+    save_seconds=0.5,
+    window_seconds=1,
+    processes=2,
+    ids=2000,
+    pss_rows=20_000,
+    max_staleness=20,
+    max_staleness_with_faults=3,
+    disk_mib=64,
+    growth=1.0,  # its halves are too short to be like each other
+    growth_bytes=32 << 20,
+    limit_seconds=900,
+)
+
+
 class Soak:
     """A trainer, servers, and what they said."""
 
-    path: Path
-    scale: Scale
-    max_staleness: float
-    started: float = field(default_factory=time.monotonic)
-    windows: list[dict[str, Any]] = field(default_factory=list)
-    marks: list[tuple[float, str]] = field(default_factory=list)
-    failed_saves: int = 0
-    saves: int = 0
-
-    def __post_init__(self) -> None:
-        # A program that hangs is ended, and so the soak.
-        self._limit = self.scale.seconds * 3 + 120
+    def __init__(self, path: Path, scale: Scale, max_staleness: float, log: Path) -> None:
+        self.path, self.scale = path, scale
+        self.published = Published(max_staleness)
+        self.windows: list[dict[str, Any]] = []
+        self.marks: list[tuple[float, str]] = []
+        self.saves = self.failed_saves = 0
+        self._step = 0  # of the trainer
+        self._commanded = 0.0  # when the save that is under way was
+        self._started = time.time()
+        self._log = log.open("w", encoding="utf-8")
+        servers = [
+            ("soak_server.py", path, scale.ids, "--seed", seed, "--max-staleness", max_staleness)
+            for seed in range(scale.processes)
+        ]
+        self.servers = [Program(*given, seconds=scale.limit_seconds) for given in servers]
+        self._next_trainer = self._make_trainer()
+        self.trainer = self._next_trainer
         self.restart_trainer()
         self.save("full")
-        self.servers = [self._server(seed) for seed in range(self.scale.processes)]
+        for server in self.servers:
+            server.write("begin")
+        for server in self.servers:
+            server.read()
+        self._looked = self.now
 
-    def _server(self, seed: int) -> Program:
-        given = (self.path, self.scale.ids, "--seed", seed, "--max-staleness", self.max_staleness)
-        return start("soak_server.py", *given, seconds=self._limit)
+    def _make_trainer(self) -> Program:
+        return Program("soak_trainer.py", self.path, self.scale.ids, seconds=self.scale.limit_seconds)
 
     @property
     def now(self) -> float:
         """Seconds since the soak began."""
-        return time.monotonic() - self.started
+        return time.time() - self._started
+
+    def mark(self, what: str) -> None:
+        """Note that something happened now."""
+        self.marks.append((self.now, what))
+        self._write({"at": self.now, "what": what}, f"{self.now:.1f} s: {what}")
+
+    def _write(self, line: dict[str, Any], text: str) -> None:
+        self._log.write(json.dumps(line) + "\n")
+        self._log.flush()
+        print(text, file=sys.stderr, flush=True)
+
+    # ---- the trainer
+
+    def latest(self) -> str | None:
+        """The name in LATEST."""
+        try:
+            return (self.path / "LATEST").read_text().split()[0]
+        except FileNotFoundError:
+            return None
 
     def restart_trainer(self) -> None:
-        """Start a trainer, from the newest checkpoint there is."""
-        self.trainer = start("soak_trainer.py", self.path, self.scale.ids, seconds=self._limit)
-        assert self.trainer.first["step"] % Truth(1).save_every == 0, "only what was saved is loaded"
+        """Start a trainer, from the newest checkpoint there is, and make ready the one after it. A save of the one before may have
+        published a checkpoint without an answer.
+        """
+        latest = self.latest()
+        if latest and latest not in self.published.checkpoints:
+            self._add(latest, self._step + Truth(1).save_every, "unheard")
+        self.trainer, self._next_trainer = self._next_trainer, self._make_trainer()
+        loaded = self.trainer.ask("begin")
+        self.published.check_restart(loaded["checkpoint"], loaded["step"])
+        self._step = loaded["step"]
+
+    def _add(self, name: str, step: int, kind: str) -> None:
+        published = self.published
+        builds_on_damaged = (
+            kind != "full" and bool(published.checkpoints) and published.newest.name in published.damaged
+        )
+        published.add(Checkpoint(name, step, self._commanded, time.time()))
+        if builds_on_damaged:
+            published.damage(name)
+
+    def command(self, kind: str) -> None:
+        """Tell the trainer to save, "save" or "full"."""
+        self._commanded = time.time()
+        self.trainer.write(kind)
+
+    def answer(self) -> None:
+        """Note what the trainer says about the save that it was told."""
+        said = self.trainer.read()
+        self.saves += 1
+        self._step = said["step"]
+        if "failed" in said:
+            self.failed_saves += 1
+            self.mark("a save failed")
+            wanted = self.published.newest.name if self.published.checkpoints else None
+        else:
+            wanted = said["checkpoint"]
+            self._add(wanted, said["step"], said["kind"])
+            if said["kind"] == "full":
+                self.mark("full")
+        if (latest := self.latest()) != wanted:
+            self.published.problems.append(f"LATEST names {latest}, and not {wanted}, after a save that said {said}")
 
     def save(self, kind: str) -> None:
         """Let the trainer save, "save" or "full", and note what it says."""
-        self.trainer.write(kind)
-        said = self.trainer.read()
-        self.saves += 1
-        self.failed_saves += "failed" in said
-        if "failed" in said or kind == "full":
-            self.marks.append((self.now, "save failed" if "failed" in said else "full"))
+        self.command(kind)
+        self.answer()
+
+    # ---- the servers
 
     def look(self) -> None:
         """Ask each server what it saw."""
         for server in self.servers:
             server.write("report")
+        seen = []
         for number, server in enumerate(self.servers):
-            self.windows.append({"at": self.now, "process": number, **server.read()})
+            said = server.read()
+            said["swapped"] = [moment - self._started for moment in said["swapped"]]
+            seen.append({"at": self.now, "process": number, **said})
+            self._log.write(json.dumps(seen[-1]) + "\n")
+        self._log.flush()
+        self._looked = self.now
+        self.windows += seen
+        print(f"{self.now:.1f} s: {said_of(seen)}", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
+    def look_now_and_then(self) -> None:
+        """Ask the servers where a window is over."""
+        if self.now - self._looked >= self.scale.window_seconds:
+            self.look()
+
+    def wait(self, until: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        """Wait until this holds of what servers say of themselves now (see `soak_server.Now`), and return that. It ends, too,
+        when one has answered from what it may not. The trainer must not be saving.
+        """
+        while True:
+            self.look_now_and_then()
+            all_now = [server.ask("now") for server in self.servers]
+            if until(all_now) or any(self.published.is_wrong_answer(*now["answered"]) for now in all_now):
+                return all_now
+            time.sleep(0.05)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """End all programs."""
+        self._next_trainer.kill()
         for program in [*self.servers, self.trainer]:
             program.close()
+        self._log.close()
 
 
-def faults(soak: Soak, disk: bool) -> Iterator[str]:
-    """One fault after the other. Each is done when its name is asked for."""
-    dice = random.Random(5)
-    for _ in range(3):
-        soak_faults.kill(soak, dice.uniform(0.0, 0.4))
-        yield "killed"
-    soak_faults.damage(soak)
-    yield "damaged"
-    soak.save("save")
-    yield "on the damaged one"
-    soak.save("full")
-    yield "mended"
-    if disk:
-        soak_faults.fill(soak, 2)
-        yield "disk full"
-    soak_faults.kill(soak, dice.uniform(0.0, 0.4))
-    yield "killed"
+def said_of(windows: list[dict[str, Any]]) -> str:
+    """What servers saw in the same window, in a line."""
+    p99, p50 = (max(window[name] for window in windows) / 1e3 for name in ("p99", "p50"))
+    requests, refused = (sum(window[name] for window in windows) for name in ("requests", "stale"))
+    swaps, wrong = (sum(len(window[name]) for window in windows) for name in ("swapped", "wrong"))
+    oldest = max(window["staleness"] for window in windows)
+    return (
+        f"p99 {p99:.2f} ms, p50 {p50:.2f} ms, {requests} requests, {refused} refused, {swaps} swaps, at most {oldest:.1f} s old, "
+        f"{wrong} wrong"
+    )
 
 
-def run(path: Path, scale: Scale, *, with_faults: bool, disk: bool = False) -> Soak:
-    """Save every so often until the time is over. Faults come in turn, spread over the time."""
-    soak = Soak(path, scale, max_staleness=scale.seconds if with_faults else max(20.0, 10 * scale.save_seconds))
-    trouble = faults(soak, disk) if with_faults else iter(())
-    saves = max(1, int(scale.seconds / scale.save_seconds))
-    turns = np.linspace(1, max(2, saves - 4), 8 if disk else 7).astype(int).tolist() if with_faults else []
-    looked = soak.now
-    for number in range(1, saves + 1):
-        begin = soak.now
-        for _ in range(turns.count(number)):
-            soak.marks.append((soak.now, next(trouble, "")))
-        soak.save("full" if number % FULL_EVERY == 0 else "save")
-        if soak.now - looked >= scale.window_seconds or number == saves:
-            soak.look()
-            looked = soak.now
-        time.sleep(max(0.0, begin + scale.save_seconds - soak.now))
-    soak.save("full")
-    wait_for_newest(soak)
-    soak.close()
-    return soak
+def faults(soak: Soak, *, disk: bool) -> list[Callable[[], None]]:
+    """What goes wrong, in turn."""
+    first, second, third, last = (partial(soak_faults.kill, soak, place) for place in soak_faults.KILLS)
+    full = [partial(soak_faults.fill, soak, FAILED_SAVES)] if disk else []
+    return [first, second, partial(soak_faults.damage, soak), partial(soak_faults.silence, soak), *full, third, last]
 
 
-def wait_for_newest(soak: Soak) -> None:
-    """Wait until every server serves the newest checkpoint. One that hangs is ended by its time limit."""
-    newest = (soak.path / "LATEST").read_text().split()[0]
-    while True:
+def run(path: Path, scale: Scale, log: Path, *, with_faults: bool, disk: bool = False) -> Soak:
+    """Save so many times. Faults come in turn, spread over the saves."""
+    most = scale.max_staleness_with_faults if with_faults else scale.max_staleness
+    with Soak(path, scale, most, log) as soak:
+        trouble = faults(soak, disk=disk) if with_faults else []
+        turns = np.linspace(1, scale.saves, len(trouble) + 1).astype(int).tolist()[:-1]
+        for number in range(1, scale.saves + 1):
+            begin = soak.now
+            for turn, fault in zip(turns, trouble, strict=True):
+                if turn == number:
+                    fault()
+            soak.save("full" if number % FULL_EVERY == 0 else "save")
+            soak.look_now_and_then()
+            time.sleep(max(0.0, begin + scale.save_seconds - soak.now))
+        soak.save("full")
+        newest = soak.published.newest.name
+        soak.wait(lambda all_now: all(now["version"] == newest for now in all_now))
         soak.look()
-        if all(window["version"] == newest for window in soak.windows[-len(soak.servers) :]):
-            return
-        time.sleep(0.2)
+    return soak
 
 
 def found(soak: Soak) -> dict[str, Any]:
     """The figures of a run."""
-    windows, half = soak.windows, soak.windows[len(soak.windows) // 2 :]
+    windows = soak.windows
     wrong = [text for window in windows for text in window["wrong"]]
-    unpublished = [step for window in windows for step in window["steps"] if step % Truth(1).save_every]
-    first, last = ([window["anonymous"] for window in part] for part in (windows[: len(windows) // 2], half))
+    problems = [*soak.published.problems, *soak.published.check(windows), *grown(windows, soak.scale)]
     return {
         "wrong": len(wrong),
-        "unpublished": len(unpublished),
+        "problems": len(problems),
         "refused": sum(window["stale"] for window in windows),
         "requests": sum(window["requests"] for window in windows),
-        "versions_served": len({step for window in windows for step in window["steps"]}),
+        "versions_served": len({served[0] for window in windows for served in window["served"]}),
+        "swaps": sum(len(window["swapped"]) for window in windows),
         "saves": soak.saves,
         "failed_saves": soak.failed_saves,
         "failed_polls": max(window["failed_polls"] for window in windows),
-        "p50_us": float(np.median([window["p50"] for window in windows])),
+        "p50_us": float(np.median([window["p50"] for window in windows if window["requests"]])),
         "most_staleness_seconds": max(window["staleness"] for window in windows),
-        "anonymous_bytes_second_half_of_first": float(np.max(last) / np.max(first)) if first else 1.0,
+        "own_bytes_by_half": [max(halves) for halves in zip(*own_by_half(windows).values(), strict=True)],
         "most_mappings": max(window["mappings"] for window in windows),
         "most_files": max(window["files"] for window in windows),
-        "examples_of_wrong": wrong[:3],
+        "examples": [*wrong[:3], *problems[:10]],
     }
 
 
+def own_by_half(windows: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+    """The memory of its own that each server had in the first and in the second half of its windows: the median, because a look
+    that is under way takes some for a moment.
+    """
+    by_process: dict[int, list[int]] = {}
+    for window in windows:
+        by_process.setdefault(window["process"], []).append(window["own"])
+    halves = {process: (own[: (len(own) + 1) // 2], own[len(own) // 2 :]) for process, own in by_process.items()}
+    return {process: (float(np.median(first)), float(np.median(second))) for process, (first, second) in halves.items()}
+
+
+def grown(windows: list[dict[str, Any]], scale: Scale) -> Iterator[str]:
+    """The servers whose own memory grew more than it may."""
+    for process, (first, second) in own_by_half(windows).items():
+        if second > first * scale.growth + scale.growth_bytes:
+            yield f"server {process} had {first:.0f} bytes of its own in the first half of the run, and {second:.0f} in the second"
+
+
 def is_right(figures: dict[str, Any]) -> bool:
-    """Whether no row was wrong, and every version that was served had been published."""
-    return not figures["wrong"] and not figures["unpublished"] and figures["requests"] > 0
+    """Whether servers answered, no row was wrong, and nothing else went against a promise."""
+    return not figures["wrong"] and not figures["problems"] and figures["requests"] > 0
 
 
 def soak_row(folder: Path, scale: Scale) -> Iterator[dict[str, Any]]:
-    soak = run(folder / "plain", scale, with_faults=False)
+    soak = run(folder / "plain", scale, log_of("serving_soak"), with_faults=False)
     figures = found(soak)
     assert not figures["refused"], f"{figures['refused']} requests were refused because no checkpoint came in time"
     draw(soak, "serving_soak.svg")
@@ -191,20 +335,23 @@ def soak_row(folder: Path, scale: Scale) -> Iterator[dict[str, Any]]:
 
 
 def fault_row(folder: Path, scale: Scale) -> Iterator[dict[str, Any]]:
-    with soak_faults.small_disk(DISK_MIB) as disk:
-        soak = run((disk or folder) / "faults", scale, with_faults=True, disk=disk is not None)
+    with soak_faults.small_disk(scale.disk_mib) as disk:
+        path, log = (disk or folder) / "faults", log_of("serving_soak_faults")
+        soak = run(path, scale, log, with_faults=True, disk=disk is not None)
     figures = found(soak) | {"disk_was_full": disk is not None}
-    assert figures["failed_polls"] > 0, "a damaged delta must be seen"
-    assert disk is None or soak.failed_saves > 0, "a full disk must be seen"
     draw(soak, "serving_soak_faults.svg")
-    yield row(WRONG, "rows", "lower", [figures["wrong"] + figures["unpublished"]], run=figures)
+    yield row(WRONG, "rows", "lower", [figures["wrong"] + figures["problems"]], run=figures)
+
+
+def log_of(name: str) -> Path:
+    """The file of what servers say in a run."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    return FOLDER / f"{name}.jsonl"
 
 
 def draw(soak: Soak, name: str) -> None:
     """Draw the run."""
-    folder = ROOT / "target" / "bench"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(soak_plot(soak.windows, soak.marks), encoding="utf-8")
+    (FOLDER / name).write_text(soak_plot(soak.windows, soak.marks), encoding="utf-8")
 
 
 def pss_row(folder: Path, scale: Scale) -> Iterator[dict[str, Any]]:
@@ -233,13 +380,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *MEASURES], metavar="NAME")
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--seconds", type=float, help="of saves and pauses; faults come on top")
     parser.add_argument("--processes", type=int)
     given = parser.parse_args()
     die_with_parent()
-    scale = Scale(6, 0.5, 1, 2, 2000, 20_000) if given.smoke else Scale(600, 2, 5, 4, 50_000, 2_000_000)
-    changed = {name: getattr(given, name) for name in ("seconds", "processes") if getattr(given, name)}
-    scale = Scale(**{**scale.__dict__, **changed})
+    scale = SMOKE if given.smoke else FULL
+    if given.seconds:
+        limit = max(scale.limit_seconds, given.seconds * 5)
+        scale = replace(scale, saves=max(1, int(given.seconds / scale.save_seconds)), limit_seconds=limit)
+    if given.processes:
+        scale = replace(scale, processes=given.processes)
     right = True
     with scratch(2 << 30) as folder:
         folder.chmod(0o700)

@@ -2,13 +2,15 @@
 
     python benches/python/soak_server.py CHECKPOINTS IDS --seed 1
 
-Each line that it is given is answered with a line of JSON about the time since the last one: see `Report`. A request looks up the
-same ids in both tables of one version.
+Each line that it is given is answered with a line of JSON. At `begin` it opens the checkpoints. `report` is about the time since
+the last report, see `Report`, and `now` about this moment, see `Now`. A request looks up the same ids in both tables of one
+version. Moments are in seconds since 1970.
 """
 
 import argparse
 import dataclasses
 import json
+import re
 import selectors
 import sys
 import time
@@ -34,19 +36,39 @@ class Report:
     requests: int = 0
     wrong: list[str] = field(default_factory=list)
     stale: int = 0  # requests that were refused because no checkpoint came for too long
-    steps: list[int] = field(default_factory=list)  # of the checkpoints that were served
+    # Of each checkpoint from which it answered: the name, the step that its rows say, and the first and the last moment.
+    served: list[tuple[str, int, float, float]] = field(default_factory=list)
+    # Of each checkpoint that it refused as too old: the name, and the first moment.
+    refused: list[tuple[str, float]] = field(default_factory=list)
+    # When an answer was the first one from another checkpoint than the answer before.
+    swapped: list[float] = field(default_factory=list)
     p50: float = 0.0
     p99: float = 0.0
     version: str = ""
-    staleness: float = 0.0
+    staleness: float = 0.0  # the most, in seconds
     failed_polls: int = 0
     last_error: str | None = None
     private_bytes: int = 0
     versions: int = 0
     pss: int = 0
     anonymous: int = 0
+    own: int = 0  # anonymous memory that it took since it opened the checkpoints
     mappings: int = 0
     files: int = 0
+
+
+@dataclass
+class Now:
+    """What a process serves at this moment, and how its last requests went."""
+
+    version: str = ""
+    failed_polls: int = 0
+    answered: tuple[str, int, float] = (
+        "",
+        0,
+        0.0,
+    )  # the checkpoint of the last answer, its step, and the moment before
+    is_refusing: bool = False  # whether the last request was refused
 
 
 def memory() -> dict[str, int]:
@@ -60,34 +82,54 @@ def memory() -> dict[str, int]:
 class Server:
     """Looks rows up, and compares them."""
 
-    def __init__(self, tables: serving.Tables, truth: Truth, seed: int) -> None:
+    def __init__(self, tables: serving.Tables, truth: Truth, seed: int, begun_with: int = 0) -> None:
         self._tables, self._truth, self._random = tables, truth, np.random.default_rng(seed)
         self._times: list[float] = []
         self._report = Report()
+        self._now = Now()
+        self._begun_with = begun_with
 
     def request(self) -> None:
         """One request: the clock and random ids, in both tables of one version."""
         ids = self._random.integers(1, self._truth.ids + 1, REQUEST_IDS)
         ids[0] = CLOCK
-        begin = time.perf_counter()
+        moment, begin = time.time(), time.perf_counter()
         try:
             with self._tables.pin() as version:
                 found = [version[name].lookup(ids) for name in TABLES]
-                name = version.name
-        except StaleError:
-            self._report.stale += 1
+                name, published = version.name, version.published
+        except StaleError as error:
+            self._note_refusal(str(error))
             return
         self._times.append(time.perf_counter() - begin)
         self._report.requests += 1
+        self._report.staleness = max(self._report.staleness, moment - published)
+        self._note_answer(name, int(found[0][0, 0]), moment)
         for table, rows in zip(TABLES, found, strict=True):
             self._check(f"{name}/{table}", ids, rows[:].numpy(), rows.found.numpy())
         if found[0][0, 0] != found[1][0, 0]:
             self._report.wrong.append(f"{name}: a request saw the steps {found[0][0, 0]} and {found[1][0, 0]}")
 
+    def _note_answer(self, name: str, step: int, moment: float) -> None:
+        served = self._report.served
+        if served and served[-1][:2] == (name, step):
+            served[-1] = (name, step, served[-1][2], moment)
+        else:
+            served.append((name, step, moment, moment))
+        if self._now.answered[0] not in ("", name):
+            self._report.swapped.append(moment)
+        self._now.answered, self._now.is_refusing = (name, step, moment), False
+
+    def _note_refusal(self, message: str) -> None:
+        said = re.search(r"checkpoint (\S+) was published", message)
+        name = said[1] if said else message
+        if name not in [refused for refused, _ in self._report.refused]:
+            self._report.refused.append((name, time.time()))
+        self._report.stale += 1
+        self._now.is_refusing = True
+
     def _check(self, what: str, ids: np.ndarray, rows_ND: np.ndarray, found: np.ndarray) -> None:
         step = int(rows_ND[0, 0])
-        if step not in self._report.steps:
-            self._report.steps.append(step)
         values, is_there = self._truth.rows(ids, step)
         wrong = (rows_ND != values[:, None]).any(axis=1) | (found != is_there)
         for place in np.flatnonzero(wrong)[:3]:
@@ -101,11 +143,17 @@ class Server:
             report.p50, report.p99 = (float(at) for at in np.quantile(self._times, [0.5, 0.99]) * 1e6)
         for name in ("version", "failed_polls", "last_error", "private_bytes", "versions"):
             setattr(report, name, getattr(stats, name))
-        report.staleness = stats.staleness_seconds
+        report.staleness = max(report.staleness, stats.staleness_seconds)
         for name, value in memory().items():
             setattr(report, name, value)
+        report.own = report.anonymous - self._begun_with
         self._report, self._times = Report(), []
         return report
+
+    def now(self) -> Now:
+        """What it serves, and how its last requests went."""
+        stats = self._tables.stats()
+        return dataclasses.replace(self._now, version=stats.version, failed_polls=stats.failed_polls)
 
 
 def main() -> None:
@@ -117,17 +165,20 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=float, default=60.0)
     given = parser.parse_args()
     die_with_parent()
+    sys.stdin.readline()
+    begun_with = memory()["anonymous"]
     follow = serving.Follow(poll_seconds=POLL_SECONDS, max_staleness_seconds=given.max_staleness, on_stale="raise")
     with serving.open(given.path, follow=follow) as tables, selectors.DefaultSelector() as asked:
         asked.register(sys.stdin, selectors.EVENT_READ)
-        server = Server(tables, Truth(given.ids), given.seed)
+        server = Server(tables, Truth(given.ids), given.seed, begun_with)
         print(json.dumps({"ready": tables.stats().version}), flush=True)
         while True:
             server.request()
             if asked.select(given.pause):
-                if not sys.stdin.readline():
+                line = sys.stdin.readline().strip()
+                if not line:
                     return
-                print(json.dumps(dataclasses.asdict(server.report())), flush=True)
+                print(json.dumps(dataclasses.asdict(server.now() if line == "now" else server.report())), flush=True)
 
 
 if __name__ == "__main__":

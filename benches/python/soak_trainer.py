@@ -2,8 +2,8 @@
 
     python benches/python/soak_trainer.py CHECKPOINTS IDS
 
-`save` trains some steps and saves what changed, `full` saves all. The answer is {"checkpoint", "step"}, or {"failed"} with the
-error. It starts from the newest checkpoint there is.
+At `begin` it loads the newest checkpoint there is, and answers with its name, or null, and its step. `save` trains some steps and
+saves what changed, `full` saves all. The answer is {"checkpoint", "kind", "step"}, or {"failed", "step"} with the error.
 """
 
 import argparse
@@ -30,9 +30,10 @@ class Trainer:
     def __init__(self, path: Path, truth: Truth) -> None:
         self.path, self.truth, self.step = path, truth, 0
         self.model = torch.nn.ModuleDict({name: make_table(name, truth) for name in TABLES})
+        self.loaded: str | None = None
         self._saver = Saver(0)
         if (path / "LATEST").exists():
-            self._saver.load(self.model, path)
+            self.loaded = self._saver.load(self.model, path).checkpoint
             self.step = int(self.table("user").read_rows([CLOCK]).weights[0, 0])
 
     def table(self, name: str) -> EmbCacheEmbedding:
@@ -57,7 +58,7 @@ class Trainer:
             report = self._saver.save(self.model, self.path, incremental=not full, keep=KEEP)
         except EmbCacheError as error:
             return {"failed": str(error), "step": self.step}
-        return {"checkpoint": report.checkpoint, "step": self.step}
+        return {"checkpoint": report.checkpoint, "kind": report.kind, "step": self.step}
 
 
 def make_table(name: str, truth: Truth) -> EmbCacheEmbedding:
@@ -78,8 +79,9 @@ def main() -> None:
     given = parser.parse_args()
     die_with_parent()
     torch.set_num_threads(1)
+    sys.stdin.readline()
     trainer = Trainer(given.path, Truth(given.ids))
-    print(json.dumps({"step": trainer.step}), flush=True)
+    print(json.dumps({"checkpoint": trainer.loaded, "step": trainer.step}), flush=True)
     for line in sys.stdin:
         print(json.dumps(trainer.save(full=line.strip() == "full")), flush=True)
 
