@@ -23,5 +23,6 @@ mod serving;
 mod serving_faults;
 mod serving_memory;
 mod serving_source;
+mod serving_source_faults;
 mod sweeps;
 mod sweeps_crash;
