@@ -97,7 +97,10 @@ pub(crate) fn sweep(root: &Directory, keep: usize) -> Result<Vec<Error>> {
             }
         };
         // This is asked again under the lock, because a save that held the checkpoint until now may have published it.
-        if stays(&kept(root, keep)?, name)? {
+        let kept_now = kept(root, keep)?;
+        if stays(&kept_now, name)? {
+            // Somebody may begin to read it now, and what it builds on with it.
+            in_use.extend(kept_now.into_iter().flatten());
             continue;
         }
         left.extend(dir.remove().err());
