@@ -24,5 +24,6 @@ mod serving_faults;
 mod serving_memory;
 mod serving_source;
 mod serving_source_faults;
+mod serving_source_rules;
 mod sweeps;
 mod sweeps_crash;
