@@ -240,7 +240,7 @@ impl Files {
         if end as u64 >= (1_u64 << (32 - self.row_bits)) {
             let what = format!(
                 "a table has {end} data files in the {} checkpoints of its chain, with up to {} rows each, and one process serves fewer: save a \
-                 full checkpoint, or make one of the chain by `embcache compact`",
+                 full checkpoint, or make one of the chain by `embcache compact`, and convert it where a trainer's deltas are followed",
                 self.links.len() + 1,
                 1_u64 << self.row_bits
             );

@@ -11,8 +11,8 @@
 //!
 //! The files, from the bottom up: `pages`, `faults` and `near` know which pages are in memory; `files` maps data files; `index` finds places; `build`
 //! makes an index; `overlay` has what changed since; `missing` says what an id without a row reads; `gather` and `table` look ids up; `version` and
-//! `opening` open checkpoints; `source` says which is the next one; `serving` replaces versions, `follow`
-//! does so regularly, and `merge` makes their indexes anew.
+//! `opening` open checkpoints; `source` says which is the next one; `mappings` says whether there is
+//! room for it; `serving` replaces versions, `follow` does so regularly, and `merge` makes their indexes anew.
 
 mod build;
 mod faults;
@@ -20,6 +20,7 @@ mod files;
 mod follow;
 mod gather;
 mod index;
+mod mappings;
 mod merge;
 mod missing;
 mod near;

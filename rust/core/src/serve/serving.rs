@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
 
+use super::mappings;
 use super::merge::{Merger, TakesIndexes};
 use super::opening::{first_version, writable};
 use super::source::Source;
@@ -143,7 +144,8 @@ impl Serving {
 
     /// Look for a newer checkpoint, and serve it from now on if there is one. Its deltas are read and verified before.
     ///
-    /// Errors: those of [`Serving::open`], and `State` in a forked process. The version before serves on; the error is counted and logged.
+    /// Errors: those of [`Serving::open`]; `Capacity` where its files would take some of the last mappings of memory that the system allows a process;
+    /// `State` in a forked process. The version before serves on; the error is counted and logged.
     pub fn poll(&self) -> Result<Polled> {
         self.poll_while(&mut || Ok(()))
     }
@@ -207,6 +209,7 @@ impl Serving {
             return Err(Error::new(Kind::Mismatch, what).at(self.source.followed().path()));
         }
         let next = Arc::new(self.source.next(&self.opening, &before, latest, wait)?);
+        mappings::check_reserve(&next)?;
         let fits = check_memory(&next, self.options.host_bytes).is_ok();
         if !fits {
             let merged = Arc::new(self.merger.merged(&next, wait)?);

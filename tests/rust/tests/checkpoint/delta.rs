@@ -9,7 +9,7 @@ use embcache::checkpoint::{
     TableSpec,
 };
 use embcache::config::OptimizerKind::{Adam, RowWiseAdagrad};
-use embcache::io::{IoEngine, MemoryEngine, Open, read_file};
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Open, Operation, read_file};
 use embcache::types::Id;
 use embcache_tests::directory_in;
 use proptest::prelude::*;
@@ -285,6 +285,27 @@ fn so_many_stay_as_are_asked_for_and_all_that_they_build_on() {
     }
     saved.push(full(5, 1));
     assert_eq!(there(&saved), [false, false, false, false, false, false, true]);
+}
+
+#[test]
+fn a_save_on_a_long_chain_reads_each_manifest_of_it_a_few_times() {
+    const DELTAS: u64 = 60;
+    let memory = memory();
+    let faulty = FaultEngine::new(Arc::new(memory));
+    let engine: Arc<dyn IoEngine> = Arc::new(faulty.clone());
+    let table = |salt| vec![Table::new("m", "a", RowWiseAdagrad, 3, &[1, 2, 3], salt)];
+    let mut parent = save(&engine, root(), &table(0), 1, 9000, 0).expect("saved").identity;
+    for salt in 1..=DELTAS {
+        if salt == DELTAS {
+            // If a save opened so many files, it would fail.
+            faulty.hit_once(Operation::Open, 5 * DELTAS, Fault::Fail(5));
+        }
+        let states = (&table(salt - 1)[..], &table(salt)[..]);
+        parent = save_delta(&engine, root(), states, (1, 9000), salt, on(&parent)).expect("saved").identity;
+    }
+    assert!(faulty.will_hit(), "so many files were not opened");
+    faulty.clear();
+    assert!(load(&engine, root(), 1).expect("loaded") == table(DELTAS));
 }
 
 #[test]

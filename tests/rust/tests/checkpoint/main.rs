@@ -23,5 +23,7 @@ mod serving;
 mod serving_faults;
 mod serving_memory;
 mod serving_source;
+mod serving_source_faults;
+mod serving_source_rules;
 mod sweeps;
 mod sweeps_crash;

@@ -291,7 +291,7 @@ fn many_changes_are_merged_into_an_index_that_all_share() {
 }
 
 /// Wait for what another thread does. A test that waits in vain ends by the limit of all tests.
-pub(crate) fn wait_for(done: impl Fn() -> bool, what: &str) {
+pub(crate) fn wait_for(mut done: impl FnMut() -> bool, what: &str) {
     let mut looks = 0_u32;
     while !done() {
         std::thread::sleep(std::time::Duration::from_millis(5));

@@ -20,15 +20,15 @@ const FULL_EVERY: u64 = 20;
 
 /// What the process holds of the files below a directory, and its own memory in bytes.
 #[derive(Debug)]
-struct Held {
-    mappings: usize,
-    descriptors: usize,
-    private_bytes: u64,
-    versions: u64,
-    anonymous: u64,
+pub(crate) struct Held {
+    pub(crate) mappings: usize,
+    pub(crate) descriptors: usize,
+    pub(crate) private_bytes: u64,
+    pub(crate) versions: u64,
+    pub(crate) anonymous: u64,
 }
 
-fn held(serving: &Serving, root: &Path) -> Held {
+pub(crate) fn held(serving: &Serving, root: &Path) -> Held {
     let text = |path: &str| std::fs::read_to_string(path).expect("what the system says of this process");
     let below = root.to_str().expect("a path of text");
     let anonymous = text("/proc/self/status");

@@ -25,12 +25,12 @@ fn with_source(engine: &Arc<dyn IoEngine>) -> ServeOptions {
     ServeOptions { source: Some(directory_in(engine, ROOT)), ..ServeOptions::default() }
 }
 
-fn open(engine: &Arc<dyn IoEngine>) -> Arc<Serving> {
+pub(crate) fn open(engine: &Arc<dyn IoEngine>) -> Arc<Serving> {
     Serving::open(directory_in(engine, SERVED), with_source(engine)).expect("opened")
 }
 
 /// Every row is what its conversion reads, and ids that left have none.
-fn check(serving: &Serving, tables: &[Table], left: &[Id], precision: Precision) {
+pub(crate) fn check(serving: &Serving, tables: &[Table], left: &[Id], precision: Precision) {
     let version = serving.pin().expect("a version");
     for table in tables {
         let dim = table.spec.dim as usize;
@@ -50,7 +50,7 @@ fn check(serving: &Serving, tables: &[Table], left: &[Id], precision: Precision)
 }
 
 /// The tables after some rows changed, left and came.
-fn changed(before: &[Table], salt: u64) -> Vec<Table> {
+pub(crate) fn changed(before: &[Table], salt: u64) -> Vec<Table> {
     let mut now = tables(&ids(), salt);
     for (before, now) in before.iter().zip(&mut now) {
         now.rows.retain(|id, _| id % 5 == salt as Id % 5);
@@ -61,7 +61,7 @@ fn changed(before: &[Table], salt: u64) -> Vec<Table> {
 }
 
 /// Every file below a directory, besides locks.
-fn files(engine: &Arc<dyn IoEngine>, directory: &Path) -> Vec<PathBuf> {
+pub(crate) fn files(engine: &Arc<dyn IoEngine>, directory: &Path) -> Vec<PathBuf> {
     let mut all = Vec::new();
     for path in engine.list(directory).expect("a directory") {
         match engine.list(&path) {

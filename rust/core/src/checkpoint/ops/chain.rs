@@ -30,7 +30,8 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Read and check the manifests of the checkpoint that `latest` names in `root`, and of those it builds on.
+    /// Read and check the manifests of the checkpoint that `latest` names in `root`, and of those it builds on. While the newest is held no save
+    /// removes any of them.
     ///
     /// Errors: those of [`Checkpoint::open`]; `Corruption` where one of them is missing, has changed since the next was built on it, or
     /// does not fit the next.
@@ -97,7 +98,8 @@ impl Chain {
     }
 }
 
-/// The checkpoint that `child` builds on.
+/// The checkpoint that `child` builds on. It is not held: for as long as a checkpoint is held, saves leave alone all that it builds on. Each hold
+/// is an open file, and a chain may be longer than a process may have open files.
 pub(crate) fn open_parent(root: &Directory, child: &Checkpoint, named: &Parent) -> Result<Checkpoint> {
     let (path, manifest) = (child.directory().path(), child.manifest());
     let damaged = |what: &str, expected: String, got: String| Error::corruption(path, 0, what, expected, got);
@@ -119,6 +121,7 @@ pub(crate) fn open_parent(root: &Directory, child: &Checkpoint, named: &Parent) 
     manifest
         .check_fits_parent(parent.manifest())
         .map_err(|what| damaged("what it holds", format!("changes of {}", named.name), what))?;
+    parent.let_go();
     Ok(parent)
 }
 

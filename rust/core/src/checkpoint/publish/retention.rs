@@ -66,18 +66,18 @@ fn add_chain(root: &Directory, name: CheckpointName, needed: &mut BTreeSet<Check
 /// a later sweep, and so is all that it builds on. Returns why some could not be removed.
 pub(crate) fn sweep(root: &Directory, keep: usize) -> Result<Vec<Error>> {
     let mut left = Vec::new();
-    let stays = |name: CheckpointName| {
-        Ok::<_, Error>(match kept(root, keep)? {
-            Some(kept) => kept.contains(&name),
-            None => is_complete(root, name)?,
-        })
+    let stays = |kept: &Option<BTreeSet<CheckpointName>>, name: CheckpointName| match kept {
+        Some(kept) => Ok(kept.contains(&name)),
+        None => is_complete(root, name),
     };
     // A delta is removed before what it builds on. So whenever this stops, every delta that is left has all it needs.
     let mut names = root.named::<CheckpointName>()?;
     names.sort_unstable_by(|a, b| b.cmp(a));
+    // To find these reads the manifests of all that stay, which may be a long chain. So it is done once for all that stay.
+    let kept_first = if names.is_empty() { None } else { kept(root, keep)? };
     let mut in_use = BTreeSet::new();
     for name in names {
-        if in_use.contains(&name) || stays(name)? {
+        if in_use.contains(&name) || stays(&kept_first, name)? {
             continue;
         }
         let dir = root.below(name);
@@ -97,7 +97,10 @@ pub(crate) fn sweep(root: &Directory, keep: usize) -> Result<Vec<Error>> {
             }
         };
         // This is asked again under the lock, because a save that held the checkpoint until now may have published it.
-        if stays(name)? {
+        let kept_now = kept(root, keep)?;
+        if stays(&kept_now, name)? {
+            // Somebody may begin to read it now, and what it builds on with it.
+            in_use.extend(kept_now.into_iter().flatten());
             continue;
         }
         left.extend(dir.remove().err());

@@ -79,7 +79,7 @@ impl Checkpoint {
         Ok(Self { directory, identity, manifest, ranks, hold: Mutex::new(Some(hold)) })
     }
 
-    /// Let saves remove the checkpoint. Nothing more may be read of it.
+    /// Let saves remove the checkpoint. Nothing more may be read of it, unless one that builds on it is held.
     pub fn let_go(&self) {
         drop(lock(&self.hold).take());
     }
