@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -207,6 +207,8 @@ pub(super) struct Files {
     dim: usize,
     /// How files are mapped.
     access: Access,
+    /// The last generation of pages in which all of these files were near, plus one.
+    all_near_in: Arc<AtomicUsize>,
 }
 
 impl Files {
@@ -215,7 +217,17 @@ impl Files {
         let row_bits = usize::BITS - most_rows.saturating_sub(1).leading_zeros();
         let (all, views, links) = (Vec::new(), Vec::new(), Vec::new());
         let row_bytes = precision.row_bytes(dim);
-        Self { all, views, links, row_bits: row_bits.max(1), precision, row_bytes, dim, access }
+        Self {
+            all,
+            views,
+            links,
+            row_bits: row_bits.max(1),
+            precision,
+            row_bytes,
+            dim,
+            access,
+            all_near_in: Arc::default(),
+        }
     }
 
     /// Map the files of one more checkpoint of the chain. With an error nothing was added.
@@ -252,6 +264,7 @@ impl Files {
         self.views.extend(files.iter().map(|file| View::of(file)));
         self.all.extend(files);
         self.links.push(LinkOfFiles { files_end: end, ..link });
+        self.all_near_in = Arc::default();
         Ok(())
     }
 
@@ -281,6 +294,7 @@ impl Files {
     pub(super) fn truncated(&self, links: usize) -> Self {
         let mut kept = self.clone();
         kept.links.truncate(links);
+        kept.all_near_in = Arc::default();
         let files = kept.links.last().map_or(0, |link| link.files_end);
         kept.all.truncate(files);
         kept.views.truncate(files);
@@ -354,7 +368,8 @@ impl Files {
     }
 
     /// Where the row of a place lies; [`Spot::NONE`] where a place is none, or was damaged.
-    #[inline]
+    #[inline(always)]
+    #[allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
     pub(super) fn spot(&self, place: Place) -> Spot {
         let (file, row) = (place.0 >> self.row_bits, (place.0 & ((1 << self.row_bits) - 1)) as usize);
         match self.views.get(file as usize) {
@@ -366,8 +381,24 @@ impl Files {
         }
     }
 
+    /// Whether the weights of all rows are served in float32.
+    pub(super) fn are_float32(&self) -> bool {
+        self.precision == Precision::Fp32
+    }
+
+    /// Whether the pages of all weights were seen in memory in this generation.
+    pub(super) fn are_all_near(&self, generation: usize) -> bool {
+        // What was found once in a generation holds until it ends. There are hundreds of files to ask.
+        let (found, this) = (&self.all_near_in, generation.wrapping_add(1));
+        let are = found.load(Ordering::Relaxed) == this || self.which_are_near(generation).iter().all(|near| *near);
+        if are {
+            found.store(this, Ordering::Relaxed);
+        }
+        are
+    }
+
     /// Of each file, whether the pages of all its weights were seen in memory in this generation.
-    pub(super) fn are_all_near(&self, generation: usize) -> Vec<bool> {
+    pub(super) fn which_are_near(&self, generation: usize) -> Vec<bool> {
         self.all.iter().map(|file| file.pages.have_all_weights(generation)).collect()
     }
 

@@ -1,10 +1,14 @@
 //! The lookup of many ids: where their rows are, and the rows.
 
+#![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
+
+use super::answer::Answer;
 use super::faults::major_faults;
 use super::files::{Files, Place, RowFile, Spot};
 use super::index::RowIndex;
 use super::overlay::Overlay;
 use crate::error::Result;
+use crate::simd::{Isa, Job};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Ids whose places are looked up together.
@@ -20,6 +24,54 @@ pub(super) struct Far {
     place: Place,
 }
 
+/// Says whether the system has taken pages back since a lookup began. Of a short one that is not asked.
+enum Faults {
+    NotAsked,
+    Before(u64),
+    Risen,
+}
+
+impl Faults {
+    fn of(ids: &[Id]) -> Self {
+        if ids.len() > IDS_AT_ONCE { Self::Before(major_faults()) } else { Self::NotAsked }
+    }
+
+    fn have_risen(&mut self) -> bool {
+        if matches!(*self, Self::Before(before) if major_faults() != before) {
+            *self = Self::Risen;
+        }
+        matches!(self, Self::Risen)
+    }
+}
+
+/// Copies the float32 rows of places, of positions from `first` on, all of which are near.
+struct CopyRows<'a, 'b, N> {
+    gather: &'a Gather<'a>,
+    first: usize,
+    slots: &'a [CacheSlot],
+    answer: &'a mut Answer<'b, N>,
+}
+
+impl<N: FnMut(usize, bool)> Job for CopyRows<'_, '_, N> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let mut spots = [Spot::NONE; BLOCK];
+        for (number, block) in self.slots.chunks(BLOCK).enumerate() {
+            self.gather.ask_for(block, &mut spots);
+            for (at, spot) in spots[..block.len()].iter().enumerate() {
+                let position = self.first + number * BLOCK + at;
+                if spot.is_none() {
+                    self.answer.put(position, None);
+                } else {
+                    self.answer.copy(position, self.gather.files.at(spot));
+                }
+            }
+        }
+    }
+}
+
 /// Looks ids up in one version of a table.
 pub(super) struct Gather<'a> {
     files: &'a Files,
@@ -29,7 +81,9 @@ pub(super) struct Gather<'a> {
     dim: usize,
     /// The generation of pages.
     generation: usize,
-    /// Of each file, whether all its rows may be read at once. Empty where nothing is known.
+    /// Whether the rows of all files may be read at once.
+    all_near: bool,
+    /// Of each file, whether all its rows may be read at once. Empty where nothing is known, or all may.
     near_files: Vec<bool>,
     /// Whether rows are held against rules of eviction.
     rules: bool,
@@ -48,51 +102,61 @@ impl<'a> Gather<'a> {
     ) -> Self {
         let (rules, needs_weights) = (overlay.has_rules(), overlay.needs_weights());
         // Few ids are looked at one by one.
-        let near_files = if rules || ids < files.all().len() { Vec::new() } else { files.are_all_near(generation) };
-        Self { files, index, overlay, dim, generation, near_files, rules, needs_weights }
+        let is_known = !rules && ids >= files.all().len();
+        let all_near = is_known && files.are_all_near(generation);
+        let near_files = if is_known && !all_near { files.which_are_near(generation) } else { Vec::new() };
+        Self { files, index, overlay, dim, generation, all_near, near_files, rules, needs_weights }
     }
 
-    /// Hand the bytes of the row of each id to `put`, with the position of the id; `None` where the id has no row. Returns the rows whose pages
-    /// are not surely in memory, which were not handed over.
-    pub(super) fn near_rows(&self, ids: &[Id], mut put: impl FnMut(usize, Option<&[u8]>)) -> Vec<Far> {
+    /// Write the row of each id to `answer`. Returns the rows whose pages are not surely in memory, which were not written.
+    pub(super) fn near_rows<N: FnMut(usize, bool)>(&self, ids: &[Id], answer: &mut Answer<'_, N>) -> Vec<Far> {
         let mut far: Vec<Far> = Vec::new();
         let mut slots = vec![NO_SLOT; ids.len().min(IDS_AT_ONCE)];
-        let (before, mut has_waited) = (major_faults(), false);
+        let is_plain = self.all_near && self.files.are_float32();
+        let mut faults = Faults::of(ids);
         for (number, ids) in ids.chunks(IDS_AT_ONCE).enumerate() {
-            let slots = &mut slots[..ids.len()];
+            let (slots, first) = (&mut slots[..ids.len()], number * IDS_AT_ONCE);
             self.index.get_batch(ids, slots);
             if !self.overlay.is_empty() {
                 self.overlay.change(ids, slots);
             }
-            let first = number * IDS_AT_ONCE;
-            if has_waited {
-                let placed = slots.iter().enumerate();
-                placed.for_each(|(at, &slot)| self.leave((first + at, Place(slot)), &mut far, &mut put));
+            // The system took pages back that were taken to be near. The others that are gone are better asked for together.
+            if faults.have_risen() {
+                self.leave(first, slots, &mut far, answer);
+            } else if is_plain {
+                Isa::best().run(CopyRows { gather: self, first, slots, answer });
             } else {
-                self.gather(first, slots, &mut far, &mut put);
-                // The system took pages back that were taken to be near. The others that are gone are better asked for together.
-                has_waited = major_faults() != before;
+                self.gather(first, slots, &mut far, answer);
             }
         }
         far
     }
 
-    /// Leave a row for later, and say so at once where there is none.
-    fn leave(&self, (position, place): (usize, Place), far: &mut Vec<Far>, put: &mut impl FnMut(usize, Option<&[u8]>)) {
-        if self.files.find(place).is_none() {
-            put(position, None);
-        } else {
-            far.push(Far { position, place });
-        }
-    }
-
-    /// Hand over the rows of places that are near, of positions from `first` on, and add the others to `far`.
-    fn gather(
+    /// Leave the rows of places for later, and say at once where there is none.
+    fn leave<N: FnMut(usize, bool)>(
         &self,
         first: usize,
         slots: &[CacheSlot],
         far: &mut Vec<Far>,
-        put: &mut impl FnMut(usize, Option<&[u8]>),
+        answer: &mut Answer<'_, N>,
+    ) {
+        for (at, &slot) in slots.iter().enumerate() {
+            let (position, place) = (first + at, Place(slot));
+            if self.files.find(place).is_none() {
+                answer.put(position, None);
+            } else {
+                far.push(Far { position, place });
+            }
+        }
+    }
+
+    /// Write the rows of places that are near, of positions from `first` on, and add the others to `far`.
+    fn gather<N: FnMut(usize, bool)>(
+        &self,
+        first: usize,
+        slots: &[CacheSlot],
+        far: &mut Vec<Far>,
+        answer: &mut Answer<'_, N>,
     ) {
         let mut spots = [Spot::NONE; BLOCK];
         for (number, block) in slots.chunks(BLOCK).enumerate() {
@@ -100,11 +164,11 @@ impl<'a> Gather<'a> {
             for (at, (&slot, spot)) in block.iter().zip(&spots).enumerate() {
                 let position = first + number * BLOCK + at;
                 if spot.is_none() {
-                    put(position, None);
+                    answer.put(position, None);
                 } else if self.is_spot_near(spot) {
-                    put(position, Some(self.files.at(spot)));
+                    answer.put(position, Some(self.files.at(spot)));
                 } else if self.is_near(Place(slot)) {
-                    put(position, self.living(Place(slot)));
+                    answer.put(position, self.living(Place(slot)));
                 } else {
                     far.push(Far { position, place: Place(slot) });
                 }
@@ -114,6 +178,7 @@ impl<'a> Gather<'a> {
 
     /// Find where the rows of some places lie, and start to load them into the processor's cache. The loop does nothing else: a processor looks
     /// some hundred instructions ahead, and finds the more pages at once the fewer there are for each row.
+    #[inline(always)]
     fn ask_for(&self, slots: &[CacheSlot], spots: &mut [Spot; BLOCK]) {
         let row_bytes = self.files.row_bytes();
         for (slot, spot) in slots.iter().zip(&mut *spots) {
@@ -131,7 +196,7 @@ impl<'a> Gather<'a> {
     /// Whether a row may be read at once: there are no rules to hold it against, and its pages were seen in memory lately.
     #[inline]
     fn is_spot_near(&self, spot: &Spot) -> bool {
-        let all = self.near_files.get(spot.file as usize).is_some_and(|all| *all);
+        let all = self.all_near || self.near_files.get(spot.file as usize).is_some_and(|all| *all);
         all || !self.rules && self.files.is_near(spot, self.generation)
     }
 
@@ -155,9 +220,9 @@ impl<'a> Gather<'a> {
         (!self.rules || !is_dead()).then_some(bytes)
     }
 
-    /// Hand over the rows that [`Gather::near_rows`] left. They are read together, as far as they are not in memory.
+    /// Write the rows that [`Gather::near_rows`] left. They are read together, as far as they are not in memory.
     #[cold]
-    pub(super) fn far_rows(&self, far: &[Far], mut put: impl FnMut(usize, Option<&[u8]>)) -> Result<()> {
+    pub(super) fn far_rows<N: FnMut(usize, bool)>(&self, far: &[Far], answer: &mut Answer<'_, N>) -> Result<()> {
         let placed = || far.iter().filter_map(|each| self.files.find(each.place));
         for (file, _, row) in placed() {
             file.ranges(row, self.rules).for_each(|range| file.mapping().ask_for(&range));
@@ -166,7 +231,7 @@ impl<'a> Gather<'a> {
             self.bring_in(file, row)?;
         }
         for each in far {
-            put(each.position, self.living(each.place));
+            answer.put(each.position, self.living(each.place));
         }
         Ok(())
     }

@@ -10,17 +10,17 @@
 //! a trainer removes.
 //!
 //! The files, from the bottom up: `pages`, `faults` and `near` know which pages are in memory; `files` maps data files; `index` finds places; `build`
-//! makes an index; `overlay` has what changed since; `missing` says what an id without a row reads; `gather` and `table` look ids up; `version` and
-//! `opening` open checkpoints; `source` says which is the next one; `mappings` says whether there is
-//! room for it; `serving` replaces versions, `follow` does so regularly, and `merge` makes their indexes anew.
+//! makes an index; `overlay` has what changed since; `missing` says what an id without a row reads; `answer` is what a lookup writes; `gather` and `table` look ids up; `version` and
+//! `opening` open checkpoints; `source` says which is the next one; `serving` replaces versions, `follow`
+//! does so regularly, and `merge` makes their indexes anew.
 
+mod answer;
 mod build;
 mod faults;
 mod files;
 mod follow;
 mod gather;
 mod index;
-mod mappings;
 mod merge;
 mod missing;
 mod near;

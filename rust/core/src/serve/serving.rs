@@ -6,7 +6,6 @@ use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
 
-use super::mappings;
 use super::merge::{Merger, TakesIndexes};
 use super::opening::{first_version, writable};
 use super::source::Source;
@@ -78,7 +77,7 @@ impl Serving {
     /// Open a checkpoint of a directory. Where it has no index, one is made, and written beside it if that is allowed.
     ///
     /// Errors: `Path` where there is no checkpoint; `Mismatch` where it is linked to an SSD tier; `Corruption`, `Storage`; `Capacity` where
-    /// indexes take more of this process's memory than `host_bytes`.
+    /// indexes take more of this process's memory than `host_bytes`, or the data files most of the mappings that the system allows a process.
     pub fn open(root: Directory, options: ServeOptions) -> Result<Arc<Self>> {
         Self::open_while(root, options, &mut || Ok(()))
     }
@@ -144,8 +143,7 @@ impl Serving {
 
     /// Look for a newer checkpoint, and serve it from now on if there is one. Its deltas are read and verified before.
     ///
-    /// Errors: those of [`Serving::open`]; `Capacity` where its files would take some of the last mappings of memory that the system allows a process;
-    /// `State` in a forked process. The version before serves on; the error is counted and logged.
+    /// Errors: those of [`Serving::open`], and `State` in a forked process. The version before serves on; the error is counted and logged.
     pub fn poll(&self) -> Result<Polled> {
         self.poll_while(&mut || Ok(()))
     }
@@ -209,7 +207,6 @@ impl Serving {
             return Err(Error::new(Kind::Mismatch, what).at(self.source.followed().path()));
         }
         let next = Arc::new(self.source.next(&self.opening, &before, latest, wait)?);
-        mappings::check_reserve(&next)?;
         let fits = check_memory(&next, self.options.host_bytes).is_ok();
         if !fits {
             let merged = Arc::new(self.merger.merged(&next, wait)?);

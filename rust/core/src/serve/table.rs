@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::answer::Answer;
 use super::files::Files;
 use super::gather::Gather;
 use super::index::RowIndex;
@@ -135,23 +136,15 @@ impl ServedTable {
     }
 
     /// Write the row of each id to `out`. `note` is told the position of each id and whether it has a row. Returns how many have none.
-    fn gather(&self, ids: &[Id], out: &mut [f32], mut note: impl FnMut(usize, bool)) -> Result<usize> {
-        let (dim, files, mut missing) = (self.dim(), &self.files, 0);
+    fn gather(&self, ids: &[Id], out: &mut [f32], note: impl FnMut(usize, bool)) -> Result<usize> {
+        let dim = self.dim();
         let gather = Gather::new(&self.files, (&self.index, &self.overlay), dim, self.near.generation(), ids.len());
-        let mut put = |position: usize, row: Option<&[u8]>| {
-            let to = &mut out[position * dim..][..dim];
-            note(position, row.is_some());
-            if let Some(bytes) = row {
-                files.read(bytes, to);
-            } else {
-                missing += 1;
-                self.missing.fill(ids[position], to);
-            }
-        };
-        let far_rows = self.near.watch(&self.files, || gather.near_rows(ids, &mut put));
+        let mut answer = Answer::new((&self.files, &self.missing), ids, (out, dim), note);
+        let far_rows = self.near.watch(&self.files, || gather.near_rows(ids, &mut answer));
         if !far_rows.is_empty() {
-            gather.far_rows(&far_rows, &mut put)?;
+            gather.far_rows(&far_rows, &mut answer)?;
         }
+        let missing = answer.without();
         let far = far_rows.len() as u64;
         for (count, more) in [
             (&self.counts.lookups, 1),
