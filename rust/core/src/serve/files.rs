@@ -386,20 +386,23 @@ impl Files {
         self.precision == Precision::Fp32
     }
 
-    /// Whether the pages of all weights were seen in memory in this generation.
-    pub(super) fn are_all_near(&self, generation: usize) -> bool {
-        // What was found once in a generation holds until it ends. There are hundreds of files to ask.
-        let (found, this) = (&self.all_near_in, generation.wrapping_add(1));
-        let are = found.load(Ordering::Relaxed) == this || self.which_are_near(generation).iter().all(|near| *near);
-        if are {
-            found.store(this, Ordering::Relaxed);
-        }
-        are
+    /// Whether [`Files::which_are_near`] has found all files near in this generation. That holds until it ends, and to ask hundreds of files takes
+    /// longer.
+    pub(super) fn are_known_near(&self, generation: usize) -> bool {
+        self.all_near_in.load(Ordering::Relaxed) == generation.wrapping_add(1)
     }
 
-    /// Of each file, whether the pages of all its weights were seen in memory in this generation.
-    pub(super) fn which_are_near(&self, generation: usize) -> Vec<bool> {
-        self.all.iter().map(|file| file.pages.have_all_weights(generation)).collect()
+    /// Of each file, whether the pages of all its weights were seen in memory in this generation; `None` where those of all files were.
+    pub(super) fn which_are_near(&self, generation: usize) -> Option<Vec<bool>> {
+        if self.are_known_near(generation) {
+            return None;
+        }
+        let which: Vec<bool> = self.all.iter().map(|file| file.pages.have_all_weights(generation)).collect();
+        if which.iter().all(|near| *near) {
+            self.all_near_in.store(generation.wrapping_add(1), Ordering::Relaxed);
+            return None;
+        }
+        Some(which)
     }
 
     /// Whether the pages of a row were seen in memory in this generation. It may say no where [`RowFile::is_near`] knows better.

@@ -101,10 +101,10 @@ impl<'a> Gather<'a> {
         ids: usize,
     ) -> Self {
         let (rules, needs_weights) = (overlay.has_rules(), overlay.needs_weights());
-        // Few ids are looked at one by one.
-        let is_known = !rules && ids >= files.all().len();
-        let all_near = is_known && files.are_all_near(generation);
-        let near_files = if is_known && !all_near { files.which_are_near(generation) } else { Vec::new() };
+        // Few ids are looked at one by one, and so are all where rules look at more than weights.
+        let is_asked = !rules && (ids >= files.all().len() || files.are_known_near(generation));
+        let which = if is_asked { files.which_are_near(generation) } else { Some(Vec::new()) };
+        let (all_near, near_files) = (which.is_none(), which.unwrap_or_default());
         Self { files, index, overlay, dim, generation, all_near, near_files, rules, needs_weights }
     }
 
