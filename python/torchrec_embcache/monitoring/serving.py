@@ -76,8 +76,8 @@ class ServingCollector:
     """A collector of prometheus_client: the counters of tables that are served, as they are when they are asked for.
 
     `PrometheusExporter` has one. Register it with a registry of your own where the process serves metrics already, as a web
-    server does. It keeps neither the tables nor the model alive, and leaves out what is closed. Where a model reads a directory that
-    was opened twice, the label `path` of the second ends with "#2".
+    server does. It keeps neither the tables nor the model alive, and leaves out what is closed. Where a model reads a directory
+    that was opened twice, the label `path` of the second ends with "#2".
 
     Args:
         served: what `serving.open` returned, or a model that reads such tables.

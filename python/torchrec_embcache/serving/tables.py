@@ -184,12 +184,13 @@ def open(  # noqa: A001  # the specification's name: serving.open
         missing: what ids without a row read: "zeros", a number for every column, "initial", the values that a row would be born
             with, or "shared", the row that ids share which were refused one. None: what evaluation reads in training, as far as the
             checkpoint says it.
-        preload: read the weights of all rows into memory before a checkpoint is served, in huge pages where the system has them. Give
-            it where they fit there: no lookup waits for the disk then, and lookups are faster. False: rows are read as they are
-            asked for.
+        preload: read the weights of all rows into memory before a checkpoint is served, in huge pages where the system has them.
+            Give it where they fit there: no lookup waits for the disk then, and lookups are faster. False: rows are read as they
+            are asked for.
 
     Raises:
-        PathError: there is no such directory, no checkpoint in it, or not the one that `at` names; or `path` is a checkpoint itself.
+        PathError: there is no such directory, no checkpoint in it, or not the one that `at` names; or `path` is a checkpoint
+            itself.
         StoragePermissionError: it may not be read.
         MismatchError: the checkpoint is a linked one. The message has the command that makes one that can be served.
         CorruptionError: the checkpoint is damaged.
@@ -243,4 +244,6 @@ def _check_is_no_checkpoint(path: str) -> None:
     """`PathError` where `path` is one checkpoint, and not the directory that it lies in."""
     above, name = os.path.split(path)
     if os.path.isfile(os.path.join(path, "manifest.json")) and not os.path.exists(os.path.join(path, "LATEST")):
-        raise PathError(f"{path} is one checkpoint: give the directory that it lies in, as serving.open({above!r}, at={name!r})")
+        raise PathError(
+            f"{path} is one checkpoint: give the directory that it lies in, as serving.open({above!r}, at={name!r})"
+        )
