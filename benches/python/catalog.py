@@ -67,7 +67,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "load_linked_of_full_time": "time of a restart from it, SSD tier linked back / time of a load of the full checkpoint",
     },
     "Serving (one thread, requests of 2,000 zipf105 ids over 10M rows of a checkpoint)": {
-        "serve_lookup_warm_2000": "rows looked up, everything in memory",
+        "serve_lookup_warm_2000": "rows looked up, everything in memory, as `preload=True` reads it",
         "serve_lookup_warm_p99_over_p50": "99th percentile of the time of a request there / median",
         "serve_lookup_cold_2pct": "rows looked up where those of 2% of the ids are not in the page cache",
         "serve_open_10m_seconds": "from opening until the first request is answered, an index beside, nothing in the page cache",

@@ -10,6 +10,7 @@ from torchrec_embcache import EmbCacheEmbedding, Saver, serving
 from torchrec_embcache.cli import main
 
 LATEST = "LATEST"
+PRECISIONS = ["fp32", "fp16", "bf16", "int8"]
 Rows = dict[int, list[float]]
 
 
@@ -60,3 +61,10 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object, status: int 
     assert main([str(argument) for argument in arguments]) == status
     said = capsys.readouterr()
     return said.out + said.err
+
+
+def convert(capsys: pytest.CaptureFixture[str], ckpt: Path, precision: str, to: str = "served") -> Path:
+    """Convert the newest checkpoint. Returns where it is."""
+    target = ckpt.parent / to
+    command(capsys, "convert", ckpt, target, "--to", "serving", "--precision", precision)
+    return target

@@ -6,24 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from serving_cases import command, contents, publish, served, two_saves, until
+from serving_cases import PRECISIONS, contents, convert, publish, served, two_saves, until
 from torchrec_embcache import serving
 from torchrec_embcache.exceptions import ConfigError, MismatchError, PathError
-
-PRECISIONS = ["fp32", "fp16", "bf16", "int8"]
 
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Path:
     tmp_path.chmod(0o700)
     return tmp_path / "trained"
-
-
-def convert(capsys: pytest.CaptureFixture[str], ckpt: Path, precision: str, to: str = "served") -> Path:
-    """Convert the newest checkpoint. Returns where it is."""
-    target = ckpt.parent / to
-    command(capsys, "convert", ckpt, target, "--to", "serving", "--precision", precision)
-    return target
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -13,7 +13,7 @@ import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lives import HALF_LIFE, come_again, embedding, ids_of, update
-from serving_cases import command, contents, publish, served, two_saves, until, value_of
+from serving_cases import PRECISIONS, contents, convert, publish, served, two_saves, until, value_of
 from torchrec_embcache import Saver, serving
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError
@@ -21,20 +21,11 @@ from torchrec_models import IDS, MIXED, TABLES, Model, Settings, batches, rows_o
 from torchrec_models import train as train_model
 from world import World
 
-PRECISIONS = ["fp32", "fp16", "bf16", "int8"]
-
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Path:
     tmp_path.chmod(0o700)
     return tmp_path / "trained"
-
-
-def convert(capsys: pytest.CaptureFixture[str], ckpt: Path, precision: str, to: str = "served") -> Path:
-    """Convert the newest checkpoint. Returns where it is."""
-    target = ckpt.parent / to
-    command(capsys, "convert", ckpt, target, "--to", "serving", "--precision", precision)
-    return target
 
 
 def bits(version: serving.Version, name: str, ids: list[int]) -> tuple[bytes, list[bool]]:

@@ -65,7 +65,9 @@ class Rows(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Rows of their own, with what was found."""
-        return type(self)(copy.deepcopy(self.as_subclass(Tensor), memo), copy.deepcopy(self.found, memo))
+        copied = type(self)(self.as_subclass(Tensor).clone(), copy.deepcopy(self.found, memo))
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> tuple[type[Self], tuple[Tensor, Tensor]]:
         """Pickled as rows with what was found."""

@@ -102,7 +102,8 @@ const ASKED_BYTES: usize = 128 << 10;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 impl FileMapping {
-    /// Map the first `bytes` bytes of an open file, which is never written again. `Kind::Storage` where the system refuses.
+    /// Map the first `bytes` bytes of an open file, which is never written again. `Kind::Storage` where the system refuses,
+    /// `Kind::Capacity` where this process has mapped most of what the system allows.
     pub(super) fn of_file(path: &Path, file: &File, bytes: usize, access: Access) -> Result<Self> {
         if bytes == 0 {
             return Self::copied(path, 0, |_| Ok(()));

@@ -273,8 +273,9 @@ impl Files {
     /// Errors: `Corruption`, `Storage` where they cannot be read.
     pub(super) fn bring_newest_in(&self, generation: usize) -> Result<()> {
         let newest = &self.all[self.first_of(self.links.len() - 1)..];
-        for file in newest {
-            file.mapping.ask_for(&file.all_weights());
+        // What is asked for ahead comes in small pages.
+        if self.access == Access::Scattered {
+            newest.iter().for_each(|file| file.mapping.ask_for(&file.all_weights()));
         }
         newest.iter().try_for_each(|file| file.bring_in(generation))
     }
@@ -316,8 +317,8 @@ impl Files {
     }
 
     /// The weights of a row, from the bytes that a file has of them. A file has weights in the served precision or, in a trainer's delta of
-    /// weights that are served in fewer bytes, in float32. No other
-    /// precision takes as many bytes for a row as float32, so the number of bytes says which one it is.
+    /// weights that are served in fewer bytes, in float32. No other precision takes as many bytes for a row as float32, so the number of bytes says
+    /// which one it is.
     #[inline]
     pub(super) fn read(&self, row: &[u8], into: &mut [f32]) {
         if row.len() == self.row_bytes {

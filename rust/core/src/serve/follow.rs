@@ -5,18 +5,17 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
-use super::serving::Serving;
-use crate::checkpoint::CheckpointName;
+use super::serving::{Newest, Serving};
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
 
 /// The most looks that are left out after a failed one.
 const MOST_LEFT_OUT: u32 = 15;
 
-/// Leaves looks out that would find the checkpoint that could not be served when it was looked at last. Each look reads and verifies it anew.
+/// Leaves looks out that would find what could not be served when it was looked at last. Each look reads and verifies it anew.
 #[derive(Debug, Default)]
 struct BackOff {
-    failed: Option<CheckpointName>,
+    failed: Option<Newest>,
     /// How many looks are left out after a failed one: 1, 3, 7 and so on.
     after_one: u32,
     /// How many are still to be left out.
@@ -24,8 +23,8 @@ struct BackOff {
 }
 
 impl BackOff {
-    /// Whether to look now, where this checkpoint is the newest.
-    fn is_due(&mut self, newest: Option<CheckpointName>) -> bool {
+    /// Whether to look now, where this is the newest.
+    fn is_due(&mut self, newest: Option<Newest>) -> bool {
         if newest.is_none() || newest != self.failed {
             return true;
         }
@@ -34,8 +33,8 @@ impl BackOff {
         is_due
     }
 
-    /// A look at this checkpoint is over.
-    fn note(&mut self, newest: Option<CheckpointName>, has_failed: bool) {
+    /// A look at this is over.
+    fn note(&mut self, newest: Option<Newest>, has_failed: bool) {
         let again = has_failed && newest == self.failed;
         self.failed = newest.filter(|_| has_failed);
         self.after_one = if again { (2 * self.after_one + 1).min(MOST_LEFT_OUT) } else { 1 };
@@ -143,13 +142,15 @@ impl Drop for Follower {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::CheckpointName;
 
-    fn name(seq: u64) -> CheckpointName {
-        CheckpointName { seq, random: 7 }
+    fn newest(followed: u64, served: u64) -> Option<Newest> {
+        let name = |seq| CheckpointName { seq, random: 7 };
+        Some(Newest { followed: name(followed), served: Some(name(served)) })
     }
 
     /// Which of the next looks are made where the newest checkpoint cannot be served.
-    fn looks(back_off: &mut BackOff, newest: Option<CheckpointName>, times: usize) -> Vec<usize> {
+    fn looks(back_off: &mut BackOff, newest: Option<Newest>, times: usize) -> Vec<usize> {
         let mut looked = Vec::new();
         for time in 0..times {
             if back_off.is_due(newest) {
@@ -163,11 +164,13 @@ mod tests {
     #[test]
     fn a_checkpoint_that_cannot_be_served_is_looked_at_ever_more_seldom_and_a_newer_one_at_once() {
         let mut back_off = BackOff::default();
-        assert_eq!(looks(&mut back_off, Some(name(1)), 60), [0, 2, 6, 14, 30, 46]);
-        assert_eq!(looks(&mut back_off, Some(name(2)), 10), [0, 2, 6]);
+        assert_eq!(looks(&mut back_off, newest(1, 1), 60), [0, 2, 6, 14, 30, 46]);
+        assert_eq!(looks(&mut back_off, newest(2, 1), 10), [0, 2, 6]);
+        // What was converted meanwhile may be what the trainer's checkpoint lacked.
+        assert_eq!(looks(&mut back_off, newest(2, 2), 4), [0, 2]);
         // The directory cannot be read, which takes no time.
         assert_eq!(looks(&mut back_off, None, 4), [0, 1, 2, 3]);
-        back_off.note(Some(name(3)), false);
-        assert!(back_off.is_due(Some(name(3))) && back_off.is_due(Some(name(3))), "it was served");
+        back_off.note(newest(3, 3), false);
+        assert!(back_off.is_due(newest(3, 3)) && back_off.is_due(newest(3, 3)), "it was served");
     }
 }

@@ -46,6 +46,15 @@ pub enum Polled {
     Newer(CheckpointName),
 }
 
+/// The newest checkpoints of the directories of a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Newest {
+    /// That of the directory that is followed.
+    pub(super) followed: CheckpointName,
+    /// That of the directory that is served, which may be the same. `None` where it cannot be told.
+    pub(super) served: Option<CheckpointName>,
+}
+
 #[derive(Debug, Default)]
 struct State {
     /// The version before the current one.
@@ -187,9 +196,11 @@ impl Serving {
         self.note_look(Some(&Error::new(Kind::State, what)));
     }
 
-    /// The newest checkpoint of the directory that is followed, where it can be told.
-    pub(super) fn newest(&self) -> Option<CheckpointName> {
-        Latest::read(self.source.followed()).ok().map(|latest| latest.name)
+    /// What a look would find now, where it can be told.
+    pub(super) fn newest(&self) -> Option<Newest> {
+        let followed = Latest::read(self.source.followed()).ok()?.name;
+        let served = Latest::read(&self.source.root).ok().map(|latest| latest.name);
+        Some(Newest { followed, served })
     }
 
     fn look(&self, wait: &mut Wait<'_>) -> Result<Polled> {
