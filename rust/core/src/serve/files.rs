@@ -275,7 +275,9 @@ impl Files {
         let newest = &self.all[self.first_of(self.links.len() - 1)..];
         // What is asked for ahead comes in small pages.
         if self.access == Access::Scattered {
-            newest.iter().for_each(|file| file.mapping.ask_for(&file.all_weights()));
+            for file in newest {
+                file.mapping.ask_for(&file.all_weights());
+            }
         }
         newest.iter().try_for_each(|file| file.bring_in(generation))
     }

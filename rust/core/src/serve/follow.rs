@@ -144,9 +144,9 @@ mod tests {
     use super::*;
     use crate::checkpoint::CheckpointName;
 
-    fn newest(followed: u64, served: u64) -> Option<Newest> {
+    fn newest(followed: u64, served: u64) -> Newest {
         let name = |seq| CheckpointName { seq, random: 7 };
-        Some(Newest { followed: name(followed), served: Some(name(served)) })
+        Newest { followed: name(followed), served: Some(name(served)) }
     }
 
     /// Which of the next looks are made where the newest checkpoint cannot be served.
@@ -164,13 +164,13 @@ mod tests {
     #[test]
     fn a_checkpoint_that_cannot_be_served_is_looked_at_ever_more_seldom_and_a_newer_one_at_once() {
         let mut back_off = BackOff::default();
-        assert_eq!(looks(&mut back_off, newest(1, 1), 60), [0, 2, 6, 14, 30, 46]);
-        assert_eq!(looks(&mut back_off, newest(2, 1), 10), [0, 2, 6]);
+        assert_eq!(looks(&mut back_off, Some(newest(1, 1)), 60), [0, 2, 6, 14, 30, 46]);
+        assert_eq!(looks(&mut back_off, Some(newest(2, 1)), 10), [0, 2, 6]);
         // What was converted meanwhile may be what the trainer's checkpoint lacked.
-        assert_eq!(looks(&mut back_off, newest(2, 2), 4), [0, 2]);
+        assert_eq!(looks(&mut back_off, Some(newest(2, 2)), 4), [0, 2]);
         // The directory cannot be read, which takes no time.
         assert_eq!(looks(&mut back_off, None, 4), [0, 1, 2, 3]);
-        back_off.note(newest(3, 3), false);
-        assert!(back_off.is_due(newest(3, 3)) && back_off.is_due(newest(3, 3)), "it was served");
+        back_off.note(Some(newest(3, 3)), false);
+        assert!(back_off.is_due(Some(newest(3, 3))) && back_off.is_due(Some(newest(3, 3))), "it was served");
     }
 }
