@@ -132,7 +132,7 @@ impl<'a> Gather<'a> {
         far
     }
 
-    /// Leave the rows of places for later, and say at once where there is none.
+    /// Leave the rows of places for later, for which the system is asked, and say at once where there is none.
     fn leave<N: FnMut(usize, bool)>(
         &self,
         first: usize,
@@ -146,6 +146,7 @@ impl<'a> Gather<'a> {
                 answer.put(position, None);
             } else {
                 far.push(Far { position, place });
+                self.ask_for_row(place);
             }
         }
     }
@@ -158,21 +159,49 @@ impl<'a> Gather<'a> {
         far: &mut Vec<Far>,
         answer: &mut Answer<'_, N>,
     ) {
+        // The disk reads the rows that are far while those that are near are written.
+        let which_are_far = self.ask_for_far(first, slots, far);
         let mut spots = [Spot::NONE; BLOCK];
-        for (number, block) in slots.chunks(BLOCK).enumerate() {
+        for (number, (block, far)) in slots.chunks(BLOCK).zip(which_are_far).enumerate() {
             self.ask_for(block, &mut spots);
             for (at, (&slot, spot)) in block.iter().zip(&spots).enumerate() {
                 let position = first + number * BLOCK + at;
                 if spot.is_none() {
                     answer.put(position, None);
-                } else if self.is_spot_near(spot) {
+                } else if self.rules {
+                    if far >> at & 1 == 0 {
+                        answer.put(position, self.living(Place(slot)));
+                    }
+                } else if far >> at & 1 == 0 {
                     answer.put(position, Some(self.files.at(spot)));
-                } else if self.is_near(Place(slot)) {
-                    answer.put(position, self.living(Place(slot)));
-                } else {
-                    far.push(Far { position, place: Place(slot) });
                 }
             }
+        }
+    }
+
+    /// Add the rows of places that are far, of positions from `first` on, to `far`, and have the system begin to read what they need. Returns
+    /// a bit for each place, in a word for each block, which says whether it is far.
+    fn ask_for_far(&self, first: usize, slots: &[CacheSlot], far: &mut Vec<Far>) -> Vec<u64> {
+        let of_block = |(number, block): (usize, &[CacheSlot])| {
+            let mut which = 0;
+            for (at, &slot) in block.iter().enumerate() {
+                let (place, spot) = (Place(slot), self.files.spot(Place(slot)));
+                if !spot.is_none() && !self.is_spot_near(&spot) && !self.is_near(place) {
+                    which |= 1 << at;
+                    far.push(Far { position: first + number * BLOCK + at, place });
+                    self.ask_for_row(place);
+                }
+            }
+            which
+        };
+        slots.chunks(BLOCK).enumerate().map(of_block).collect()
+    }
+
+    /// Have the system begin to read what a lookup of the row of a place reads.
+    #[cold]
+    fn ask_for_row(&self, place: Place) {
+        if let Some((file, _, row)) = self.files.find(place) {
+            file.ranges(row, self.rules).for_each(|range| file.mapping().ask_for(&range));
         }
     }
 
@@ -220,14 +249,10 @@ impl<'a> Gather<'a> {
         (!self.rules || !is_dead()).then_some(bytes)
     }
 
-    /// Write the rows that [`Gather::near_rows`] left. They are read together, as far as they are not in memory.
+    /// Write the rows that [`Gather::near_rows`] left, for all of which the system was asked.
     #[cold]
     pub(super) fn far_rows<N: FnMut(usize, bool)>(&self, far: &[Far], answer: &mut Answer<'_, N>) -> Result<()> {
-        let placed = || far.iter().filter_map(|each| self.files.find(each.place));
-        for (file, _, row) in placed() {
-            file.ranges(row, self.rules).for_each(|range| file.mapping().ask_for(&range));
-        }
-        for (file, _, row) in placed() {
+        for (file, _, row) in far.iter().filter_map(|each| self.files.find(each.place)) {
             self.bring_in(file, row)?;
         }
         for each in far {
