@@ -190,12 +190,12 @@ def printing_job(ours: Printing, theirs: Printing | None, names: tuple[str, ...]
 
 def printing_jobs(found: dict[str, Program], wanted: set[str], other: Other | None) -> Iterator[Job]:
     tree = other.name if other else ""
-    for path in dict.fromkeys(program.path for program in found.values() if program.prints_rows):
-        names = tuple(name for name, each in found.items() if each.path == path and (not wanted or name in wanted))
+    for program in dict.fromkeys(program for program in found.values() if program.group is not None):
+        names = tuple(name for name, each in found.items() if each == program and (not wanted or name in wanted))
         before = other.programs.get(names[0]) if other and names else None
         if names:
             theirs = Printing([str(before.path), "--rows"]) if before else None
-            yield printing_job(Printing([str(path), "--rows"]), theirs, names, tree)
+            yield printing_job(Printing([str(program.path), "--rows"]), theirs, names, tree)
     for script, all_names in SCRIPTS.items():
         names = tuple(name for name in all_names if not wanted or name in wanted)
         if names:
@@ -206,7 +206,7 @@ def printing_jobs(found: dict[str, Program], wanted: set[str], other: Other | No
 
 def jobs(found: dict[str, Program], wanted: set[str], other: Other | None) -> list[Job]:
     """What measures the wanted benches; all of them when none is named."""
-    served = [served_job(program.path, name, other) for name, program in found.items() if not program.prints_rows]
+    served = [served_job(program.path, name, other) for name, program in found.items() if program.group is None]
     return [job for job in served if not wanted or wanted & {*job.names}] + [*printing_jobs(found, wanted, other)]
 
 

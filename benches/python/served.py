@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Program:
-    """An executable, and whether it prints the rows of a bench or serves rounds."""
+    """An executable, and how it measures a bench: in rounds that it serves, or as one of the rows that a group of it prints."""
 
     path: Path
-    prints_rows: bool
+    group: str | None
 
 
 # The packages whose features are united. The tests are built with these, so a smoke run finds the core that they have built.
@@ -57,7 +57,8 @@ def programs(smoke: bool, root: Path = ROOT) -> dict[str, Program]:
         listed = subprocess.run([path, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout
         for line in listed.splitlines():
             name, *how = line.split()
-            found[name] = Program(path, prints_rows=how == ["rows"])
+            # Older trees have a program for each group, and say no name of it.
+            found[name] = Program(path, group=(how[1:] or [path.name])[0] if how else None)
     return found
 
 

@@ -1,22 +1,26 @@
 //! What the benches share: the workloads, and the measurement in alternating rounds.
 //!
 //! A bench measures this project's code ("ours") and a limit on the same data. The limit is what a plain, well-written loop or raw
-//! system calls reach there. Each file in `benches/` is a program that hands its [`Bench`]es to [`run`]:
+//! system calls reach there. Each file in `benches/all` has a [`Group`] of them, and one program has all groups, because each program
+//! would be linked and optimised by itself:
 //!
 //! - `cargo bench [-- NAME…]` measures each bench in alternating rounds, prints ours, the limit and their ratio, and writes
-//!   `target/bench/<name>.json`. `--smoke` or `EMBCACHE_BENCH=smoke` shrinks the data, which only shows that the bench runs.
+//!   `target/bench/<name>.json`. Each group has a process of its own. `--smoke` or `EMBCACHE_BENCH=smoke` shrinks the data, which only shows that the bench runs.
 //! - `--serve NAME` measures one round whenever a line on stdin asks for it. Another program (`benches/python`) can so measure
 //!   rivals between our rounds on the same data. See [`serve`].
 //!
-//! A program that measures several things at once lists its names with `rows` behind them instead. When it is called with `--rows
-//! NAME…` it prints a [`Row`] for each as a line of JSON. See [`run_rows`].
+//! A group whose one measurement gives several rows is not served. `--list` names it behind each of its rows, and `--rows NAME…`
+//! prints a [`Row`] for each as a line of JSON. See [`Group::rows`].
 
 mod evictions;
+mod groups;
 mod in_turn;
 mod measure;
+mod null_disk;
 mod plain;
 mod plain_kernels;
 mod plain_serving;
+mod plain_writeback;
 mod process;
 mod raw_disk;
 mod requests;
@@ -31,11 +35,14 @@ mod windows;
 mod workload;
 
 pub use evictions::Evictions;
+pub use groups::{Group, Wanted, run};
 pub use in_turn::{TrainedInTurn, table_in_ram};
-pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, median, quantile, run, run_rows};
+pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, median, quantile};
+pub use null_disk::NullDisk;
 pub use plain::{PlainCounts, PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
 pub use plain_serving::{BufferedReads, PlainServing, RowRun};
+pub use plain_writeback::PlainWriteBack;
 pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, forget_peak, resident};
 pub use raw_disk::{RAW_DEPTH, RawFiles, RawReads, RawRecords, RecordPosition, write_sequentially};
 pub use requests::{REQUEST_IDS, Requests};

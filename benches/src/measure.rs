@@ -7,8 +7,6 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use crate::process::die_with_parent;
-use crate::serve;
 use crate::store::StoreWork;
 use crate::workload::Ids;
 
@@ -146,69 +144,8 @@ pub struct Limit<'a> {
     pub value: f64,
 }
 
-/// The main function of a bench program; see the crate. It ignores names of other programs' benches and flags of other harnesses.
-///
-/// # Panics
-/// Panics when the results cannot be written.
-pub fn run(benches: &[Bench]) {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let flag = |name: &str| arguments.iter().any(|argument| argument == name);
-    let scale = scale(&arguments);
-    if flag("--list") {
-        for bench in benches {
-            println!("{}", bench.name);
-        }
-        return;
-    }
-    let names = names(&arguments);
-    for bench in benches.iter().filter(|bench| names.is_empty() || names.contains(&bench.name)) {
-        if flag("--serve") {
-            return serve::serve(bench, scale);
-        }
-        measure(bench, scale);
-    }
-}
-
-/// The main function of a program that prints the rows called `names`. `measure` is told how large the data are to be, and which
-/// rows are wanted. Without `--rows`, as `cargo bench` runs it, all rows are measured.
-pub fn run_rows(names: &[&str], measure: impl FnOnce(Scale, &dyn Fn(&str) -> bool)) {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    if arguments.iter().any(|argument| argument == "--list") {
-        for name in names {
-            println!("{name} rows");
-        }
-        return;
-    }
-    if arguments.iter().any(|argument| argument == "--rows") {
-        die_with_parent();
-    }
-    let wanted = self::names(&arguments);
-    if wanted.is_empty() || wanted.iter().any(|name| names.contains(name)) {
-        measure(scale(&arguments), &|name| wanted.is_empty() || wanted.contains(&name));
-    }
-}
-
-fn scale(arguments: &[String]) -> Scale {
-    let smoke = arguments.iter().any(|argument| argument == "--smoke");
-    if smoke || std::env::var("EMBCACHE_BENCH").is_ok_and(|how| how == "smoke") { Scale::Smoke } else { Scale::Full }
-}
-
-/// The arguments that are names. Flags are left out, and so are the values of criterion's flags.
-fn names(arguments: &[String]) -> Vec<&str> {
-    let takes_value = ["--save-baseline", "--baseline", "--sample-size", "--measurement-time", "--warm-up-time"];
-    let mut names = Vec::new();
-    let mut rest = arguments.iter().map(String::as_str);
-    while let Some(argument) = rest.next() {
-        if takes_value.contains(&argument) {
-            rest.next();
-        } else if !argument.starts_with('-') {
-            names.push(argument);
-        }
-    }
-    names
-}
-
-fn measure(bench: &Bench, scale: Scale) {
+/// Measure a bench, print its figures, and write them to `target/bench/<name>.json`.
+pub(crate) fn measure(bench: &Bench, scale: Scale) {
     let begin = Instant::now();
     let mut sides = (bench.make)(scale);
     sides.check();

@@ -136,6 +136,16 @@ impl PlainIndex {
         self.entries[at] = [id as u64, value];
     }
 
+    /// Set the value of an id that is in the index.
+    #[inline]
+    pub fn replace(&mut self, id: Id, value: u64) {
+        let mut at = Self::home(self.entries.len(), id);
+        while self.entries[at][0] != id as u64 {
+            at = if at + 1 == self.entries.len() { 0 } else { at + 1 };
+        }
+        self.entries[at][1] = value;
+    }
+
     /// Fetch the entry of an id into the processor's cache.
     #[inline]
     pub fn prefetch(&self, id: Id) {

@@ -88,6 +88,11 @@ impl TierRows {
         tier.append(&rows, &vec![known; count]).expect("the tier has room");
     }
 
+    /// The rows' bytes, for a loop that copies them.
+    pub fn bytes(&self) -> Vec<&[u8]> {
+        self.vectors.chunks_exact(DIM).map(bytemuck::cast_slice).collect()
+    }
+
     /// Give a new tier the rows of ranks `0..rows`, in an order that has nothing to do with the rank.
     pub fn load(&mut self, tier: &SsdTier, rows: u64) {
         for first in (0..rows).step_by(APPEND_ROWS) {

@@ -5,14 +5,16 @@
 //! `EMBCACHE_BENCH_SSD_SECONDS` sets the length of a window in seconds (12), `EMBCACHE_BENCH_SSD_ROWS` the number of rows (4M).
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use embcache::io::default_engine;
+use embcache::io::{IoEngine, default_engine};
 use embcache::ssd::SsdTier;
 use embcache_benches::{
-    APPEND_ROWS, Better, CountedEngine, Evictions, Limit, RAW_WRITE, RECORD_BYTES, ROW_BYTES, Row, Scale, Scratch,
-    TierRows, median, new_tier, raw_write_bytes, raw_write_rate, run_rows, scattered_id, setting, settle, window,
+    APPEND_ROWS, Better, CountedEngine, Evictions, Group, Limit, NullDisk, PlainWriteBack, RAW_WRITE, RECORD_BYTES,
+    ROW_BYTES, Row, Scale, Scratch, TierRows, median, new_tier, raw_write_bytes, raw_write_rate, scattered_id, setting,
+    settle, window,
 };
 
 const WINDOWS: usize = 5;
@@ -23,21 +25,42 @@ const WARM: usize = 4;
 struct Fullness {
     percent: u64,
     rate: &'static str,
-    amplification: &'static str,
+    /// The row of bytes written, on a real disk alone.
+    amplification: Option<&'static str>,
 }
 
-const FULLNESS: [Fullness; 2] = [
-    Fullness { percent: 80, rate: "ssd_writeback_80pct_full", amplification: "ssd_write_amplification_80pct_full" },
-    Fullness { percent: 65, rate: "ssd_writeback_65pct_full", amplification: "ssd_write_amplification_65pct_full" },
+impl Fullness {
+    fn names(&self) -> impl Iterator<Item = &'static str> {
+        [self.rate].into_iter().chain(self.amplification)
+    }
+
+    /// The limit's name.
+    fn limit(&self) -> &'static str {
+        if self.amplification.is_some() { RAW_WRITE } else { PlainWriteBack::WHAT }
+    }
+}
+
+const FULLNESS: [Fullness; 3] = [
+    Fullness {
+        percent: 80,
+        rate: "ssd_writeback_80pct_full",
+        amplification: Some("ssd_write_amplification_80pct_full"),
+    },
+    Fullness {
+        percent: 65,
+        rate: "ssd_writeback_65pct_full",
+        amplification: Some("ssd_write_amplification_65pct_full"),
+    },
+    Fullness { percent: 80, rate: "ssd_writeback_80pct_null_disk", amplification: None },
 ];
 
-fn main() {
-    let names = FULLNESS.map(|full| [full.rate, full.amplification]);
-    run_rows(names.as_flattened(), |scale, wanted| {
+pub(crate) fn group() -> Group {
+    let names: Vec<&str> = FULLNESS.iter().flat_map(Fullness::names).collect();
+    Group::rows(&names, |scale, wanted| {
         let rows = setting("EMBCACHE_BENCH_SSD_ROWS", scale.pick(4_000_000, 40_000));
         let ranks: Vec<u32> = Evictions::new(5, rows as u32, 1.05).take(TRACE * rows as usize).collect();
         for full in &FULLNESS {
-            if wanted(full.rate) || wanted(full.amplification) {
+            if full.names().any(wanted) {
                 for row in measure(scale, full, rows, &ranks) {
                     if wanted(row.name) {
                         row.print();
@@ -45,7 +68,7 @@ fn main() {
                 }
             }
         }
-    });
+    })
 }
 
 struct Writer<'a> {
@@ -56,12 +79,17 @@ struct Writer<'a> {
     at: usize,
 }
 
-impl Writer<'_> {
-    fn write(&mut self) {
+impl<'a> Writer<'a> {
+    fn next_ids(&mut self) -> impl ExactSizeIterator<Item = i64> + use<'a> {
         let left = &self.ranks[self.at..];
         let count = APPEND_ROWS.min(left.len());
-        self.batch.append(&self.tier, left[..count].iter().map(|&rank| scattered_id(u64::from(rank))), true);
         self.at = (self.at + count) % self.ranks.len();
+        left[..count].iter().map(|&rank| scattered_id(u64::from(rank)))
+    }
+
+    fn write(&mut self) {
+        let ids = self.next_ids();
+        self.batch.append(&self.tier, ids, true);
     }
 
     /// Write for `time`. The result is the rate in rows a second, and the bytes handed to the engine for each byte of the rows
@@ -81,12 +109,14 @@ impl Writer<'_> {
     }
 }
 
-fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> [Row<'static>; 2] {
+fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> Vec<Row<'static>> {
     // A small tier has less room in proportion, because of its segments and the note of its checkpoints.
     let cap = rows * RECORD_BYTES as u64 * 100 / full.percent + scale.pick(0, 1 << 20);
-    let scratch = Scratch::new(cap + raw_write_bytes(scale) as u64).unwrap_or_else(|why| panic!("{why}"));
-    let engine = CountedEngine::over(default_engine().expect("an engine"));
-    let tier = new_tier(scratch.path(), &(engine.clone() as _), cap);
+    let mut disk = Disk::make(scale, full, rows, cap);
+    let engine = CountedEngine::over(disk.engine());
+    let folder = disk.folder();
+    engine.create_dir_all(&folder).expect("a folder");
+    let tier = new_tier(&folder, &(engine.clone() as _), cap);
     let mut writer = Writer { tier, engine, batch: TierRows::default(), ranks, at: 0 };
     writer.batch.load(&writer.tier, rows);
     let (begin, written) = (Instant::now(), writer.engine.written_bytes());
@@ -99,7 +129,7 @@ fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> [Row<'sta
     let (mut rates, mut amplifications, mut limits) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..scale.pick(WINDOWS, 1) {
         settle(&writer.tier);
-        limits.push(raw_write_rate(scratch.path(), scale));
+        limits.push(disk.limit(scale, &mut writer));
         // Use up, before the clock starts, what compaction did ahead meanwhile.
         writer.write_for(window / 6);
         let (rate, amplification) = writer.write_for(window);
@@ -119,9 +149,52 @@ fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> [Row<'sta
         ),
     ]
     .into();
-    let limit = Some(Limit { what: RAW_WRITE, value: median(&limits) });
-    [
-        Row { limit, run: run.clone(), ..Row::new(full.rate, "rows/s", Better::Higher, rates) },
-        Row { run, ..Row::new(full.amplification, "bytes/byte", Better::Lower, amplifications) },
-    ]
+    let limit = Some(Limit { what: full.limit(), value: median(&limits) });
+    let rate = Row { limit, run: run.clone(), ..Row::new(full.rate, "rows/s", Better::Higher, rates) };
+    let amplification = |name| Row { run, ..Row::new(name, "bytes/byte", Better::Lower, amplifications) };
+    [rate].into_iter().chain(full.amplification.map(amplification)).collect()
+}
+
+/// What the tier writes to, with its limit.
+enum Disk {
+    Real(Scratch),
+    Null(PlainWriteBack),
+}
+
+impl Disk {
+    fn make(scale: Scale, full: &Fullness, rows: u64, cap: u64) -> Self {
+        if full.amplification.is_none() {
+            return Self::Null(PlainWriteBack::new((0..rows as usize).map(|rank| scattered_id(rank as u64))));
+        }
+        Self::Real(Scratch::new(cap + raw_write_bytes(scale) as u64).unwrap_or_else(|why| panic!("{why}")))
+    }
+
+    fn engine(&self) -> Arc<dyn IoEngine> {
+        match self {
+            Self::Real(_) => default_engine().expect("an engine"),
+            Self::Null(_) => NullDisk::new(),
+        }
+    }
+
+    fn folder(&self) -> PathBuf {
+        match self {
+            Self::Real(scratch) => scratch.path().to_owned(),
+            Self::Null(_) => "/null".into(),
+        }
+    }
+
+    /// Rows a second of the limit, which writes the rows that come next.
+    fn limit(&mut self, scale: Scale, writer: &mut Writer<'_>) -> f64 {
+        let plain = match self {
+            Self::Real(scratch) => return raw_write_rate(scratch.path(), scale),
+            Self::Null(plain) => plain,
+        };
+        let (begin, time, mut rows) = (Instant::now(), window(scale) / 4, 0);
+        while begin.elapsed() < time {
+            let ids: Vec<i64> = writer.next_ids().collect();
+            plain.write(&ids, &writer.batch.bytes()[..ids.len()]);
+            rows += ids.len();
+        }
+        rows as f64 / begin.elapsed().as_secs_f64()
+    }
 }

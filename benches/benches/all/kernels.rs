@@ -10,17 +10,17 @@ use embcache::kernels::{
 };
 use embcache::rows::{Arena, Initializer, RowBirth, RowLayout};
 use embcache_benches::{
-    BAG, BATCH_IDS, Bench, Better, DIM, Ids, PlainOptimizer, PlainTable, Rounds, Scale, plain_backward, plain_forward,
-    run, scattered_slot, uniform_ranks, zipf_ranks,
+    BAG, BATCH_IDS, Bench, Better, DIM, Group, Ids, PlainOptimizer, PlainTable, Rounds, Scale, plain_backward,
+    plain_forward, scattered_slot, uniform_ranks, zipf_ranks,
 };
 
 const FORWARD: &str = "plain gather-sum with prefetch";
 const TRAIN: &str = "plain loops with prefetch: gather-sum, transpose, sum and update by row";
 const TWICE: &str = "twice the one-thread figure of the same run";
 
-fn main() {
+pub(crate) fn group() -> Group {
     let bench = |name, limit, make| Bench { name, unit: "rows/s", better: Better::Higher, limit: Some(limit), make };
-    run(&[
+    Group::Alone(vec![
         bench("forward_pooled_zipf105_10m", FORWARD, |scale| forward(scale, Skew::Zipf, 10_000_000)),
         bench("forward_pooled_uniform_10m", FORWARD, |scale| forward(scale, Skew::Uniform, 10_000_000)),
         bench("forward_pooled_zipf105_1m", FORWARD, |scale| forward(scale, Skew::Zipf, 1_000_000)),
@@ -40,7 +40,7 @@ fn main() {
         bench("train_rowwise_adagrad_two_threads", TWICE, |scale| {
             train(scale, Skew::Zipf, OptimizerKind::RowWiseAdagrad, 10_000_000, 2)
         }),
-    ]);
+    ])
 }
 
 #[derive(Clone, Copy)]

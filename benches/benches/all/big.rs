@@ -14,8 +14,8 @@ use embcache::io::default_engine;
 use embcache::rows::{RowAddress, RowHeader, RowMut, RowRef};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache_benches::{
-    Better, DIM, RECORD_BYTES, Row, Scale, Scratch, cpu_seconds, die_with_parent, forget_cached, open_tier, resident,
-    scattered_id, uniform_ranks,
+    Better, DIM, Group, RECORD_BYTES, Row, Scale, Scratch, Wanted, cpu_seconds, die_with_parent, forget_cached,
+    open_tier, resident, scattered_id, uniform_ranks,
 };
 
 const BATCH: usize = 16_384;
@@ -28,28 +28,24 @@ const BYTES_A_ROW: u64 = RECORD_BYTES as u64 + 14 + 50;
 const RAM: &str = "ram_bytes_per_ssd_id";
 const REOPEN: &str = "reopen_100m_rows_seconds";
 const FETCH: [&str; 3] = ["ssd_fetch_uniform_1m", "ssd_fetch_uniform_10m", "ssd_fetch_uniform_100m"];
+/// Starts this program to open a store again.
+const REOPENS: &str = "--reopen";
 const APPEND: [&str; 3] = ["ssd_append_1m", "ssd_append_10m", "ssd_append_100m"];
 
-fn main() {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let flag = |name: &str| arguments.iter().any(|argument| argument == name);
+/// The rows that one measurement gives. A plain `cargo bench` leaves them out, because they are too large.
+pub(crate) fn group() -> Group {
     let names: Vec<&str> = [RAM, REOPEN].into_iter().chain(FETCH).chain(APPEND).collect();
-    if flag("--list") {
-        for name in names {
-            println!("{name} rows");
-        }
-    } else if flag("--reopen") {
-        reopen(Path::new(&arguments[1]), arguments[2].parse().expect("a number of rows"));
-    } else {
-        // A plain `cargo bench` does not run this, because it is too large.
-        let wanted: Vec<&str> = names.into_iter().filter(|name| flag(name)).collect();
-        if !wanted.is_empty() {
-            if flag("--rows") {
-                die_with_parent();
-            }
-            measure(&wanted, if flag("--smoke") { Scale::Smoke } else { Scale::Full });
-        }
+    Group::large_rows(&names, measure)
+}
+
+/// Open a store again and print what that took, if this process was started for that; whether it was.
+pub(crate) fn reopens() -> bool {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [flag, dir, rows] = &arguments[..] else { return false };
+    if flag == REOPENS {
+        reopen(Path::new(dir), rows.parse().expect("a number of rows"));
     }
+    flag == REOPENS
 }
 
 fn open(dir: &Path, rows: u64, reopen: Reopen) -> SsdTier {
@@ -160,7 +156,7 @@ impl Load {
     }
 }
 
-fn measure(wanted: &[&str], scale: Scale) {
+fn measure(scale: Scale, wanted: Wanted<'_>) {
     let setting = std::env::var("EMBCACHE_BENCH_BIG_ROWS").ok().and_then(|text| text.parse().ok());
     let rows: u64 = setting.unwrap_or(scale.pick(100_000_000, 60_000));
     // The cap covers the footers and the file system's share, and nothing is written past it.
@@ -183,23 +179,23 @@ fn measure(wanted: &[&str], scale: Scale) {
         let rates = load.grow_to(size, sizes[1]);
         let median = Row::new(APPEND[at], "rows/s", Better::Higher, rates.clone()).value;
         eprintln!("{size} rows: {median:.0} rows/s, {} MiB resident", resident().now >> 20);
-        if wanted.contains(&APPEND[at]) {
+        if wanted(APPEND[at]) {
             Row::new(APPEND[at], "rows/s", Better::Higher, rates).print();
         }
-        if wanted.contains(&FETCH[at]) || at == 0 {
+        if wanted(FETCH[at]) || at == 0 {
             let (rates, cpu) = load.fetch(scale.pick(ROUNDS, 1), scale.pick(BATCHES, 1));
             eprintln!("{size} rows: {:.0} fetched/s, {} MiB resident", rates[0], resident().now >> 20);
-            if wanted.contains(&FETCH[at]) {
+            if wanted(FETCH[at]) {
                 let mut row = Row::new(FETCH[at], "rows/s", Better::Higher, rates);
                 row.run.insert("cpu_us_per_row", cpu);
                 row.print();
             }
         }
     }
-    if wanted.contains(&RAM) {
+    if wanted(RAM) {
         print_ram(&load, before);
     }
-    if wanted.contains(&REOPEN) {
+    if wanted(REOPEN) {
         let begin = Instant::now();
         load.tier.publish(1, StateCounters::default()).expect("a sync");
         let publish = begin.elapsed().as_secs_f64();
@@ -227,7 +223,7 @@ fn reopened(dir: &Path, rows: u64, publish_seconds: f64, rounds: usize) {
     let this = std::env::current_exe().expect("the program's own path");
     let (mut seconds, mut peak) = (Vec::new(), 0.0_f64);
     for _ in 0..rounds {
-        let child = Command::new(&this).arg("--reopen").arg(dir).arg(rows.to_string()).output().expect("it starts");
+        let child = Command::new(&this).arg(REOPENS).arg(dir).arg(rows.to_string()).output().expect("it starts");
         let text = String::from_utf8_lossy(&child.stdout);
         assert!(child.status.success(), "reopening failed: {}", String::from_utf8_lossy(&child.stderr));
         let figures: Vec<f64> = text.split_whitespace().map(|word| word.parse().expect("a number")).collect();

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use embcache::types::Id;
 use embcache_benches::{
-    Better, DIM, Ids, PlainServing, Publisher, REQUEST_IDS, Requests, Row, Scale, Scratch, cpu_seconds,
-    forget_all_cached, median, quantile, read_through, run_rows, scattered_id, setting, zipf_ranks,
+    Better, DIM, Group, Ids, PlainServing, Publisher, REQUEST_IDS, Requests, Row, Scale, Scratch, cpu_seconds,
+    forget_all_cached, median, quantile, read_through, scattered_id, setting, zipf_ranks,
 };
 
 const INDEX: &str = "serve_index_10m_seconds";
@@ -28,8 +28,8 @@ const DELTA_SHARE: u64 = 10;
 const USUAL_POLL: Duration = Duration::from_secs(1);
 const SHORT_POLL: Duration = Duration::from_millis(100);
 
-fn main() {
-    run_rows(&[INDEX, OPEN, SPREAD, VISIBLE, DELTA_SPREAD], |scale, wanted| {
+pub(crate) fn group() -> Group {
+    Group::rows(&[INDEX, OPEN, SPREAD, VISIBLE, DELTA_SPREAD], |scale, wanted| {
         let mut served = Served::make(scale);
         served.measure_index(wanted(INDEX));
         if wanted(OPEN) {
@@ -45,7 +45,7 @@ fn main() {
                 served.measure_deltas(&mut requests, wanted);
             }
         }
-    });
+    })
 }
 
 struct Served {

@@ -6,16 +6,16 @@ use std::time::Instant;
 use embcache::cache::{Lookup, PlanMode, Table};
 use embcache::config::{Admission, MissingRead, OptimizerKind, TableConfig};
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, DIM, Ids, PlainCounts, PlainDedupe, PlainIndex, Rounds, Scale, TrainedInTurn, huge_pages,
-    prefetch, run, scattered_id, table_config, table_in_ram, uniform_ranks, zipf_ranks,
+    BATCH_IDS, Bench, Better, DIM, Group, Ids, PlainCounts, PlainDedupe, PlainIndex, Rounds, Scale, TrainedInTurn,
+    huge_pages, prefetch, scattered_id, table_config, table_in_ram, uniform_ranks, zipf_ranks,
 };
 
 const LIMIT: &str = "plain dedupe, open addressing, a count in an open-addressing table or a gather, in one function";
 /// Enough for all ids, so that nothing is forgotten.
 const MEMORY: u64 = 1 << 30;
 
-fn main() {
-    run(&[
+pub(crate) fn group() -> Group {
+    Group::Alone(vec![
         Bench { name: "admission_all_known", unit: "ratio", better: Better::Higher, limit: None, make: all_known },
         Bench {
             name: "admission_half_pending",
@@ -24,7 +24,7 @@ fn main() {
             limit: Some(LIMIT),
             make: |scale| Box::new(HalfPending::new(scale)),
         },
-    ]);
+    ])
 }
 
 fn count(threshold: u32) -> Admission {

@@ -11,7 +11,7 @@ use embcache::cache::Table;
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache_benches::{
-    BAG, Better, DIM, Ids, RECORD_BYTES, Row, Scale, Scratch, Training, give_rows, median, run_rows, scattered_id,
+    BAG, Better, DIM, Group, Ids, RECORD_BYTES, Row, Scale, Scratch, Training, give_rows, median, scattered_id,
     setting, table_config, zipf_ranks,
 };
 
@@ -26,8 +26,8 @@ const BATCH: usize = 4096 * BAG;
 const MIXED: u64 = 8;
 const ROUNDS: usize = 5;
 
-fn main() {
-    run_rows(&[NAME], |scale, _| measure(scale));
+pub(crate) fn group() -> Group {
+    Group::rows(&[NAME], |scale, _| measure(scale))
 }
 
 fn measure(scale: Scale) {

@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use embcache::types::Id;
 use embcache_benches::{
-    Bench, Better, BufferedReads, DIM, Ids, PlainServing, Publisher, REQUEST_IDS, Requests, Rounds, RowRun, Scale,
-    Scratch, SplitMix64, StoreWork, forget_all_cached, quantile, run, scattered_id, scattered_slot, setting,
+    Bench, Better, BufferedReads, DIM, Group, Ids, PlainServing, Publisher, REQUEST_IDS, Requests, Rounds, RowRun,
+    Scale, Scratch, SplitMix64, StoreWork, forget_all_cached, quantile, scattered_id, scattered_slot, setting,
     zipf_ranks,
 };
 
@@ -24,8 +24,8 @@ const COLD_IDS: usize = REQUEST_IDS / 50;
 const REGION_ROWS: usize = 1024;
 const PAGE_ROWS: usize = 16;
 
-fn main() {
-    run(&[
+pub(crate) fn group() -> Group {
+    Group::Alone(vec![
         Bench {
             name: "serve_lookup_warm_2000",
             unit: "rows/s",
@@ -42,7 +42,7 @@ fn main() {
             ),
             make: Cold::make,
         },
-    ]);
+    ])
 }
 
 /// Publish the rows of a full checkpoint with its index.

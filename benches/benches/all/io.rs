@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use embcache::io::{AlignedBuf, IoEngine, IoFile, Open, Read, default_engine};
 use embcache_benches::{
-    Bench, Better, RAW_DEPTH, RawReads, Rounds, Scale, SplitMix64, cpu_seconds, run, write_sequentially,
+    Bench, Better, Group, RAW_DEPTH, RawReads, Rounds, Scale, SplitMix64, cpu_seconds, write_sequentially,
 };
 
 /// Bytes of a read, about a record of 64 float32 with its header.
@@ -132,8 +132,8 @@ impl Rounds for Writes {
     }
 }
 
-fn main() {
-    run(&[
+pub(crate) fn group() -> Group {
+    Group::Alone(vec![
         Bench {
             name: "io_read_uniform",
             unit: "reads/s",
@@ -155,5 +155,5 @@ fn main() {
             limit: Some("raw sequential O_DIRECT + fdatasync, 1 MiB a write"),
             make: Writes::make,
         },
-    ]);
+    ])
 }

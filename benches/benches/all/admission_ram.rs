@@ -5,12 +5,12 @@ use std::ops::Range;
 use embcache::cache::{Lookup, PlanMode, Table};
 use embcache::config::{Admission, MissingRead, OptimizerKind, TableConfig};
 use embcache::io::default_engine;
-use embcache_benches::{BATCH_IDS, Better, Row, Scale, resident, run_rows, scattered_id, table_config};
+use embcache_benches::{BATCH_IDS, Better, Group, Row, Scale, resident, scattered_id, table_config};
 
 const BYTES: &str = "pending_bytes_per_id";
 
-fn main() {
-    run_rows(&[BYTES], |scale, _| measure(scale));
+pub(crate) fn group() -> Group {
+    Group::rows(&[BYTES], |scale, _| measure(scale))
 }
 
 /// A batch is counted so often before the growth is measured. By then what batches take is resident, whatever waits.

@@ -14,7 +14,7 @@ use embcache::checkpoint::{Directory, RankDigest, RankWriter, Save, SaveOptions}
 use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, default_engine};
 use embcache::rows::RowHeader;
-use embcache_benches::{Bench, Better, DIM, Rounds, Scale, Scratch, run, scattered_id, setting, table_config};
+use embcache_benches::{Bench, Better, DIM, Group, Rounds, Scale, Scratch, scattered_id, setting, table_config};
 
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
 const IMPORT_ROWS: u64 = 65_536;
@@ -22,14 +22,14 @@ const IMPORT_ROWS: u64 = 65_536;
 const MODIFIED: u64 = 100;
 const ROUNDS: usize = 5;
 
-fn main() {
-    run(&[Bench {
+pub(crate) fn group() -> Group {
+    Group::Alone(vec![Bench {
         name: "save_delta_1pct_of_full_time",
         unit: "ratio",
         better: Better::Lower,
         limit: None,
         make: Deltas::make,
-    }]);
+    }])
 }
 
 struct Deltas {

@@ -16,7 +16,7 @@ use embcache::io::{IoEngine, default_engine};
 use embcache::rows::RowHeader;
 use embcache::ssd::{LinkedBytes, StateCounters};
 use embcache_benches::{
-    Bench, Better, DIM, Rounds, Scale, Scratch, forget_cached, run, scattered_id, setting, table_config,
+    Bench, Better, DIM, Group, Rounds, Scale, Scratch, forget_cached, scattered_id, setting, table_config,
 };
 
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
@@ -26,9 +26,9 @@ const IMPORT_ROWS: u64 = 65_536;
 const HOT: u64 = 20;
 const ROUNDS: usize = 5;
 
-fn main() {
+pub(crate) fn group() -> Group {
     let row = |name, make| Bench { name, unit: "ratio", better: Better::Lower, limit: None, make };
-    run(&[row("save_linked_of_full_time", Saves::make), row("load_linked_of_full_time", Loads::make)]);
+    Group::Alone(vec![row("save_linked_of_full_time", Saves::make), row("load_linked_of_full_time", Loads::make)])
 }
 
 fn rows_of(scale: Scale) -> u64 {

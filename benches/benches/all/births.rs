@@ -6,15 +6,15 @@ use embcache::cache::{Lookup, PlanMode, Table};
 use embcache::config::{OptimizerKind, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::Initializer;
-use embcache_benches::{BATCH_IDS, Bench, Better, Rounds, Scale, run, scattered_id, table_config};
+use embcache_benches::{BATCH_IDS, Bench, Better, Group, Rounds, Scale, scattered_id, table_config};
 
-fn main() {
+pub(crate) fn group() -> Group {
     let bench = |name, make| Bench { name, unit: "rows/s", better: Better::Higher, limit: None, make };
-    run(&[
+    Group::Alone(vec![
         bench("births_uniform", |scale| births(scale, Initializer::Uniform { low: -0.01, high: 0.01 }, 1)),
         bench("births_uniform_two_threads", |scale| births(scale, Initializer::Uniform { low: -0.01, high: 0.01 }, 2)),
         bench("births_normal_two_threads", |scale| births(scale, Initializer::Normal { mean: 0.0, std: 0.01 }, 2)),
-    ]);
+    ])
 }
 
 struct Births {

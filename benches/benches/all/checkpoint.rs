@@ -15,8 +15,8 @@ use embcache::io::{IoEngine, default_engine};
 use embcache::rows::RowHeader;
 use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
 use embcache_benches::{
-    Bench, Better, CountedEngine, DIM, Ids, RawFiles, Rounds, Scale, Scratch, SplitMix64, cpu_seconds, forget_cached,
-    run, scattered_id, setting, table_config,
+    Bench, Better, CountedEngine, DIM, Group, Ids, RawFiles, Rounds, Scale, Scratch, SplitMix64, cpu_seconds,
+    forget_cached, scattered_id, setting, table_config,
 };
 
 const ROUNDS: usize = 5;
@@ -26,16 +26,16 @@ const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
 /// The number of ranks that save, and of ranks that load.
 const RESHARD: (u32, u32) = (4, 3);
 
-fn main() {
+pub(crate) fn group() -> Group {
     let row = |name, unit, better, limit, make| Bench { name, unit, better, limit, make };
     let written = "raw O_DIRECT, four threads, a file each, 8 MiB at a time, fdatasync";
     let read = "raw O_DIRECT, four threads, a file each, 8 MiB at a time";
-    run(&[
+    Group::Alone(vec![
         row("save_full", "bytes/s", Better::Higher, Some(written), |scale| Saves::make(scale, Figure::Rate)),
         row("save_full_cpu_seconds_per_gib", "s", Better::Lower, None, |scale| Saves::make(scale, Figure::Cpu)),
         row("load_full", "bytes/s", Better::Higher, Some(read), Loads::make),
         row("load_4_to_3_bytes_read_per_owned", "ratio", Better::Lower, None, Reshards::make),
-    ]);
+    ])
 }
 
 /// A table with room for `rows` rows, with the buckets of `rank` in `world`.

@@ -4,16 +4,16 @@ use std::time::Instant;
 
 use embcache::index::{Deduped, Deduper};
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, Ids, PlainDedupe, Rounds, Scale, run, scattered_id, uniform_ranks, zipf_ranks,
+    BATCH_IDS, Bench, Better, Group, Ids, PlainDedupe, Rounds, Scale, scattered_id, uniform_ranks, zipf_ranks,
 };
 
 /// Ids are drawn from so many.
 const ROWS: u64 = 10_000_000;
 const LIMIT: &str = "plain hash pass over a table sized for the batch, prefetching";
 
-fn main() {
+pub(crate) fn group() -> Group {
     let (unit, better, limit) = ("ids/s", Better::Higher, Some(LIMIT));
-    run(&[
+    Group::Alone(vec![
         Bench {
             name: "dedupe_zipf105",
             unit,
@@ -28,7 +28,7 @@ fn main() {
             limit,
             make: |scale| dedupe(scale, true, |n| uniform_ranks(1, n, ROWS)),
         },
-    ]);
+    ])
 }
 
 struct Dedupe {

@@ -10,7 +10,7 @@ use embcache::cache::Table;
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache_benches::{
-    BAG, Bench, Better, DIM, Ids, Rounds, Saved, Scale, Scratch, Training, cpu_seconds, give_rows, run, save,
+    BAG, Bench, Better, DIM, Group, Ids, Rounds, Saved, Scale, Scratch, Training, cpu_seconds, give_rows, save,
     scattered_id, setting, table_config, uniform_ranks,
 };
 
@@ -23,8 +23,8 @@ const STEPS: u64 = 1 << 40;
 const NOW: u64 = 1 << 41;
 const ROUNDS: usize = 5;
 
-fn main() {
-    run(&[
+pub(crate) fn group() -> Group {
+    Group::Alone(vec![
         Bench {
             name: "sweep_ttl_in_ram_ns_per_row",
             unit: "ns",
@@ -39,7 +39,7 @@ fn main() {
             limit: None,
             make: |scale| Box::new(OnSsd::make(scale)),
         },
-    ]);
+    ])
 }
 
 /// A rule by which rows leave when they are asked to.

@@ -1,10 +1,10 @@
 //! Measures what it costs a training to measure its miss ratios.
 
 use embcache::config::OptimizerKind;
-use embcache_benches::{Bench, Better, Rounds, Scale, TrainedInTurn, run, table_config, table_in_ram};
+use embcache_benches::{Bench, Better, Group, Rounds, Scale, TrainedInTurn, table_config, table_in_ram};
 
-fn main() {
-    run(&[Bench { name: "train_with_sizing", unit: "ratio", better: Better::Higher, limit: None, make }]);
+pub(crate) fn group() -> Group {
+    Group::Alone(vec![Bench { name: "train_with_sizing", unit: "ratio", better: Better::Higher, limit: None, make }])
 }
 
 fn make(scale: Scale) -> Box<dyn Rounds> {

@@ -10,17 +10,17 @@ use embcache::io::default_engine;
 use embcache::rows::{RowAddress, RowHeader, RowMut};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, DIM, Ids, RAW_DEPTH, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, StoreWork,
-    TierRows, cpu_seconds, new_tier, run, scattered_id, setting, uniform_ranks,
+    BATCH_IDS, Bench, Better, DIM, Group, Ids, RAW_DEPTH, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, StoreWork,
+    TierRows, cpu_seconds, new_tier, scattered_id, setting, uniform_ranks,
 };
 
 /// Rounds, of one batch each.
 const ROUNDS: usize = 20;
 
-fn main() {
+pub(crate) fn group() -> Group {
     let reads =
         "raw io_uring, O_DIRECT, depth 128, same read size, random offsets in the same files, sorted and merged";
-    run(&[
+    Group::Alone(vec![
         Bench {
             name: "ssd_fetch_uniform",
             unit: "rows/s",
@@ -35,7 +35,7 @@ fn main() {
             limit: None,
             make: |scale| Fetches::make(scale, true),
         },
-    ]);
+    ])
 }
 
 struct Fetches {

@@ -21,8 +21,8 @@ use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::Initializer;
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, DIM, Ids, RAW_DEPTH, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, SplitMix64,
-    StoreWork, Zipf, run, scattered_id, scattered_slot, setting, table_config,
+    BATCH_IDS, Bench, Better, DIM, Group, Ids, RAW_DEPTH, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, SplitMix64,
+    StoreWork, Zipf, scattered_id, scattered_slot, setting, table_config,
 };
 
 /// Batches of a turn. A round is a turn of each side.
@@ -36,14 +36,14 @@ const GROUP: u64 = 16;
 /// After so many draws, each with probability one half, all but an eighth of the ids have been present.
 const DRAWS: u64 = 3;
 
-fn main() {
+pub(crate) fn group() -> Group {
     let limit =
         Some("raw io_uring, O_DIRECT, depth 256, same read size, random offsets in the same files, sorted and merged");
     let (unit, better) = ("rows/s", Better::Higher);
-    run(&[
+    Group::Alone(vec![
         Bench { name: "ssd_fetch_zipf105", unit, better, limit, make: |scale| Placed::make(scale, Trace::zipf) },
         Bench { name: "ssd_fetch_sessions", unit, better, limit, make: |scale| Placed::make(scale, Trace::sessions) },
-    ]);
+    ])
 }
 
 /// Makes the ids of batches.

@@ -10,16 +10,16 @@ use embcache::config::OptimizerKind;
 use embcache::io::default_engine;
 use embcache::rows::RowHeader;
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, Ids, PlainDedupe, PlainIndex, Rounds, Scale, huge_pages, prefetch, run, scattered_id,
+    BATCH_IDS, Bench, Better, Group, Ids, PlainDedupe, PlainIndex, Rounds, Scale, huge_pages, prefetch, scattered_id,
     table_config, uniform_ranks, zipf_ranks,
 };
 
 const DIM: usize = 64;
 const LIMIT: &str = "plain dedupe, open addressing and gather in one function";
 
-fn main() {
+pub(crate) fn group() -> Group {
     let (unit, better, limit) = ("ids/s", Better::Higher, Some(LIMIT));
-    run(&[
+    Group::Alone(vec![
         Bench {
             name: "host_hit_zipf105_10m",
             unit,
@@ -41,7 +41,7 @@ fn main() {
             limit,
             make: |scale| host_hit(scale, 1_000_000, false, |n, rows| zipf_ranks(3, n, rows, 1.05)),
         },
-    ]);
+    ])
 }
 
 struct HostHit {

@@ -13,8 +13,8 @@ use embcache::cache::{Table, host_row_bytes};
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache_benches::{
-    BAG, Better, Ids, Row, Saved, Scale, Scratch, Training, disk_bytes_of, forget_peak, give_rows, median, resident,
-    run_rows, save, scattered_id, setting, table_config, zipf_ranks,
+    BAG, Better, Group, Ids, Row, Saved, Scale, Scratch, Training, disk_bytes_of, forget_peak, give_rows, median,
+    resident, save, scattered_id, setting, table_config, zipf_ranks,
 };
 
 const SECONDS: &str = "sweep_100m_rows_seconds";
@@ -36,14 +36,14 @@ const NOW: u64 = 1 << 41;
 /// Batches that are trained in turn.
 const BATCHES: usize = 64;
 
-fn main() {
-    run_rows(&[SECONDS, RAM, DISK, DELTA], |scale, wanted| {
+pub(crate) fn group() -> Group {
+    Group::rows(&[SECONDS, RAM, DISK, DELTA], |scale, wanted| {
         for row in measure(scale) {
             if wanted(row.name) {
                 row.print();
             }
         }
-    });
+    })
 }
 
 fn print(text: &str, begin: Instant) {

@@ -4,14 +4,14 @@ use std::time::Instant;
 
 use embcache::index::HostIndex;
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, Ids, PlainIndex, Rounds, Scale, run, scattered_id, uniform_ranks, zipf_ranks,
+    BATCH_IDS, Bench, Better, Group, Ids, PlainIndex, Rounds, Scale, scattered_id, uniform_ranks, zipf_ranks,
 };
 
 const LIMIT: &str = "open addressing, one 16-byte entry a key, prefetch in blocks";
 
-fn main() {
+pub(crate) fn group() -> Group {
     let (unit, better, limit) = ("ids/s", Better::Higher, Some(LIMIT));
-    run(&[
+    Group::Alone(vec![
         Bench {
             name: "index_lookup_zipf105_10m",
             unit,
@@ -33,7 +33,7 @@ fn main() {
             limit,
             make: |scale| lookup(scale, 1_000_000, |n, rows| zipf_ranks(2, n, rows, 1.05)),
         },
-    ]);
+    ])
 }
 
 struct Lookup {

@@ -1,0 +1,147 @@
+//! Groups of benches, and the command line of the program that has them all.
+
+use std::collections::BTreeSet;
+use std::process::{Command, ExitCode};
+
+use crate::measure::{Bench, Scale, measure};
+use crate::process::die_with_parent;
+use crate::serve::serve;
+
+/// Says whether the row of a name is wanted.
+pub type Wanted<'a> = &'a dyn Fn(&str) -> bool;
+
+/// Benches of one subject. What they leave behind in their process, such as memory, is not in the way of other groups: a process
+/// measures one group.
+pub enum Group {
+    /// Each bench is measured by itself, in rounds.
+    Alone(Vec<Bench>),
+    /// One measurement gives several rows. See [`Group::rows`].
+    Rows {
+        /// The names of the rows.
+        names: Vec<&'static str>,
+        /// Measures, and prints the rows that are wanted.
+        measure: fn(Scale, Wanted<'_>),
+        /// Whether it is measured only where it is named, because it takes very long.
+        is_large: bool,
+    },
+}
+
+impl Group {
+    /// A group whose one measurement gives the rows called `names`. `measure` prints those that are wanted, each as soon as it can.
+    pub fn rows(names: &[&'static str], measure: fn(Scale, Wanted<'_>)) -> Self {
+        Self::Rows { names: names.to_vec(), measure, is_large: false }
+    }
+
+    /// As [`Group::rows`], but a plain `cargo bench` leaves the group out, because it is too large.
+    pub fn large_rows(names: &[&'static str], measure: fn(Scale, Wanted<'_>)) -> Self {
+        Self::Rows { names: names.to_vec(), measure, is_large: true }
+    }
+
+    fn names(&self) -> Vec<&'static str> {
+        match self {
+            Self::Alone(benches) => benches.iter().map(|bench| bench.name).collect(),
+            Self::Rows { names, .. } => names.clone(),
+        }
+    }
+
+    /// Whether benches of it are to be measured, where these are named. An empty list names all.
+    fn is_wanted(&self, named: &BTreeSet<&str>) -> bool {
+        match self {
+            Self::Rows { is_large: true, .. } if named.is_empty() => false,
+            _ => named.is_empty() || self.names().iter().any(|name| named.contains(name)),
+        }
+    }
+
+    fn measure(&self, scale: Scale, named: &BTreeSet<&str>) {
+        let wanted = |name: &str| named.is_empty() || named.contains(name);
+        match self {
+            Self::Alone(benches) => {
+                benches.iter().filter(|bench| wanted(bench.name)).for_each(|bench| measure(bench, scale));
+            }
+            Self::Rows { measure, .. } => measure(scale, &wanted),
+        }
+    }
+}
+
+/// The main function of the program that has these groups, each with its name. The crate's documentation says what it is asked to do.
+///
+/// # Panics
+/// Panics when its results cannot be written, and when it cannot start itself again.
+pub fn run(groups: &[(&str, Group)]) -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let flag = |name: &str| arguments.iter().any(|argument| argument == name);
+    let (scale, named) = (scale(&arguments), names(&arguments));
+    if flag("--list") {
+        list(groups);
+        return ExitCode::SUCCESS;
+    }
+    let known: BTreeSet<&str> = groups.iter().flat_map(|(_, group)| group.names()).collect();
+    if let Some(unknown) = named.iter().find(|name| !known.contains(*name)) {
+        eprintln!("there is no bench named {unknown}; --list names them");
+        return ExitCode::from(2);
+    }
+    let wanted: Vec<&(&str, Group)> = groups.iter().filter(|(_, group)| group.is_wanted(&named)).collect();
+    if flag("--serve") {
+        let benches =
+            wanted.iter().filter_map(|(_, group)| if let Group::Alone(benches) = group { Some(benches) } else { None });
+        let bench = benches.flatten().find(|bench| named.contains(bench.name));
+        serve(bench.expect("the driver names a bench that is served"), scale);
+    } else if let [(_, group)] = wanted[..] {
+        if flag("--rows") {
+            die_with_parent();
+        }
+        group.measure(scale, &named);
+    } else {
+        return measure_each(&wanted, &named, scale);
+    }
+    ExitCode::SUCCESS
+}
+
+/// Measure each group in a process of its own.
+fn measure_each(groups: &[&(&str, Group)], named: &BTreeSet<&str>, scale: Scale) -> ExitCode {
+    let this = std::env::current_exe().expect("the program's own path");
+    let mut failed = Vec::new();
+    for (what, group) in groups {
+        let names = group.names().into_iter().filter(|name| named.is_empty() || named.contains(name));
+        let smoke = if scale == Scale::Smoke { &["--smoke"][..] } else { &[] };
+        let ended = Command::new(&this).args(names).args(smoke).status().expect("the program can be started again");
+        if !ended.success() {
+            failed.push(*what);
+        }
+    }
+    if failed.is_empty() {
+        return ExitCode::SUCCESS;
+    }
+    eprintln!("these groups of benches failed: {}", failed.join(", "));
+    ExitCode::FAILURE
+}
+
+/// Print the names of all benches. A name that a group's one measurement gives has `rows` and the name of the group behind it.
+fn list(groups: &[(&str, Group)]) {
+    for (of, group) in groups {
+        let how = if matches!(group, Group::Rows { .. }) { format!(" rows {of}") } else { String::new() };
+        for name in group.names() {
+            println!("{name}{how}");
+        }
+    }
+}
+
+fn scale(arguments: &[String]) -> Scale {
+    let smoke = arguments.iter().any(|argument| argument == "--smoke");
+    if smoke || std::env::var("EMBCACHE_BENCH").is_ok_and(|how| how == "smoke") { Scale::Smoke } else { Scale::Full }
+}
+
+/// The arguments that are names. Flags are left out, and so are the values of criterion's flags.
+fn names(arguments: &[String]) -> BTreeSet<&str> {
+    let takes_value = ["--save-baseline", "--baseline", "--sample-size", "--measurement-time", "--warm-up-time"];
+    let mut names = BTreeSet::new();
+    let mut rest = arguments.iter().map(String::as_str);
+    while let Some(argument) = rest.next() {
+        if takes_value.contains(&argument) {
+            rest.next();
+        } else if !argument.starts_with('-') {
+            names.insert(argument);
+        }
+    }
+    names
+}
