@@ -63,19 +63,24 @@ impl Classes {
 /// Find the neighbours among the rows of a call that were neighbours before, by where their `older` versions lie. Give them, and the rows
 /// between them, the median of their classes.
 pub(crate) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Location>]) {
-    let were_near = |one: Option<Location>, other: Option<Location>| {
-        one.zip(other).is_some_and(|(one, other)| {
-            one.segment == other.segment && one.record.abs_diff(other.record) <= NEARBY_RECORDS
-        })
+    // Rows are near each other where these numbers are: a segment has fewer records than 2³². A row without an older version is near none.
+    let far = NEARBY_RECORDS as usize + 1;
+    let place = |(at, older): (usize, &Option<Location>)| match older {
+        Some(older) => u64::from(older.segment) << 32 | u64::from(older.record),
+        None => 1 << 63 | (at * far) as u64,
     };
+    let places: Vec<u64> = older.iter().enumerate().map(place).collect();
     let mut first = 0;
     while first < classes.len() {
         let (mut last, mut at) = (first, first);
         while at <= last {
-            let ahead = (at + NEIGHBOURS).min(classes.len() - 1);
+            let ahead = &places[..(at + NEIGHBOURS + 1).min(places.len())];
             // Rows that are joined already need not be looked at again.
-            if let Some(near) = (last.max(at) + 1..=ahead).rev().find(|&near| were_near(older[at], older[near])) {
-                last = near;
+            let ahead = &ahead[last.max(at) + 1..];
+            let is_near = |place: &u64| place.abs_diff(places[at]) <= u64::from(NEARBY_RECORDS);
+            // Nearly always none is, which is seen without branches.
+            if ahead.iter().fold(false, |any, place| any | is_near(place)) {
+                last = last.max(at) + 1 + ahead.iter().rposition(is_near).unwrap_or(0);
             }
             at += 1;
         }

@@ -126,23 +126,6 @@ impl TagIndex {
         self.find(table, tag).ok().map(|(_, entry)| Location::from_bits(entry))
     }
 
-    /// [`TagIndex::get`] for each id, whose memory is asked for ahead.
-    ///
-    /// # Panics
-    /// When `locations` has not the length of `ids`.
-    pub fn get_batch(&self, ids: &[Id], locations: &mut [Option<Location>]) {
-        assert_eq!(ids.len(), locations.len(), "one place for each id");
-        for &id in ids.iter().take(AHEAD) {
-            self.prefetch(id);
-        }
-        for (at, (&id, location)) in ids.iter().zip(locations).enumerate() {
-            if let Some(&later) = ids.get(at + AHEAD) {
-                self.prefetch(later);
-            }
-            *location = self.get(id);
-        }
-    }
-
     /// Ask for the memory of `more` ids to come, so that [`TagIndex::insert`] of them needs no large block.
     ///
     /// Errors: `Kind::Memory`, and nothing has changed.
@@ -218,8 +201,8 @@ impl TagIndex {
 
     /// Forget everything and give the memory back.
     pub fn clear(&mut self) {
-        let prints = self.prints;
-        *self = Self { prints, ..Self::with_sub_tables(prints.sub_table_bits, prints.tag_bits) };
+        let (prints, pool) = (self.prints, self.pool.cleared());
+        *self = Self { prints, pool, ..Self::with_sub_tables(prints.sub_table_bits, prints.tag_bits) };
     }
 
     /// Hand every location to `seen`, each once, in no particular order.
@@ -341,6 +324,7 @@ fn size(table: usize, level: u32) -> (u32, u32) {
     (size as u32, (size * MAX_LOAD) as u32)
 }
 
+mod batch;
 mod exact;
 mod fill;
 mod location;
@@ -349,6 +333,7 @@ mod prints;
 #[cfg(test)]
 mod tests;
 
+pub use batch::Found;
 pub use fill::{Filled, Filler};
 pub use location::Location;
 pub use prints::Prints;

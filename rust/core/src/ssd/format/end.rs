@@ -1,9 +1,13 @@
 //! The end of a segment's file, as it is written at once: its last records, its footer, padding and the trailer.
 
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
 use crate::error::Result;
-use crate::io::{ALIGNMENT, AlignedBuf};
+use crate::io::{ALIGNMENT, BufPool, PooledBuf};
 use crate::memory;
-use crate::ssd::format::footer::{Entry, MOST_ENTRY_BYTES, MOST_TRAILER_BYTES, Trailer, encode_footer};
+use crate::process::PerProcess;
+use crate::ssd::format::footer::{Entry, Footer, MOST_ENTRY_BYTES, MOST_TRAILER_BYTES, Trailer};
 
 /// A segment is filled up with zeros where less than one part in this many of its room is left. Then its file has the full length, and can
 /// be written again for another segment.
@@ -16,7 +20,7 @@ pub(crate) fn most_padding(file_bytes: u64) -> u64 {
 
 /// What is written from the start of a segment's last records on.
 pub(crate) struct End {
-    pub(crate) bytes: AlignedBuf,
+    pub(crate) bytes: EndBytes,
     pub(crate) trailer: Trailer,
     /// Length of the file.
     pub(crate) file_bytes: u64,
@@ -25,19 +29,54 @@ pub(crate) struct End {
 /// The end of segment `serial`, whose last `records` lie at `start`, and which has `room` bytes. `Kind::Memory` where the system refuses
 /// what that takes, the reserve ([`memory`]) included.
 pub(crate) fn end_of(start: u64, records: &[u8], entries: &mut [Entry], serial: u64, room: u64) -> Result<End> {
-    let mut footer = Vec::new();
-    memory::reserve(&mut footer, "write a segment's footer", most_footer_bytes(entries.len()))?;
     let most_bytes = room.saturating_sub(start + records.len() as u64) as usize;
-    let trailer = encode_footer(entries, serial, most_bytes, &mut footer);
-    let (entries, trailer_bytes) = footer.split_at(footer.len() - trailer.bytes());
-    let least = start + (records.len() + footer.len()).next_multiple_of(ALIGNMENT) as u64;
+    let footer = Footer::of(entries, most_bytes);
+    let least = start + (records.len() + footer.bytes()).next_multiple_of(ALIGNMENT) as u64;
     let file_bytes = if room.saturating_sub(least) <= room / WORTH_FILLING { least.max(room) } else { least };
-    let mut bytes = memory::or_from_reserve(|| AlignedBuf::try_zeroed((file_bytes - start) as usize))?;
-    let trailer_at = bytes.len() - trailer_bytes.len();
+    let mut bytes = EndBytes::new((file_bytes - start) as usize)?;
     bytes[..records.len()].copy_from_slice(records);
-    bytes[records.len()..][..entries.len()].copy_from_slice(entries);
-    bytes[trailer_at..].copy_from_slice(trailer_bytes);
+    let trailer = footer.encode(serial, &mut bytes[records.len()..]);
     Ok(End { bytes, trailer, file_bytes })
+}
+
+/// Bytes of a large end, of which a few are kept to be used again: the system takes longer to give the memory than to fill it.
+const LARGE_BYTES: usize = 4 << 20;
+/// So many are kept.
+const LARGE_KEPT: usize = 2;
+/// An end of fewer bytes is not large.
+const LARGE_FROM_BYTES: usize = 1 << 20;
+
+/// The bytes of an end.
+pub(crate) struct EndBytes {
+    buffer: PooledBuf,
+    bytes: usize,
+}
+
+impl EndBytes {
+    /// So many bytes, with any contents. `Kind::Memory` where the system refuses them, the reserve included.
+    fn new(bytes: usize) -> Result<Self> {
+        static LARGE: PerProcess<Arc<BufPool>> = PerProcess::new();
+        static SMALL: PerProcess<Arc<BufPool>> = PerProcess::new();
+        let pool = if bytes < LARGE_FROM_BYTES {
+            SMALL.get(|| Ok(Arc::new(BufPool::new(0, 0))))?
+        } else {
+            LARGE.get(|| Ok(Arc::new(BufPool::new(LARGE_BYTES, LARGE_KEPT))))?
+        };
+        Ok(Self { buffer: memory::or_from_reserve(|| pool.take_at_least(bytes))?, bytes })
+    }
+}
+
+impl Deref for EndBytes {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.buffer[..self.bytes]
+    }
+}
+
+impl DerefMut for EndBytes {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.buffer[..self.bytes]
+    }
 }
 
 fn most_footer_bytes(entries: usize) -> usize {
@@ -46,5 +85,7 @@ fn most_footer_bytes(entries: usize) -> usize {
 
 /// The most bytes that [`end_of`] takes for a segment of `records` records, the last of which lie in a buffer of `buffer_bytes`.
 pub(crate) fn end_bytes(records: usize, buffer_bytes: usize) -> usize {
-    2 * most_footer_bytes(records) + buffer_bytes
+    // The order of the entries takes less than they do.
+    let end = most_footer_bytes(records) + buffer_bytes;
+    most_footer_bytes(records) + if end < LARGE_FROM_BYTES { end } else { end.max(LARGE_BYTES) }
 }

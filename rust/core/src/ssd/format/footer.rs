@@ -20,6 +20,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 
 use crate::error::{Error, Result};
+use crate::prefetch::prefetch;
 use crate::ssd::format::record::{le_u32, le_u64};
 use crate::types::{Id, hash_id};
 
@@ -152,17 +153,23 @@ impl EntryFormat {
         8 + self.seq_bytes + self.epoch_bytes + self.step_bytes + self.record_bytes
     }
 
+    /// Write an entry to the start of `into`, and zeros to the 8 bytes after it at most: each field is written as 8 bytes, and the next one
+    /// takes the place of those that are too many.
+    #[inline]
     fn encode(&self, entry: &Entry, into: &mut [u8]) {
-        let (id, rest) = into.split_at_mut(8);
-        let (seq, rest) = rest.split_at_mut(self.seq_bytes);
-        let (epoch, rest) = rest.split_at_mut(self.epoch_bytes);
-        let (step, record) = rest.split_at_mut(self.step_bytes);
-        id.copy_from_slice(&entry.id.to_le_bytes());
-        seq.copy_from_slice(&(entry.write_seq - self.lowest_seq).to_le_bytes()[..seq.len()]);
-        epoch.copy_from_slice(&(self.highest_epoch - entry.modified_epoch).to_le_bytes()[..epoch.len()]);
         let below = self.highest_step.zip(entry.last_step.get()).map_or(0, |(highest, last)| highest - last);
-        step.copy_from_slice(&below.to_le_bytes()[..step.len()]);
-        record.copy_from_slice(&entry.record.to_le_bytes()[..record.len()]);
+        let fields = [
+            (entry.id as u64, 8),
+            (entry.write_seq - self.lowest_seq, self.seq_bytes),
+            (u64::from(self.highest_epoch - entry.modified_epoch), self.epoch_bytes),
+            (below, self.step_bytes),
+            (u64::from(entry.record), self.record_bytes),
+        ];
+        let mut at = 0;
+        for (value, bytes) in fields {
+            into[at..at + 8].copy_from_slice(&value.to_le_bytes());
+            at += bytes;
+        }
     }
 
     /// The entry in `bytes`, which are as long as one. What they say is not checked.
@@ -203,25 +210,102 @@ impl Trailer {
     }
 }
 
-/// Sort `entries` and append them and the trailer to `into`. The footer has the last steps where all are known and it then has at most
-/// `most_bytes`.
-pub(crate) fn encode_footer(entries: &mut [Entry], serial: u64, most_bytes: usize, into: &mut Vec<u8>) -> Trailer {
-    entries.sort_unstable_by_key(Entry::key);
-    let mut trailer = describe(entries);
-    let bytes_of = |trailer: &Trailer| entries.len() * trailer.entries().bytes() + trailer.bytes();
-    if trailer.entries().bytes() > MOST_ENTRY_BYTES || bytes_of(&trailer) > most_bytes {
-        trailer.steps = None;
+/// A footer that is to be written.
+pub(crate) struct Footer<'a> {
+    entries: &'a [Entry],
+    /// The numbers of the entries in the order of the footer. Empty where they lie in that order.
+    order: Vec<u64>,
+    trailer: Trailer,
+}
+
+impl<'a> Footer<'a> {
+    /// The footer of `entries`. It has the last steps where all are known and it then has at most `most_bytes`.
+    pub(crate) fn of(entries: &'a mut [Entry], most_bytes: usize) -> Self {
+        let order = order_of(entries).unwrap_or_else(|| {
+            entries.sort_unstable_by_key(Entry::key);
+            Vec::new()
+        });
+        let mut footer = Self { trailer: describe(entries), order, entries };
+        if footer.trailer.entries().bytes() > MOST_ENTRY_BYTES || footer.bytes() > most_bytes {
+            footer.trailer.steps = None;
+        }
+        footer
     }
-    let format = trailer.entries();
-    let start = into.len();
-    into.resize(start + bytes_of(&trailer), 0);
-    let (body, tail) = into[start..].split_at_mut(entries.len() * format.bytes());
-    for (entry, bytes) in entries.iter().zip(body.chunks_exact_mut(format.bytes())) {
-        format.encode(entry, bytes);
+
+    /// Its bytes, without the padding between the entries and the trailer.
+    pub(crate) fn bytes(&self) -> usize {
+        self.entries.len() * self.trailer.entries().bytes() + self.trailer.bytes()
     }
-    trailer.entries_crc = crc32c::crc32c(body);
-    encode_trailer(&mut trailer, serial, tail);
-    trailer
+
+    /// Write the entries to the start of `into`, the trailer to its end, and zeros between them. Returns what the trailer says.
+    pub(crate) fn encode(mut self, serial: u64, into: &mut [u8]) -> Trailer {
+        let format = self.trailer.entries();
+        // A trailer is longer than what `EntryFormat::encode` writes after an entry.
+        for at in 0..self.entries.len() {
+            if let Some(later) = self.order.get(at + AHEAD) {
+                prefetch(self.entries, number_of(*later));
+            }
+            let number = self.order.get(at).map_or(at, |ordered| number_of(*ordered));
+            format.encode(&self.entries[number], &mut into[at * format.bytes()..]);
+        }
+        let (body, rest) = into.split_at_mut(self.entries.len() * format.bytes());
+        self.trailer.entries_crc = crc32c::crc32c(body);
+        let at = rest.len() - self.trailer.bytes();
+        rest[..at].fill(0);
+        encode_trailer(&mut self.trailer, serial, &mut rest[at..]);
+        self.trailer
+    }
+}
+
+/// An entry is fetched into the processor's cache this many entries before its turn.
+const AHEAD: usize = 16;
+/// In an order, bits of the number of an entry. Above them are bits of its hash.
+const NUMBER_BITS: u32 = 20;
+
+/// The number of an entry in an order.
+fn number_of(ordered: u64) -> usize {
+    (ordered & ((1 << NUMBER_BITS) - 1)) as usize
+}
+
+/// The numbers of entries by ascending keys; `None` where there are too few to be worth it or too many, and where the system refuses memory.
+/// Hashes are spread evenly, so nearly all of it is putting each number into its bucket, where there are one or two.
+fn order_of(entries: &[Entry]) -> Option<Vec<u64>> {
+    let buckets = entries.len().next_power_of_two();
+    if buckets < 64 || entries.len() > 1 << NUMBER_BITS {
+        return None;
+    }
+    let (mut order, mut ends): (Vec<u64>, Vec<u32>) = (Vec::new(), Vec::new());
+    order.try_reserve_exact(entries.len()).ok()?;
+    ends.try_reserve_exact(buckets).ok()?;
+    order.resize(entries.len(), 0);
+    ends.resize(buckets, 0);
+    let bits = buckets.trailing_zeros();
+    let bucket = |hash: u64| (hash >> (u64::BITS - bits)) as usize;
+    entries.iter().for_each(|entry| ends[bucket(hash_id(entry.id))] += 1);
+    let mut before = 0;
+    for end in &mut ends {
+        before += std::mem::replace(end, before);
+    }
+    // At first these are starts. Each moves to its end as the bucket fills.
+    for (number, entry) in entries.iter().enumerate() {
+        let hash = hash_id(entry.id);
+        let end = &mut ends[bucket(hash)];
+        order[*end as usize] = hash << bits >> NUMBER_BITS << NUMBER_BITS | number as u64;
+        *end += 1;
+    }
+    let mut start = 0;
+    for end in ends {
+        let in_bucket = &mut order[start..end as usize];
+        if in_bucket.len() > 1 {
+            // The bits of the hash decide, but for ids that are there several times and a few others.
+            in_bucket.sort_unstable_by(|a, b| {
+                let bits = (a >> NUMBER_BITS).cmp(&(b >> NUMBER_BITS));
+                bits.then_with(|| entries[number_of(*a)].key().cmp(&entries[number_of(*b)].key()))
+            });
+        }
+        start = end as usize;
+    }
+    Some(order)
 }
 
 /// What the trailer of these entries says, without the checksums.
@@ -325,8 +409,34 @@ mod tests {
     /// Any number of bytes has room.
     const ROOM: usize = usize::MAX;
 
+    /// Append the footer of `entries`, which are sorted then, to `into`, without padding.
+    fn encode_footer(entries: &mut [Entry], serial: u64, most_bytes: usize, into: &mut Vec<u8>) -> Trailer {
+        let (start, footer) = (into.len(), Footer::of(entries, most_bytes));
+        into.resize(start + footer.bytes(), 1);
+        let trailer = footer.encode(serial, &mut into[start..]);
+        entries.sort_unstable_by_key(Entry::key);
+        trailer
+    }
+
     fn entry(record: u32, write_seq: u64, modified_epoch: u32, last_step: LastStep) -> Entry {
         Entry { id: 25 - i64::from(record), write_seq, last_step, modified_epoch, record }
+    }
+
+    #[test]
+    fn entries_are_sorted_by_hash_and_then_by_the_order_of_writing() {
+        for (len, ids) in [(0, 1), (5, 9), (63, 9), (64, 1), (1000, 1), (1000, 30), (70_000, 1 << 40)] {
+            let ids = |at: u64| (hash_id(at as Id) % ids) as Id;
+            let seqs = |at: u64| hash_id(!at as Id);
+            let entries: Vec<Entry> =
+                (0..len).map(|at| Entry { id: ids(at), ..entry(at as u32, seqs(at), 0, LastStep::UNKNOWN) }).collect();
+            let mut expected = entries.clone();
+            expected.sort_by_key(Entry::key);
+            let order = order_of(&entries);
+            assert_eq!(order.is_some(), len > 32, "{len} entries");
+            let Some(order) = order else { continue };
+            let ordered: Vec<Entry> = order.iter().map(|ordered| entries[number_of(*ordered)]).collect();
+            assert!(ordered == expected, "{len} entries");
+        }
     }
 
     #[test]

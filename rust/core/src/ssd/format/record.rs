@@ -20,12 +20,17 @@
 use std::path::Path;
 
 use crate::error::{Error, Result};
-use crate::rows::{RowHeader, RowLayout};
+use crate::rows::{RowHeader, RowLayout, RowRef};
+use crate::ssd::format::checksums::checksums;
 use crate::types::{Id, hash_id};
 
 /// Bytes of a record before its payload. A tombstone has no others.
 pub(crate) const RECORD_HEADER_BYTES: usize = 44;
 const VERSION: u8 = 2;
+/// The checksum is of the bytes from this one on.
+const CHECKED_FROM: usize = 4;
+/// Rows that are encoded together, so that their checksums are computed in turn while their bytes are in the processor's cache.
+const AT_ONCE: usize = 4;
 /// The difference between the masks of two records that follow each other. It is odd, so that no two records of a segment have the same
 /// mask.
 const MASK_STEP: u32 = 0x9e37_79b1;
@@ -109,8 +114,25 @@ pub(crate) struct Record<'a> {
     pub(crate) payload: &'a [u8],
 }
 
-/// Write a row's record into `into`, which has exactly [`row_record_bytes`]. It is still to be bound to its segment.
-pub(crate) fn encode_row(into: &mut [u8], header: &RowHeader, vector: &[f32], scalar_slot: bool, write_seq: u64) {
+/// Write the records of rows into `into`, which has exactly [`row_record_bytes`] for each, the first with this `write_seq`. They are still to
+/// be bound to their segments.
+pub(crate) fn encode_rows(into: &mut [u8], rows: &[RowRef<'_>], layout: &RowLayout, first_seq: u64) {
+    let record_bytes = row_record_bytes(layout);
+    let groups = into.chunks_mut(AT_ONCE * record_bytes).zip(rows.chunks(AT_ONCE));
+    for ((group, rows), first_seq) in groups.zip((first_seq..).step_by(AT_ONCE)) {
+        for ((record, row), seq) in group.chunks_exact_mut(record_bytes).zip(rows).zip(first_seq..) {
+            encode_row(record, row.header, row.vector, layout.scalar_slot, seq);
+        }
+        let mut crcs = [0; AT_ONCE];
+        checksums(group.chunks_exact(record_bytes), CHECKED_FROM, |at, crc| crcs[at] = crc);
+        for (record, crc) in group.chunks_exact_mut(record_bytes).zip(crcs) {
+            record[..CHECKED_FROM].copy_from_slice(&crc.to_le_bytes());
+        }
+    }
+}
+
+/// Write a row's record but for its checksum.
+fn encode_row(into: &mut [u8], header: &RowHeader, vector: &[f32], scalar_slot: bool, write_seq: u64) {
     encode_header(into, RecordKind::Row, header, write_seq);
     let vector = bytemuck::cast_slice::<f32, u8>(vector);
     let end = RECORD_HEADER_BYTES + vector.len();
@@ -118,7 +140,6 @@ pub(crate) fn encode_row(into: &mut [u8], header: &RowHeader, vector: &[f32], sc
     if scalar_slot {
         into[end..end + 4].copy_from_slice(&header.scalar.to_le_bytes());
     }
-    finish(into);
 }
 
 /// Write a tombstone into `into`, which has exactly [`RECORD_HEADER_BYTES`]. It is still to be bound to its segment.
@@ -153,11 +174,28 @@ pub(crate) fn decode<'a>(
     path: &Path,
     offset: u64,
 ) -> Result<Record<'a>> {
+    let crc = bytes.get(CHECKED_FROM..).map_or(0, crc32c::crc32c);
+    decode_with(bytes, crc, (binding, number), path, offset)
+}
+
+/// Hand the position of each record to `sink`, and the checksum of its bytes for [`decode_with`]. All records have one length.
+pub(crate) fn checksums_of<'a>(records: impl Iterator<Item = &'a [u8]>, sink: impl FnMut(usize, u32)) {
+    checksums(records, CHECKED_FROM, sink);
+}
+
+/// As [`decode`], with the checksum of the bytes that was computed.
+pub(crate) fn decode_with<'a>(
+    bytes: &'a [u8],
+    crc: u32,
+    (binding, number): (Binding, u32),
+    path: &Path,
+    offset: u64,
+) -> Result<Record<'a>> {
     let Some((head, payload)) = bytes.split_at_checked(RECORD_HEADER_BYTES) else {
         return Err(Error::corruption(path, offset, "the record's length", RECORD_HEADER_BYTES, bytes.len()));
     };
     let stored = le_u32(head, 0);
-    let crc = crc32c::crc32c(&bytes[4..]) ^ binding.mask(number);
+    let crc = crc ^ binding.mask(number);
     if stored != crc {
         let (expected, got) = (format!("{stored:08x}"), format!("{crc:08x}"));
         return Err(Error::corruption(path, offset, "the record's checksum", expected, got));
@@ -237,7 +275,7 @@ mod tests {
         };
         let vector: Vec<f32> = (0..6).map(|x| x as f32 - 2.5).collect();
         let mut bytes = vec![0; row_record_bytes(&LAYOUT)];
-        encode_row(&mut bytes, &header, &vector, LAYOUT.scalar_slot, 77);
+        encode_rows(&mut bytes, &[RowRef { header: &header, vector: &vector }], &LAYOUT, 77);
         POSITION.0.bind(POSITION.1, &mut bytes);
         (header, vector, bytes)
     }

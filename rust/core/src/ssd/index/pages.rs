@@ -1,23 +1,30 @@
 //! The memory of an index's entries: pages of one pool, so that growing leaves no holes in the heap.
 
 use crate::error::Result;
-use crate::memory::zeros;
+use crate::mapping::Zeroed;
+use crate::prefetch::prefetch;
 
 /// No entry. It is larger than every entry, because no location has all bits set.
 pub(super) const EMPTY: u64 = u64::MAX;
 /// Entries of a page.
 pub(super) const PAGE: usize = 128;
-/// Pages that are asked from the system at once: 33 MiB. That is more than any allocator keeps in its heap, where what stays for good
-/// leaves holes between what comes and goes. It comes untouched from the system, so that what is not used costs no memory.
-const PAGES_PER_CHUNK: usize = 33 << 10;
+/// Pages that are asked from the system at once: 32 MiB in a mapping of their own, in huge pages. What is not used costs no memory. In the
+/// heap, what stays for good would leave holes between what comes and goes.
+const PAGES_PER_CHUNK: usize = 32 << 10;
+const ENTRIES_PER_CHUNK: u64 = (PAGES_PER_CHUNK * PAGE) as u64;
 
 /// Pages of entries.
 #[derive(Debug, Default)]
 pub(super) struct Pages {
-    chunks: Vec<Box<[u64]>>,
+    chunks: Vec<Zeroed<u64>>,
     /// Pages that were taken.
     used: u32,
+    /// How often the index was cleared, so that no place of before is taken for one of now.
+    era: u64,
 }
+
+/// A place has the number of an entry in so many bits, and the era above them.
+const PLACE_BITS: u32 = 40;
 
 impl Pages {
     /// Bytes of the pages that were taken.
@@ -48,11 +55,37 @@ impl Pages {
         &mut self.chunks[page as usize / PAGES_PER_CHUNK][start..start + PAGE]
     }
 
+    /// No pages, of the era after these.
+    pub(super) fn cleared(&self) -> Self {
+        Self { era: self.era + 1, ..Self::default() }
+    }
+
+    /// The place of an entry of a page, among all entries of all pages.
+    #[inline]
+    pub(super) fn place(&self, page: u32, entry: usize) -> u64 {
+        self.era << PLACE_BITS | u64::from(page) * PAGE as u64 + entry as u64
+    }
+
+    /// The entry at a place; `None` where the index was cleared since.
+    #[inline]
+    pub(super) fn entry_mut(&mut self, place: u64) -> Option<&mut u64> {
+        let place = place.checked_sub(self.era << PLACE_BITS)?;
+        self.chunks.get_mut((place / ENTRIES_PER_CHUNK) as usize)?.get_mut((place % ENTRIES_PER_CHUNK) as usize)
+    }
+
+    /// Start to load the entry at a place into the processor's cache.
+    #[inline]
+    pub(super) fn prefetch(&self, place: u64) {
+        let place = place & ((1 << PLACE_BITS) - 1);
+        if let Some(chunk) = self.chunks.get((place / ENTRIES_PER_CHUNK) as usize) {
+            prefetch(chunk, (place % ENTRIES_PER_CHUNK) as usize);
+        }
+    }
+
     /// Have memory for `pages` more to be taken.
     pub(super) fn reserve(&mut self, pages: usize) -> Result<()> {
         while self.chunks.len() * PAGES_PER_CHUNK < self.used as usize + pages {
-            let chunk = zeros("hold the index of the rows on SSD", PAGES_PER_CHUNK * PAGE)?;
-            self.chunks.push(chunk.into_boxed_slice());
+            self.chunks.push(Zeroed::new("hold the index of the rows on SSD", PAGES_PER_CHUNK * PAGE)?);
         }
         Ok(())
     }

@@ -158,6 +158,54 @@ proptest! {
 }
 
 proptest! {
+    /// Somebody changes the index between finding ids and pointing what was found elsewhere.
+    #[test]
+    fn what_was_found_is_replaced_and_recognised_whatever_has_changed_since(
+        sub_table_bits in 0_u32..3,
+        tag_bits in prop_oneof![1_u32..8, Just(24)],
+        ids in prop::collection::btree_set(-400_i64..400, 1..600),
+        changes in prop::collection::vec((0_u8..3, -400_i64..400), 0..600),
+        clears: bool,
+    ) {
+        let mut index = TagIndex::with_sub_tables(sub_table_bits, tag_bits);
+        let mut model: BTreeMap<Id, Location> = ids.iter().enumerate().map(|(n, id)| (*id, at(n as u64))).collect();
+        model.iter().for_each(|(id, place)| index.insert(*id, *place));
+        let asked: Vec<Id> = (-410..410).collect();
+        let mut found = vec![Found::NONE; asked.len()];
+        index.find_batch(&asked, &mut found);
+        let one_by_one: Vec<Option<Location>> = asked.iter().map(|id| index.get(*id)).collect();
+        prop_assert_eq!(found.iter().map(Found::location).collect::<Vec<_>>(), one_by_one);
+        let mut portable = vec![None; asked.len()];
+        index.each_found_portably(&asked, &mut |at, found| portable[at] = found.location());
+        prop_assert_eq!(found.iter().map(Found::location).collect::<Vec<_>>(), portable);
+        if clears {
+            index.clear();
+            model.clear();
+        }
+        for (number, (step, id)) in changes.into_iter().enumerate() {
+            let location = at(10_000 + number as u64);
+            match (step, model.contains_key(&id)) {
+                (0, true) => { index.remove(id); model.remove(&id); }
+                (_, true) => { index.replace(id, location); model.insert(id, location); }
+                (_, false) => { index.insert(id, location); model.insert(id, location); }
+            }
+        }
+        for (number, (id, found)) in asked.iter().zip(&found).enumerate() {
+            let location = at(20_000 + number as u64);
+            let Some(before) = model.get_mut(id) else { continue };
+            prop_assert!(index.is_found_at(*id, found, *before));
+            prop_assert!(!index.is_found_at(*id, found, location));
+            prop_assert_eq!(index.replace_found(*id, found, location), Some(*before));
+            *before = location;
+        }
+        check_structure(&index);
+        for (id, place) in &model {
+            prop_assert_eq!(index.get(*id), Some(*place));
+        }
+    }
+}
+
+proptest! {
     #[test]
     fn filled_from_sorted_ids_it_is_the_index_that_inserting_makes(
         sub_table_bits in 0_u32..3,

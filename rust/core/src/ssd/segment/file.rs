@@ -14,7 +14,7 @@ use crate::io::{IoEngine, IoFile};
 use crate::ssd::classes::Classes;
 use crate::ssd::format::end::{End, end_of};
 use crate::ssd::format::footer::{EntryFormat, Steps, Trailer};
-use crate::ssd::format::record::{Binding, Record, decode};
+use crate::ssd::format::record::{Binding, Record, decode, decode_with};
 use crate::ssd::format::segment::Content;
 use crate::ssd::format::state::Named;
 use crate::ssd::index::Location;
@@ -166,6 +166,12 @@ impl Segment {
     #[inline]
     pub(crate) fn decode<'a>(&self, number: u32, bytes: &'a [u8]) -> Result<Record<'a>> {
         decode(bytes, (self.binding, number), self.path(), self.offset(number))
+    }
+
+    /// As [`Segment::decode`], with the checksum of the bytes that was computed.
+    #[inline]
+    pub(crate) fn decode_with<'a>(&self, number: u32, bytes: &'a [u8], crc: u32) -> Result<Record<'a>> {
+        decode_with(bytes, crc, (self.binding, number), self.path(), self.offset(number))
     }
 
     /// Find the `len` bytes at `offset`; `with` gets them if they are in a block.

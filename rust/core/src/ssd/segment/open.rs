@@ -88,17 +88,33 @@ impl OpenSegment {
 
     /// Whether there is no room for one more record, where none has a larger `write_seq`, epoch or last step than these.
     #[inline]
-    pub(crate) fn is_full(&self, (highest_seq, highest_epoch, highest_step): (u64, u32, u64)) -> bool {
-        let records = self.entries.len() as u32 + 1;
+    pub(crate) fn is_full(&self, highest: (u64, u32, u64)) -> bool {
+        !self.has_room_for(self.entries.len() as u32 + 1, highest)
+    }
+
+    /// How many more records have room, where none has a larger `write_seq`, epoch or last step than these.
+    pub(crate) fn records_left(&self, highest: (u64, u32, u64)) -> usize {
+        let held = self.entries.len() as u32;
+        let (mut fit, mut too_many) = (held, Location::MAX_RECORDS + 1);
+        while fit + 1 < too_many {
+            let middle = u32::midpoint(fit, too_many);
+            if self.has_room_for(middle, highest) { fit = middle } else { too_many = middle }
+        }
+        (fit - held) as usize
+    }
+
+    /// Whether so many records have room in all.
+    #[inline]
+    fn has_room_for(&self, records: u32, (highest_seq, highest_epoch, highest_step): (u64, u32, u64)) -> bool {
         let (frame, each) = (self.segment.header_bytes, self.segment.record_bytes);
         let entry = most_entry_bytes_with_steps(records, highest_seq, highest_epoch, highest_step);
         let bytes = (frame + MOST_TRAILER_BYTES) as u64 + u64::from(records) * (each + entry) as u64;
         if bytes <= self.room {
-            return records > Location::MAX_RECORDS;
+            return records <= Location::MAX_RECORDS;
         }
         let entry = most_entry_bytes(records, highest_seq, highest_epoch);
         let bytes = (frame + TRAILER_BYTES) as u64 + u64::from(records) * (each + entry) as u64;
-        records > Location::MAX_RECORDS || bytes > self.room || records > self.sure_records
+        records <= Location::MAX_RECORDS && bytes <= self.room && records <= self.sure_records
     }
 
     /// Room for one more record, and its number. The caller fills all of its bytes.

@@ -9,7 +9,7 @@ use crate::ssd::classes::Classes;
 use crate::ssd::format::footer::LastStep;
 use crate::ssd::format::record::encode_tombstone;
 use crate::ssd::format::segment::Content;
-use crate::ssd::index::{Location, TagIndex};
+use crate::ssd::index::{AHEAD, Found, Location, TagIndex};
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::open::OpenSegment;
 use crate::ssd::tier::moment::{Moment, Unread};
@@ -217,33 +217,67 @@ impl TierState {
         self.highest_step = self.highest_step.max(last_step);
     }
 
-    /// Write a row's record to a stream that has room. `known` says that an older version of the row is here; else it is not.
+    /// How many more records the open segment of `stream` takes; 0 where there is none.
+    pub(crate) fn records_left(&self, stream: Stream) -> usize {
+        self.open.get(stream).map_or(0, |open| open.records_left(self.highest()))
+    }
+
+    /// Write a row's record to a stream that has room, and return where it is. The index does not point there yet: see
+    /// [`TierState::point_to`].
     #[inline]
-    pub(crate) fn write_row(&mut self, stream: Stream, row: NewRecord<'_>, known: bool) {
+    pub(crate) fn write_row(&mut self, stream: Stream, row: NewRecord<'_>) -> Location {
         let open = self.open.get_mut(stream).expect("just made ready");
         let binding = open.segment().binding;
         let (record, room) = open.push(row.id, row.write_seq, row.modified_epoch, LastStep::of(row.last_step));
         room.copy_from_slice(row.bytes);
         binding.bind(record, room);
-        let location = open.segment().location(record);
         open.segment().add_live(1);
-        match if known { self.index.replace(row.id, location) } else { None } {
-            Some(older) => self.bury(older),
-            None => self.index.insert(row.id, location),
+        open.segment().location(record)
+    }
+
+    /// Point the index to records that were written. `found` is what the index had for each id, where an older version of it is `known` to be
+    /// here; else it is not here.
+    pub(crate) fn point_to(
+        &mut self,
+        rows: impl Iterator<Item = (Id, bool)> + Clone,
+        found: &[Found],
+        to: &[Location],
+    ) {
+        let mut ahead = rows.clone().zip(found).skip(AHEAD);
+        for (((id, known), found), location) in rows.zip(found).zip(to) {
+            match ahead.next() {
+                Some(((_, true), found)) => self.index.prefetch_found(found),
+                Some(((id, false), _)) => self.index.prefetch(id),
+                None => {}
+            }
+            match if known { self.index.replace_found(id, found, *location) } else { None } {
+                Some(older) => self.bury(older),
+                None => self.index.insert(id, *location),
+            }
         }
     }
 
-    /// Copy the live record `number` of `victim`, which was checked, to a stream that has room, and point the index there.
-    pub(crate) fn move_row(&mut self, stream: Stream, row: NewRecord<'_>, (victim, number): (&Segment, u32)) {
+    /// Whether the index, which had this for an id, points to its record number `number` of `victim`.
+    #[inline]
+    pub(crate) fn is_live(&mut self, id: Id, found: &Found, (victim, number): (&Segment, u32)) -> bool {
+        self.index.is_found_at(id, found, victim.location(number))
+    }
+
+    /// Copy the live record `number` of `victim`, which was checked, to a stream that has room, and return where it is now. The index still
+    /// points to the victim: see [`TierState::point_to`].
+    pub(crate) fn copy_row(
+        &mut self,
+        stream: Stream,
+        row: NewRecord<'_>,
+        (victim, number): (&Segment, u32),
+    ) -> Location {
         let open = self.open.get_mut(stream).expect("just made ready");
         let binding = open.segment().binding;
         let (record, room) = open.push(row.id, row.write_seq, row.modified_epoch, LastStep::of(row.last_step));
         room.copy_from_slice(row.bytes);
         victim.binding.rebind(number, (binding, record), room);
-        let location = open.segment().location(record);
         open.segment().add_live(1);
-        self.index.replace(row.id, location);
-        self.bury(victim.location(number));
+        open.segment().location(record)
     }
 
     /// Remove an id, and write its tombstone to the open segment of tombstones, which has room; whether the id was here.

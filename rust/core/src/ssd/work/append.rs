@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
 use crate::rows::{RowHeader, RowRef};
-use crate::ssd::classes::{Classes, keep_neighbours_together};
-use crate::ssd::format::record::encode_row;
-use crate::ssd::index::TagIndex;
+use crate::ssd::classes::{Classes, MOST_CLASSES, keep_neighbours_together};
+use crate::ssd::format::record::encode_rows;
+use crate::ssd::index::{Found, Location, TagIndex};
 use crate::ssd::segment::buffer::Pool;
+use crate::ssd::segment::file::Segment;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::{NewRecord, TierState};
 use crate::ssd::tier::streams::Stream;
@@ -26,6 +27,8 @@ const BYTES_AT_ONCE: usize = 1 << 20;
 struct Records {
     bytes: Vec<u8>,
     classes: Vec<u8>,
+    /// What the index had for each id where an older version of it is known to be in the tier.
+    found: Vec<Found>,
     /// `write_seq` of the first one. Those of the others follow.
     first_seq: u64,
 }
@@ -116,26 +119,35 @@ fn make_records(
     records.first_seq = first_seq;
     records.classes.clear();
     records.classes.resize(rows.len(), Classes::of_new());
+    records.found.clear();
+    records.found.resize(rows.len(), Found::NONE);
     if known.contains(&true) {
         let ids: Vec<Id> = rows.iter().map(|row| row.header.id).collect();
-        let mut older = vec![None; ids.len()];
         let state = tier.view();
-        state.index().get_batch(&ids, &mut older);
+        state.index().find_batch(&ids, &mut records.found);
         let classes = tier.classes(&state);
-        older.iter_mut().zip(known).filter(|(_, known)| !**known).for_each(|(older, _)| *older = None);
+        let older = records.found.iter().zip(known);
+        let older: Vec<Option<Location>> = older.map(|(found, known)| found.location().filter(|_| *known)).collect();
+        let of_segment = |segment: &Segment| (segment.class.min(classes.count - 1), segment.mean_seq());
+        let slots = state.segments().slots();
+        // Where there are fewer segments than rows, each is looked at once.
+        let all: Vec<(u8, u64)> = if slots <= rows.len() {
+            let in_slot = |slot| state.segments().in_slot(slot as u32).map_or((0, 0), |segment| of_segment(segment));
+            (0..slots).map(in_slot).collect()
+        } else {
+            Vec::new()
+        };
         for ((class, older), seq) in records.classes.iter_mut().zip(&older).zip(first_seq..) {
             if let Some(older) = older {
-                let segment = state.segments().of(*older);
-                let interval = seq.saturating_sub(segment.mean_seq());
-                *class = classes.of_rewritten(segment.class.min(classes.count - 1), interval, dither);
+                let known = all.get(older.segment as usize).copied();
+                let (before, mean_seq) = known.unwrap_or_else(|| of_segment(state.segments().of(*older)));
+                *class = classes.of_rewritten(before, seq.saturating_sub(mean_seq), dither);
             }
         }
         keep_neighbours_together(&mut records.classes, &older);
     }
     records.bytes.resize(rows.len() * row_bytes, 0);
-    for ((row, bytes), seq) in rows.iter().zip(records.bytes.chunks_exact_mut(row_bytes)).zip(first_seq..) {
-        encode_row(bytes, row.header, row.vector, tier.layout.scalar_slot, seq);
-    }
+    encode_rows(&mut records.bytes, rows, &tier.layout, first_seq);
 }
 
 /// Take rows from number `first` on, as long as there is room in the open segments or for new ones; how many.
@@ -155,20 +167,26 @@ fn append_some(
     });
     state.note_highest(highest.0, highest.1);
     let bytes = records.bytes.chunks_exact(tier.home.geometry.row_bytes);
-    let each = rows.iter().zip(known).zip(records.classes.iter().zip(bytes)).zip(records.first_seq..);
-    let (mut taken, mut ready) = (0, Ok(true));
-    for (((row, known), (class, bytes)), write_seq) in each.skip(first) {
-        let stream = Stream::Rows(*class);
-        if state.is_full(stream) {
-            ready = tier.ready(state, stream);
-            if !matches!(ready, Ok(true)) {
-                break;
+    let each = rows.iter().zip(records.classes.iter().zip(bytes)).zip(records.first_seq..);
+    let (mut places, mut ready) = (Vec::with_capacity(rows.len() - first), Ok(true));
+    let mut left = [0; MOST_CLASSES as usize];
+    for ((row, (class, bytes)), write_seq) in each.skip(first) {
+        let (stream, left) = (Stream::Rows(*class), &mut left[*class as usize]);
+        if *left == 0 {
+            if state.is_full(stream) {
+                ready = tier.ready(state, stream);
+                if !matches!(ready, Ok(true)) {
+                    break;
+                }
             }
+            *left = state.records_left(stream);
         }
         let RowHeader { id, modified_epoch, last_step, .. } = *row.header;
-        state.write_row(stream, NewRecord { id, write_seq, modified_epoch, last_step, bytes }, *known);
-        taken += 1;
+        places.push(state.write_row(stream, NewRecord { id, write_seq, modified_epoch, last_step, bytes }));
+        *left -= 1;
     }
+    let ids = rows.iter().map(|row| row.header.id).zip(known.iter().copied());
+    state.point_to(ids.skip(first), &records.found[first..], &places);
     state.count_buried();
-    (taken, ready.map(|_| ()))
+    (places.len(), ready.map(|_| ()))
 }

@@ -11,13 +11,15 @@ use crate::io::{ALIGNMENT, BufPool, PooledBuf};
 use crate::memory;
 use crate::process::PerProcess;
 use crate::ssd::classes::MOST_CLASSES;
-use crate::ssd::format::record::{Record, le_u64};
+use crate::ssd::format::record::{Record, checksums_of, le_u64};
 use crate::ssd::format::segment::Content;
+use crate::ssd::index::{AHEAD, Found, Location};
 use crate::ssd::room::compaction::{Choice, SegmentView, View, choose};
 use crate::ssd::segment::buffer::Pool;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::{NewRecord, TierState};
+use crate::ssd::tier::streams::Stream;
 use crate::ssd::work::scan::live_records_missing;
 use crate::ssd::workers::{COMPACTORS, Task};
 use crate::sync::Ordering;
@@ -195,46 +197,81 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
         return Ok(false);
     }
     let classes = tier.classes(&state);
-    let (mut moved_bytes, mut room_left) = (0, true);
-    for (number, bytes, record) in records {
-        if !state.index().is_at(record.id, victim.location(number)) {
+    let (mut moved, mut room_left) = (Moved::default(), true);
+    // The stream that takes the rows of each class, and how many more records each stream takes.
+    let (mut streams, mut left) = ([None; MOST_CLASSES as usize], [0; MOST_CLASSES as usize]);
+    for (at, Live { number, bytes, record, found }) in records.iter().enumerate() {
+        if let Some(later) = records.get(at + AHEAD) {
+            state.index().prefetch_found(&later.found);
+        }
+        let number = *number;
+        if !state.is_live(record.id, found, (victim, number)) {
             continue;
         }
         let age = state.next_seq().saturating_sub(record.write_seq);
         let class = classes.of_moved(victim.class.min(classes.count - 1), age);
-        // An error here is a failed write, which the space keeps. The segment is not to blame.
-        let Some(stream) = tier.ready_for_moved(&mut state, class).unwrap_or(None) else {
+        let taken = streams[class as usize].filter(|taken| left[*taken as usize] > 0);
+        let taken = taken.or_else(|| {
+            // An error here is a failed write, which the space keeps. The segment is not to blame.
+            let Some(Stream::Rows(taken)) = tier.ready_for_moved(&mut state, class).unwrap_or(None) else {
+                return None;
+            };
+            left[taken as usize] = state.records_left(Stream::Rows(taken));
+            Some(taken)
+        });
+        streams[class as usize] = taken;
+        let Some(taken) = taken else {
             room_left = false;
             break;
         };
-        let Record { id, write_seq, modified_epoch, last_step, .. } = record;
-        state.move_row(stream, NewRecord { id, write_seq, modified_epoch, last_step, bytes }, (victim, number));
-        moved_bytes += bytes.len() as u64;
+        let Record { id, write_seq, modified_epoch, last_step, .. } = *record;
+        let row = NewRecord { id, write_seq, modified_epoch, last_step, bytes };
+        moved.places.push(state.copy_row(Stream::Rows(taken), row, (victim, number)));
+        moved.ids.push(id);
+        moved.found.push(*found);
+        left[taken as usize] -= 1;
     }
+    state.point_to(moved.ids.iter().map(|id| (*id, true)), &moved.found, &moved.places);
     state.count_buried();
     drop(state);
+    let moved_bytes = (moved.ids.len() * victim.record_bytes) as u64;
     tier.counters.compaction_bytes.fetch_add(moved_bytes, Ordering::Relaxed);
     damage.map_or(Ok(room_left), Err)
 }
 
-type Numbered<'a> = (u32, &'a [u8], Record<'a>);
+/// Rows that were copied to other segments: what the index had for each, and where it is now.
+#[derive(Default)]
+struct Moved {
+    ids: Vec<Id>,
+    found: Vec<Found>,
+    places: Vec<Location>,
+}
+
+/// A record of a chunk that the index pointed to, and what the index had for its id.
+struct Live<'a> {
+    number: u32,
+    bytes: &'a [u8],
+    record: Record<'a>,
+    found: Found,
+}
 
 /// The records of a chunk that the index points to, checked, and the first error of one that is damaged. A record that is not live now
 /// never will be.
-fn live_records<'a>(tier: &TierInner, victim: &Segment, chunk: &'a Chunk) -> (Vec<Numbered<'a>>, Option<crate::Error>) {
-    let numbered = chunk.records(victim);
-    let ids: Vec<Id> = numbered.clone().map(|(_, record)| le_u64(record, 8) as Id).collect();
-    let mut locations = vec![None; ids.len()];
-    tier.view().index().get_batch(&ids, &mut locations);
-    let (mut records, mut damage) = (Vec::new(), None);
-    for ((number, bytes), location) in numbered.zip(locations) {
-        if location == Some(victim.location(number)) {
-            match victim.decode(number, bytes) {
-                Ok(record) => records.push((number, bytes, record)),
-                Err(error) => drop(damage.get_or_insert(error)),
-            }
+fn live_records<'a>(tier: &TierInner, victim: &Segment, chunk: &'a Chunk) -> (Vec<Live<'a>>, Option<crate::Error>) {
+    let ids: Vec<Id> = chunk.records(victim).map(|(_, record)| le_u64(record, 8) as Id).collect();
+    let mut found = vec![Found::NONE; ids.len()];
+    tier.view().index().find_batch(&ids, &mut found);
+    let numbered = chunk.records(victim).zip(&found);
+    let live = numbered.filter(|((number, _), found)| found.location() == Some(victim.location(*number)));
+    let live: Vec<(u32, &[u8], Found)> = live.map(|((number, bytes), found)| (number, bytes, *found)).collect();
+    let (mut records, mut damage) = (Vec::with_capacity(live.len()), None);
+    checksums_of(live.iter().map(|(_, bytes, _)| *bytes), |at, crc| {
+        let (number, bytes, found) = live[at];
+        match victim.decode_with(number, bytes, crc) {
+            Ok(record) => records.push(Live { number, bytes, record, found }),
+            Err(error) => drop(damage.get_or_insert(error)),
         }
-    }
+    });
     (records, damage)
 }
 
