@@ -21,11 +21,11 @@ pub(crate) fn group() -> Group {
         bench("ssd_writeback", RAW_WRITE, |scale| {
             let scratch =
                 Scratch::new(cap_bytes(scale) + raw_write_bytes(scale) as u64).unwrap_or_else(|why| panic!("{why}"));
-            WriteBack::make(scale, default_engine().expect("an engine"), Disk::Real(scratch))
+            WriteBack::make(scale, &default_engine().expect("an engine"), Disk::Real(scratch))
         }),
         bench("ssd_writeback_null_disk", PlainWriteBack::WHAT, |scale| {
             let plain = PlainWriteBack::new((0..rows(scale) as usize).map(|rank| scattered_id(rank as u64)));
-            WriteBack::make(scale, NullDisk::new(), Disk::Null(plain))
+            WriteBack::make(scale, &(NullDisk::new() as Arc<dyn IoEngine>), Disk::Null(plain))
         }),
     ])
 }
@@ -58,13 +58,13 @@ struct WriteBack {
 }
 
 impl WriteBack {
-    fn make(scale: Scale, engine: Arc<dyn IoEngine>, disk: Disk) -> Box<dyn Rounds> {
+    fn make(scale: Scale, engine: &Arc<dyn IoEngine>, disk: Disk) -> Box<dyn Rounds> {
         let folder = match &disk {
             Disk::Real(scratch) => scratch.path().to_owned(),
             Disk::Null(_) => "/null".into(),
         };
         engine.create_dir_all(&folder).expect("a folder");
-        let (rows, tier) = (rows(scale), new_tier(&folder, &engine, cap_bytes(scale)));
+        let (rows, tier) = (rows(scale), new_tier(&folder, engine, cap_bytes(scale)));
         let mut batch = TierRows::default();
         batch.load(&tier, rows);
         let mut this =

@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn many_checksums_are_those_of_one_record_each() {
-        let bytes: Vec<u8> = (0..9000_u32).map(|at| (at * at >> 3) as u8).collect();
+        let bytes: Vec<u8> = (0..9000_u32).map(|at| ((at * at) >> 3) as u8).collect();
         for len in [4, 5, 8, 11, 44, 63, 64, 300, 304, 1000] {
             for count in 0..=9 {
                 let records = || bytes.chunks_exact(len).take(count);

@@ -281,7 +281,9 @@ fn order_of(entries: &[Entry]) -> Option<Vec<u64>> {
     ends.resize(buckets, 0);
     let bits = buckets.trailing_zeros();
     let bucket = |hash: u64| (hash >> (u64::BITS - bits)) as usize;
-    entries.iter().for_each(|entry| ends[bucket(hash_id(entry.id))] += 1);
+    for entry in entries {
+        ends[bucket(hash_id(entry.id))] += 1;
+    }
     let mut before = 0;
     for end in &mut ends {
         before += std::mem::replace(end, before);

@@ -63,7 +63,7 @@ impl Pages {
     /// The place of an entry of a page, among all entries of all pages.
     #[inline]
     pub(super) fn place(&self, page: u32, entry: usize) -> u64 {
-        self.era << PLACE_BITS | u64::from(page) * PAGE as u64 + entry as u64
+        (self.era << PLACE_BITS) + u64::from(page) * PAGE as u64 + entry as u64
     }
 
     /// The entry at a place; `None` where the index was cleared since.

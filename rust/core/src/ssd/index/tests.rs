@@ -169,7 +169,9 @@ proptest! {
     ) {
         let mut index = TagIndex::with_sub_tables(sub_table_bits, tag_bits);
         let mut model: BTreeMap<Id, Location> = ids.iter().enumerate().map(|(n, id)| (*id, at(n as u64))).collect();
-        model.iter().for_each(|(id, place)| index.insert(*id, *place));
+        for (id, place) in &model {
+            index.insert(*id, *place);
+        }
         let asked: Vec<Id> = (-410..410).collect();
         let mut found = vec![Found::NONE; asked.len()];
         index.find_batch(&asked, &mut found);
