@@ -36,6 +36,16 @@ pub(crate) struct OpenSegment {
     workers: &'static Workers,
 }
 
+/// A record as it goes into an open segment, before it is bound to its place there.
+#[derive(Clone, Copy)]
+pub(crate) struct NewRecord<'a> {
+    pub(crate) id: Id,
+    pub(crate) write_seq: u64,
+    pub(crate) modified_epoch: u32,
+    pub(crate) last_step: u64,
+    pub(crate) bytes: &'a [u8],
+}
+
 impl OpenSegment {
     /// Make the file of segment `serial`, which the current set names. `None` where files that could not be removed hold the room for it.
     pub(crate) fn create(home: &Home, serial: u64, purpose: Purpose) -> Result<Option<Self>> {
@@ -139,6 +149,28 @@ impl OpenSegment {
         let at = self.filled;
         self.filled += len;
         (record, &mut self.buffer[at..at + len])
+    }
+
+    /// Add a row's record, for which there is room. It counts as live.
+    #[inline]
+    pub(crate) fn write_row(&mut self, row: NewRecord<'_>) -> Location {
+        let binding = self.segment.binding;
+        self.add_row(row, |record, bytes| binding.bind(record, bytes))
+    }
+
+    /// As [`OpenSegment::write_row`], of a copy of record `number` of `victim`, which was checked.
+    pub(crate) fn copy_row(&mut self, row: NewRecord<'_>, (victim, number): (&Segment, u32)) -> Location {
+        let binding = self.segment.binding;
+        self.add_row(row, |record, bytes| victim.binding.rebind(number, (binding, record), bytes))
+    }
+
+    #[inline]
+    fn add_row(&mut self, row: NewRecord<'_>, bind: impl FnOnce(u32, &mut [u8])) -> Location {
+        let (record, room) = self.push(row.id, row.write_seq, row.modified_epoch, LastStep::of(row.last_step));
+        room.copy_from_slice(row.bytes);
+        bind(record, room);
+        self.segment.add_live(1);
+        self.segment.location(record)
     }
 
     /// Bytes of RAM that the entries will take beside those they have, where `more` records follow.

@@ -11,7 +11,7 @@ use crate::ssd::format::record::encode_tombstone;
 use crate::ssd::format::segment::Content;
 use crate::ssd::index::{AHEAD, Found, Location, TagIndex};
 use crate::ssd::segment::file::Segment;
-use crate::ssd::segment::open::OpenSegment;
+use crate::ssd::segment::open::{NewRecord, OpenSegment};
 use crate::ssd::tier::moment::{Moment, Unread};
 use crate::ssd::tier::segments::Segments;
 use crate::ssd::tier::states::{Published, States};
@@ -43,16 +43,6 @@ pub(crate) struct TierState {
     moment: Option<Moment>,
     /// What the scans under way have still to find.
     tallies: Vec<Arc<Tally>>,
-}
-
-/// A record as it goes into an open segment, before it is bound to its place there.
-#[derive(Clone, Copy)]
-pub(crate) struct NewRecord<'a> {
-    pub(crate) id: Id,
-    pub(crate) write_seq: u64,
-    pub(crate) modified_epoch: u32,
-    pub(crate) last_step: u64,
-    pub(crate) bytes: &'a [u8],
 }
 
 impl TierState {
@@ -226,13 +216,12 @@ impl TierState {
     /// [`TierState::point_to`].
     #[inline]
     pub(crate) fn write_row(&mut self, stream: Stream, row: NewRecord<'_>) -> Location {
-        let open = self.open.get_mut(stream).expect("just made ready");
-        let binding = open.segment().binding;
-        let (record, room) = open.push(row.id, row.write_seq, row.modified_epoch, LastStep::of(row.last_step));
-        room.copy_from_slice(row.bytes);
-        binding.bind(record, room);
-        open.segment().add_live(1);
-        open.segment().location(record)
+        self.open.get_mut(stream).expect("just made ready").write_row(row)
+    }
+
+    /// As [`TierState::write_row`], of a copy of the live record `number` of `victim`, which was checked.
+    pub(crate) fn copy_row(&mut self, stream: Stream, row: NewRecord<'_>, of: (&Segment, u32)) -> Location {
+        self.open.get_mut(stream).expect("just made ready").copy_row(row, of)
     }
 
     /// Point the index to records that were written. `found` is what the index had for each id, where an older version of it is `known` to be
@@ -261,23 +250,6 @@ impl TierState {
     #[inline]
     pub(crate) fn is_live(&mut self, id: Id, found: &Found, (victim, number): (&Segment, u32)) -> bool {
         self.index.is_found_at(id, found, victim.location(number))
-    }
-
-    /// Copy the live record `number` of `victim`, which was checked, to a stream that has room, and return where it is now. The index still
-    /// points to the victim: see [`TierState::point_to`].
-    pub(crate) fn copy_row(
-        &mut self,
-        stream: Stream,
-        row: NewRecord<'_>,
-        (victim, number): (&Segment, u32),
-    ) -> Location {
-        let open = self.open.get_mut(stream).expect("just made ready");
-        let binding = open.segment().binding;
-        let (record, room) = open.push(row.id, row.write_seq, row.modified_epoch, LastStep::of(row.last_step));
-        room.copy_from_slice(row.bytes);
-        victim.binding.rebind(number, (binding, record), room);
-        open.segment().add_live(1);
-        open.segment().location(record)
     }
 
     /// Remove an id, and write its tombstone to the open segment of tombstones, which has room; whether the id was here.
