@@ -40,7 +40,7 @@ pub use in_turn::{TrainedInTurn, table_in_ram};
 pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, median, quantile};
 pub use null_disk::NullDisk;
 pub use plain::{PlainCounts, PlainDedupe, PlainIndex, huge_pages, prefetch};
-pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
+pub use plain_kernels::{BAG, DIM, FreshRows, PlainOptimizer, PlainTable, plain_backward, plain_forward};
 pub use plain_serving::{BufferedReads, PlainServing, RowRun};
 pub use plain_writeback::PlainWriteBack;
 pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, forget_peak, resident};

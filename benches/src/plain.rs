@@ -126,6 +126,11 @@ impl PlainIndex {
         Self { entries }
     }
 
+    /// Forget all ids.
+    pub fn clear(&mut self) {
+        self.entries.fill([0; 2]);
+    }
+
     /// Add an id, which is not in the index yet, with a value that is not 0.
     #[inline]
     pub fn put(&mut self, id: Id, value: u64) {

@@ -192,3 +192,27 @@ impl PlainTable {
         }
     }
 }
+
+/// Rows of [`DIM`] float32 in memory that the system has not given yet, as before the first births of a table. In huge pages.
+pub struct FreshRows {
+    rows: Vec<[f32; DIM]>,
+}
+
+impl FreshRows {
+    /// Room for so many rows.
+    pub fn new(rows: usize) -> Self {
+        let rows = vec![[0.0; DIM]; rows];
+        huge_pages(&rows);
+        Self { rows }
+    }
+
+    /// Give the memory back, so that it is fresh again.
+    pub fn forget(&mut self) {
+        *self = Self::new(self.rows.len());
+    }
+
+    /// A row.
+    pub fn row(&mut self, number: usize) -> &mut [f32] {
+        &mut self.rows[number]
+    }
+}

@@ -3,11 +3,13 @@
 //! All arithmetic here is IEEE addition, multiplication, division and square root in a fixed order, so a row has the same bits on
 //! every machine. Golden vectors (`tests/fixtures/v1/births.txt`) pin the function.
 
-#![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
+#![allow(clippy::inline_always, unsafe_code)] // Compiled for every instruction set; see `simd`.
 
 use serde::{Deserialize, Serialize};
 
-use super::philox::{BLOCKS, philox4x32_10};
+#[cfg(target_arch = "x86_64")]
+use super::philox::wide;
+use super::philox::{BLOCKS, Block, blocks_of};
 use super::quantile::{NORMAL_CDF_AT_TWO, normal_quantile};
 use crate::error::{Error, Kind, Result};
 use crate::simd::{Isa, Job};
@@ -132,29 +134,37 @@ impl RowBirth {
     }
 
     fn fill_on(&self, isa: Isa, id: Id, weights: &mut [f32]) {
-        isa.run(Fill { birth: self, id, weights });
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Avx512 {
+            // SAFETY: `isa` says that the processor has AVX-512 F.
+            let blocks_of = |first, id, key| unsafe { wide::blocks_of(first, id, key) };
+            return isa.run(Fill { birth: self, id, weights, blocks_of });
+        }
+        isa.run(Fill { birth: self, id, weights, blocks_of });
     }
 }
 
-struct Fill<'a> {
+/// Fills the row of an id. `blocks_of` is [`philox::blocks_of`](super::philox::blocks_of).
+struct Fill<'a, B> {
     birth: &'a RowBirth,
     id: Id,
     weights: &'a mut [f32],
+    blocks_of: B,
 }
 
-impl Job for Fill<'_> {
+impl<B: Fn(u32, u64, [u32; 2]) -> [Block; BLOCKS]> Job for Fill<'_, B> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        let Self { birth, id, weights } = self;
+        let Self { birth, id, weights, blocks_of } = self;
         match birth.initializer {
             Initializer::Constant { value } => weights.fill(value),
             Initializer::Uniform { low, high } => {
                 let width = high - low;
                 // The sum may round up to `high`, which is outside the interval.
                 let last = if low < high { high.next_down() } else { low };
-                birth.each(id, weights, |word| {
+                birth.each(id, weights, blocks_of, |word| {
                     // 24 bits give exact values in the unit interval.
                     let unit = (word >> 8) as f32 * (1.0 / 16_777_216.0);
                     (low + width * unit).min(last)
@@ -162,13 +172,13 @@ impl Job for Fill<'_> {
             }
             Initializer::Normal { mean, std } => {
                 let (mean, std) = (f64::from(mean), f64::from(std));
-                birth.each(id, weights, |word| (mean + std * normal_quantile(open_unit(word))) as f32);
+                birth.each(id, weights, blocks_of, |word| (mean + std * normal_quantile(open_unit(word))) as f32);
             }
             Initializer::TruncatedNormal { mean, std } => {
                 let (mean, std) = (f64::from(mean), f64::from(std));
                 let from = 1.0 - NORMAL_CDF_AT_TWO;
                 let width = NORMAL_CDF_AT_TWO - from;
-                birth.each(id, weights, |word| {
+                birth.each(id, weights, blocks_of, |word| {
                     let standard = normal_quantile(from + width * open_unit(word)).clamp(-2.0, 2.0);
                     (mean + std * standard) as f32
                 });
@@ -187,15 +197,16 @@ impl Job for Fill<'_> {
 impl RowBirth {
     /// Turn the random word of each column into the column's weight.
     #[inline(always)]
-    fn each(&self, id: Id, weights: &mut [f32], weight_of: impl Fn(u32) -> f32) {
-        let id = id as u64;
+    fn each(
+        &self,
+        id: Id,
+        weights: &mut [f32],
+        blocks_of: impl Fn(u32, u64, [u32; 2]) -> [Block; BLOCKS],
+        weight_of: impl Fn(u32) -> f32,
+    ) {
         for (chunk, weights) in weights.chunks_mut(COLUMNS).enumerate() {
-            let mut counters = [[0, 0, id as u32, (id >> 32) as u32]; BLOCKS];
-            for (block, counter) in counters.iter_mut().enumerate() {
-                counter[0] = (chunk * BLOCKS + block) as u32;
-            }
-            let words = philox4x32_10(&counters, self.key);
-            for (weight, &word) in weights.iter_mut().zip(words.as_flattened()) {
+            let blocks = blocks_of((chunk * BLOCKS) as u32, id as u64, self.key);
+            for (weight, &word) in weights.iter_mut().zip(blocks.as_flattened()) {
                 *weight = weight_of(word);
             }
         }

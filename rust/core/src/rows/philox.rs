@@ -1,5 +1,6 @@
 //! Philox4x32 with 10 rounds, the counter-based random function that births use. Source: Salmon, Moraes, Dror, Shaw, "Parallel
 //! random numbers: as easy as 1, 2, 3", SC 2011.
+#![allow(unsafe_code)]
 
 /// A counter, or the four random words that it is turned into.
 pub(crate) type Block = [u32; 4];
@@ -7,10 +8,21 @@ pub(crate) type Block = [u32; 4];
 /// The number of blocks that are computed at once, in the lanes of vector registers.
 pub(super) const BLOCKS: usize = 16;
 
+/// The random blocks of the counters `(first, 0, low half of id, high half of id)`, and of those whose first word is one more each.
+#[inline(always)]
+#[allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
+pub(super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [Block; BLOCKS] {
+    let mut counters = [[0, 0, id as u32, (id >> 32) as u32]; BLOCKS];
+    for (block, counter) in (0..).zip(&mut counters) {
+        counter[0] = first.wrapping_add(block);
+    }
+    philox4x32_10(&counters, key)
+}
+
 /// The random blocks of `BLOCKS` counters under one key.
 #[inline(always)]
 #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for every instruction set; see `simd`.
-pub(super) fn philox4x32_10(counters: &[Block; BLOCKS], key: [u32; 2]) -> [Block; BLOCKS] {
+fn philox4x32_10(counters: &[Block; BLOCKS], key: [u32; 2]) -> [Block; BLOCKS] {
     // The words are regrouped by their position in the block, so that each array fills vector lanes.
     let mut words = [[0_u32; BLOCKS]; 4];
     for block in 0..BLOCKS {
@@ -38,6 +50,101 @@ pub(super) fn philox4x32_10(counters: &[Block; BLOCKS], key: [u32; 2]) -> [Block
         }
     }
     blocks
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod wide {
+    //! The same with AVX-512.
+
+    use std::arch::x86_64::{
+        __m512i, _mm512_add_epi32, _mm512_mask_blend_epi32, _mm512_mul_epu32, _mm512_permutex2var_epi64,
+        _mm512_set_epi32, _mm512_set_epi64, _mm512_set1_epi32, _mm512_setzero_si512, _mm512_slli_epi64,
+        _mm512_srli_epi64, _mm512_ternarylogic_epi32, _mm512_unpackhi_epi32, _mm512_unpackhi_epi64,
+        _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
+    };
+
+    use super::{BLOCKS, Block};
+
+    /// The lanes of odd numbers.
+    const ODD: u16 = 0xaaaa;
+    /// The exclusive or of three values, as a table.
+    const XOR: i32 = 0x96;
+
+    /// As [`super::blocks_of`].
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(in super::super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [Block; BLOCKS] {
+        let numbers = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        // Each register has one word of all blocks.
+        let mut words = [
+            _mm512_add_epi32(_mm512_set1_epi32(first as i32), numbers),
+            _mm512_setzero_si512(),
+            _mm512_set1_epi32(id as i32),
+            _mm512_set1_epi32((id >> 32) as i32),
+        ];
+        let (times_0, times_1) = (_mm512_set1_epi32(0xd251_1f53_u32 as i32), _mm512_set1_epi32(0xcd9e_8d57_u32 as i32));
+        for round in 0..10_u32 {
+            let key_0 = _mm512_set1_epi32(key[0].wrapping_add(round.wrapping_mul(0x9e37_79b9)) as i32);
+            let key_1 = _mm512_set1_epi32(key[1].wrapping_add(round.wrapping_mul(0xbb67_ae85)) as i32);
+            let (high_0, low_0) = product(words[0], times_0);
+            let (high_1, low_1) = product(words[2], times_1);
+            words = [
+                _mm512_ternarylogic_epi32::<XOR>(high_1, words[1], key_0),
+                low_1,
+                _mm512_ternarylogic_epi32::<XOR>(high_0, words[3], key_1),
+                low_0,
+            ];
+        }
+        by_block(words)
+    }
+
+    /// The upper and the lower halves of the products of all lanes.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn product(words: __m512i, times: __m512i) -> (__m512i, __m512i) {
+        let even = _mm512_mul_epu32(words, times);
+        let odd = _mm512_mul_epu32(_mm512_srli_epi64::<32>(words), times);
+        (
+            _mm512_mask_blend_epi32(ODD, _mm512_srli_epi64::<32>(even), odd),
+            _mm512_mask_blend_epi32(ODD, even, _mm512_slli_epi64::<32>(odd)),
+        )
+    }
+
+    /// The blocks, whose words were by their positions in the block.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn by_block([a, b, c, d]: [__m512i; 4]) -> [Block; BLOCKS] {
+        let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        // Register i has blocks i, i + 4, i + 8 and i + 12.
+        let every_fourth = [
+            _mm512_unpacklo_epi64(ab_low, cd_low),
+            _mm512_unpackhi_epi64(ab_low, cd_low),
+            _mm512_unpacklo_epi64(ab_high, cd_high),
+            _mm512_unpackhi_epi64(ab_high, cd_high),
+        ];
+        // Of two registers the lower halves of 256 bits, or the upper ones, in turn.
+        let lower = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+        let upper = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+        let [r0, r1, r2, r3] = every_fourth;
+        // Blocks 0, 1, 4, 5; then 2, 3, 6, 7; then the same of those from 8 on.
+        let pairs = [
+            _mm512_permutex2var_epi64(r0, lower, r1),
+            _mm512_permutex2var_epi64(r2, lower, r3),
+            _mm512_permutex2var_epi64(r0, upper, r1),
+            _mm512_permutex2var_epi64(r2, upper, r3),
+        ];
+        let first = _mm512_set_epi64(11, 10, 9, 8, 3, 2, 1, 0);
+        let second = _mm512_set_epi64(15, 14, 13, 12, 7, 6, 5, 4);
+        let ordered = [
+            _mm512_permutex2var_epi64(pairs[0], first, pairs[1]),
+            _mm512_permutex2var_epi64(pairs[0], second, pairs[1]),
+            _mm512_permutex2var_epi64(pairs[2], first, pairs[3]),
+            _mm512_permutex2var_epi64(pairs[2], second, pairs[3]),
+        ];
+        // SAFETY: both are 256 bytes, of which any are valid.
+        unsafe { std::mem::transmute::<[__m512i; 4], [Block; BLOCKS]>(ordered) }
+    }
 }
 
 /// The first random word of one counter.
