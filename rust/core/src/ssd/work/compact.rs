@@ -193,12 +193,14 @@ fn move_rows(tier: &Arc<TierInner>, victim: &Arc<Segment>) -> Result<()> {
 /// Move the live ones of the records of a chunk; false when there is no more room.
 fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<bool> {
     let (records, damage) = live_records(tier, victim, chunk);
+    // Memory is asked for while nothing has changed.
+    let mut moved = Moved::with_room_for(records.len());
     let mut state = tier.state();
     if state.is_closed() || tier.home.space.has_failed() {
         return Ok(false);
     }
     let classes = tier.classes(&state);
-    let (mut moved, mut room_left) = (Moved::default(), true);
+    let mut room_left = true;
     // The stream that takes the rows of each class, and how many more records each stream takes.
     let (mut streams, mut left) = ([None; MOST_CLASSES as usize], [0; MOST_CLASSES as usize]);
     for (at, Live { number, bytes, record, found }) in records.iter().enumerate() {
@@ -241,11 +243,16 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
 }
 
 /// Rows that were copied to other segments: what the index had for each, and where it is now.
-#[derive(Default)]
 struct Moved {
     ids: Vec<Id>,
     found: Vec<Found>,
     places: Vec<Location>,
+}
+
+impl Moved {
+    fn with_room_for(rows: usize) -> Self {
+        Self { ids: Vec::with_capacity(rows), found: Vec::with_capacity(rows), places: Vec::with_capacity(rows) }
+    }
 }
 
 /// A record of a chunk that the index pointed to, and what the index had for its id.
