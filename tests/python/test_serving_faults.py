@@ -228,7 +228,7 @@ def test_nothing_to_serve_is_said(tmp_path: Path) -> None:
 
 
 FORKED = """
-import os, sys
+import os, sys, traceback
 from torchrec_embcache import Saver, serving
 sys.path.insert(0, {tests!r})
 from serving_cases import publish, two_saves, until, value_of
@@ -238,17 +238,23 @@ ckpt = Path({ckpt!r})
 table, saver, _ = two_saves(ckpt)
 tables = serving.open(ckpt, follow=serving.Follow(poll_seconds=0.001))
 held = tables.pin()
+has_begun, begins = os.pipe()
 child = os.fork()
 if child == 0:
     ended = 1
     try:
         assert value_of(held) == 1.0 == value_of(tables.pin())
+        os.write(begins, b"1")
         until(lambda: value_of(tables.pin()) == 20.0)
         assert value_of(held) == 1.0
         tables.close()
         ended = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(ended)
+os.close(begins)
+os.read(has_begun, 1)  # the child has looked before there is anything newer, or has ended
 publish(table, saver, ckpt, 20.0)
 _, status = os.waitpid(child, 0)
 until(lambda: value_of(tables.pin()) == 20.0)
@@ -263,7 +269,7 @@ def test_a_forked_child_serves_and_follows_too(ckpt: Path) -> None:
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0\n"
+    assert done.stdout == "0\n", done.stderr
 
 
 def test_tables_say_that_they_cannot_be_pickled_and_are_shared_by_copies(ckpt: Path) -> None:
