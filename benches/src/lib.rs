@@ -33,6 +33,7 @@ mod tier;
 mod training;
 mod windows;
 mod workload;
+mod written_disk;
 
 pub use evictions::Evictions;
 pub use groups::{Group, Wanted, run};
@@ -54,3 +55,4 @@ pub use tier::{APPEND_ROWS, CountedEngine, RECORD_BYTES, ROW_BYTES, TierRows, ne
 pub use training::{Saved, Training, bytes_of, disk_bytes_of, give_rows, save};
 pub use windows::{RAW_WRITE, raw_write_bytes, raw_write_rate, setting, settle, window};
 pub use workload::{BATCH_IDS, Ids, SplitMix64, Zipf, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};
+pub use written_disk::WrittenDisk;

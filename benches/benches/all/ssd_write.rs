@@ -4,36 +4,22 @@
 //! `EMBCACHE_BENCH_SSD_SECONDS` sets the length of a window in seconds (12).
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use embcache::io::{IoEngine, default_engine};
 use embcache::ssd::SsdTier;
 use embcache_benches::{
-    APPEND_ROWS, Bench, Better, Group, NullDisk, PlainWriteBack, RAW_WRITE, RECORD_BYTES, Rounds, Scale, Scratch,
-    SplitMix64, StoreWork, TierRows, cpu_seconds, new_tier, raw_write_bytes, raw_write_rate, scattered_id, settle,
-    window,
+    APPEND_ROWS, Bench, Better, Group, PlainWriteBack, RAW_WRITE, RECORD_BYTES, Rounds, Scale, SplitMix64, StoreWork,
+    TierRows, WrittenDisk, cpu_seconds, new_tier, raw_write_rate, scattered_id, settle, window,
 };
 
 pub(crate) fn group() -> Group {
     let bench = |name, limit, make| Bench { name, unit: "rows/s", better: Better::Higher, limit: Some(limit), make };
     Group::Alone(vec![
-        bench("ssd_writeback", RAW_WRITE, |scale| {
-            let scratch =
-                Scratch::new(cap_bytes(scale) + raw_write_bytes(scale) as u64).unwrap_or_else(|why| panic!("{why}"));
-            WriteBack::make(scale, &default_engine().expect("an engine"), Disk::Real(scratch))
-        }),
+        bench("ssd_writeback", RAW_WRITE, |scale| WriteBack::make(scale, WrittenDisk::real(scale, cap_bytes(scale)))),
         bench("ssd_writeback_null_disk", PlainWriteBack::WHAT, |scale| {
-            let plain = PlainWriteBack::new((0..rows(scale) as usize).map(|rank| scattered_id(rank as u64)));
-            WriteBack::make(scale, &(NullDisk::new() as Arc<dyn IoEngine>), Disk::Null(plain))
+            WriteBack::make(scale, WrittenDisk::null(rows(scale)))
         }),
     ])
-}
-
-/// What the tier writes to, with its limit.
-enum Disk {
-    Real(Scratch),
-    Null(PlainWriteBack),
 }
 
 fn rows(scale: Scale) -> u64 {
@@ -52,19 +38,15 @@ struct WriteBack {
     random: SplitMix64,
     window: Duration,
     scale: Scale,
-    disk: Disk,
+    disk: WrittenDisk,
     /// Seconds of all threads in the measured windows, and the rows that were written there.
     spent: (f64, f64),
 }
 
 impl WriteBack {
-    fn make(scale: Scale, engine: &Arc<dyn IoEngine>, disk: Disk) -> Box<dyn Rounds> {
-        let folder = match &disk {
-            Disk::Real(scratch) => scratch.path().to_owned(),
-            Disk::Null(_) => "/null".into(),
-        };
-        engine.create_dir_all(&folder).expect("a folder");
-        let (rows, tier) = (rows(scale), new_tier(&folder, engine, cap_bytes(scale)));
+    fn make(scale: Scale, disk: WrittenDisk) -> Box<dyn Rounds> {
+        let (engine, folder) = disk.open();
+        let (rows, tier) = (rows(scale), new_tier(&folder, &engine, cap_bytes(scale)));
         let mut batch = TierRows::default();
         batch.load(&tier, rows);
         let mut this =
@@ -100,7 +82,7 @@ impl WriteBack {
         let mut rows = 0;
         while begin.elapsed() < time {
             let ids = self.ids();
-            if let Disk::Null(plain) = &mut self.disk {
+            if let WrittenDisk::Null(plain) = &mut self.disk {
                 plain.write(&ids, &self.batch.bytes());
             }
             rows += APPEND_ROWS;
@@ -123,8 +105,8 @@ impl Rounds for WriteBack {
     fn limit(&mut self) -> Option<f64> {
         settle(&self.tier);
         match &self.disk {
-            Disk::Real(scratch) => Some(raw_write_rate(scratch.path(), self.scale)),
-            Disk::Null(_) => Some(self.write_plainly_for(self.window / 4)),
+            WrittenDisk::Real(scratch) => Some(raw_write_rate(scratch.path(), self.scale)),
+            WrittenDisk::Null(_) => Some(self.write_plainly_for(self.window / 4)),
         }
     }
 
@@ -139,7 +121,7 @@ impl Rounds for WriteBack {
     fn store(&self) -> Option<StoreWork> {
         let seconds = self.window.as_secs_f64();
         let work = StoreWork::Rewrite { rows: self.rows, ram_bytes: 256 << 20, batch: APPEND_ROWS, seconds };
-        matches!(self.disk, Disk::Real(_)).then_some(work)
+        matches!(self.disk, WrittenDisk::Real(_)).then_some(work)
     }
 
     fn check(&mut self) {

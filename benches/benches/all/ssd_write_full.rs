@@ -5,16 +5,13 @@
 //! `EMBCACHE_BENCH_SSD_SECONDS` sets the length of a window in seconds (12), `EMBCACHE_BENCH_SSD_ROWS` the number of rows (4M).
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use embcache::io::{IoEngine, default_engine};
 use embcache::ssd::SsdTier;
 use embcache_benches::{
-    APPEND_ROWS, Better, CountedEngine, Evictions, Group, Limit, NullDisk, PlainWriteBack, RAW_WRITE, RECORD_BYTES,
-    ROW_BYTES, Row, Scale, Scratch, TierRows, median, new_tier, raw_write_bytes, raw_write_rate, scattered_id, setting,
-    settle, window,
+    APPEND_ROWS, Better, CountedEngine, Evictions, Group, Limit, PlainWriteBack, RAW_WRITE, RECORD_BYTES, ROW_BYTES,
+    Row, Scale, TierRows, WrittenDisk, median, new_tier, raw_write_rate, scattered_id, setting, settle, window,
 };
 
 const WINDOWS: usize = 5;
@@ -112,10 +109,9 @@ impl<'a> Writer<'a> {
 fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> Vec<Row<'static>> {
     // A small tier has less room in proportion, because of its segments and the note of its checkpoints.
     let cap = rows * RECORD_BYTES as u64 * 100 / full.percent + scale.pick(0, 1 << 20);
-    let mut disk = Disk::make(scale, full, rows, cap);
-    let engine = CountedEngine::over(disk.engine());
-    let folder = disk.folder();
-    engine.create_dir_all(&folder).expect("a folder");
+    let mut disk = if full.amplification.is_some() { WrittenDisk::real(scale, cap) } else { WrittenDisk::null(rows) };
+    let (engine, folder) = disk.open();
+    let engine = CountedEngine::over(engine);
     let tier = new_tier(&folder, &(engine.clone() as _), cap);
     let mut writer = Writer { tier, engine, batch: TierRows::default(), ranks, at: 0 };
     writer.batch.load(&writer.tier, rows);
@@ -129,7 +125,7 @@ fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> Vec<Row<'
     let (mut rates, mut amplifications, mut limits) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..scale.pick(WINDOWS, 1) {
         settle(&writer.tier);
-        limits.push(disk.limit(scale, &mut writer));
+        limits.push(limit(&mut disk, scale, &mut writer));
         // Use up, before the clock starts, what compaction did ahead meanwhile.
         writer.write_for(window / 6);
         let (rate, amplification) = writer.write_for(window);
@@ -155,46 +151,17 @@ fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> Vec<Row<'
     [rate].into_iter().chain(full.amplification.map(amplification)).collect()
 }
 
-/// What the tier writes to, with its limit.
-enum Disk {
-    Real(Scratch),
-    Null(PlainWriteBack),
-}
-
-impl Disk {
-    fn make(scale: Scale, full: &Fullness, rows: u64, cap: u64) -> Self {
-        if full.amplification.is_none() {
-            return Self::Null(PlainWriteBack::new((0..rows as usize).map(|rank| scattered_id(rank as u64))));
-        }
-        Self::Real(Scratch::new(cap + raw_write_bytes(scale) as u64).unwrap_or_else(|why| panic!("{why}")))
+/// Rows a second of the limit, which writes the rows that come next.
+fn limit(disk: &mut WrittenDisk, scale: Scale, writer: &mut Writer<'_>) -> f64 {
+    let plain = match disk {
+        WrittenDisk::Real(scratch) => return raw_write_rate(scratch.path(), scale),
+        WrittenDisk::Null(plain) => plain,
+    };
+    let (begin, time, mut rows) = (Instant::now(), window(scale) / 4, 0);
+    while begin.elapsed() < time {
+        let ids: Vec<i64> = writer.next_ids().collect();
+        plain.write(&ids, &writer.batch.bytes()[..ids.len()]);
+        rows += ids.len();
     }
-
-    fn engine(&self) -> Arc<dyn IoEngine> {
-        match self {
-            Self::Real(_) => default_engine().expect("an engine"),
-            Self::Null(_) => NullDisk::new(),
-        }
-    }
-
-    fn folder(&self) -> PathBuf {
-        match self {
-            Self::Real(scratch) => scratch.path().to_owned(),
-            Self::Null(_) => "/null".into(),
-        }
-    }
-
-    /// Rows a second of the limit, which writes the rows that come next.
-    fn limit(&mut self, scale: Scale, writer: &mut Writer<'_>) -> f64 {
-        let plain = match self {
-            Self::Real(scratch) => return raw_write_rate(scratch.path(), scale),
-            Self::Null(plain) => plain,
-        };
-        let (begin, time, mut rows) = (Instant::now(), window(scale) / 4, 0);
-        while begin.elapsed() < time {
-            let ids: Vec<i64> = writer.next_ids().collect();
-            plain.write(&ids, &writer.batch.bytes()[..ids.len()]);
-            rows += ids.len();
-        }
-        rows as f64 / begin.elapsed().as_secs_f64()
-    }
+    rows as f64 / begin.elapsed().as_secs_f64()
 }

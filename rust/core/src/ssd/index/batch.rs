@@ -18,7 +18,7 @@ const USUAL_DISTANCE: usize = 4;
 /// The place of what is in the exact map.
 const IN_EXACT: u64 = u64::MAX;
 
-/// Ids that are on their way, of which the last are asked for.
+/// Ids that are looked for at the same time, each at one of the steps of the search.
 const RING: usize = (4 * AHEAD).next_power_of_two();
 
 /// Where an id will be looked for: the position of its home is in a sub-table.

@@ -43,7 +43,8 @@ impl Map {
         self.ids.insert(id, location);
         if !self.filter.add(hash_id(id)) {
             self.filter.begin(2 * self.ids.len());
-            self.ids.keys().for_each(|&id| _ = self.filter.add(hash_id(id)));
+            // Without memory for bits this ends at the first id.
+            let _all = self.ids.keys().all(|&id| self.filter.add(hash_id(id)));
         }
     }
 
