@@ -63,6 +63,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "save_full": "a full checkpoint of 2 GiB of rows in RAM, written and synced",
         "save_full_cpu_seconds_per_gib": "user and system time of it",
         "load_full": "it loaded into a new table with nothing in the page cache",
+        "load_null_disk": "the same from files in memory, which cost nothing to read: the processor's share",
         "load_4_to_3_bytes_read_per_owned": "bytes read by a rank of three of what four saved / bytes of its rows, the worst rank",
         "save_delta_1pct_of_full_time": "time of a delta with 1% of 7.5M rows in RAM modified / time of a full save of them",
         "save_linked_of_full_time": "time of a linked checkpoint of 4M rows, a tenth in RAM / time of a full save",

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use embcache::cache::{RowBlock, Table};
 use embcache::checkpoint::{Chain, Directory, Latest, RankWriter, Save};
 use embcache::config::{OptimizerKind, TableConfig};
-use embcache::io::{IoEngine, default_engine};
+use embcache::io::{IoEngine, Open, default_engine};
 use embcache::rows::RowHeader;
 use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
 use embcache_benches::{
@@ -21,7 +21,7 @@ use embcache_benches::{
 
 const ROUNDS: usize = 5;
 const IMPORT_ROWS: usize = 65_536;
-const MODULE: &str = "model.ebc";
+pub(super) const MODULE: &str = "model.ebc";
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
 /// The number of ranks that save, and of ranks that load.
 const RESHARD: (u32, u32) = (4, 3);
@@ -39,7 +39,7 @@ pub(crate) fn group() -> Group {
 }
 
 /// A table with room for `rows` rows, with the buckets of `rank` in `world`.
-fn table(rows: u64, rank: u32, world: u32) -> Table {
+pub(super) fn table(rows: u64, rank: u32, world: u32) -> Table {
     let buckets = share(DEFAULT_TOTAL_NUM_BUCKETS, rank, world);
     let config = TableConfig { buckets, ..table_config(OPTIMIZER, rows + rows / 50 + 4096) };
     Table::open(config, None, default_engine().expect("an engine")).expect("a table")
@@ -53,7 +53,7 @@ fn share(total: u32, rank: u32, world: u32) -> std::ops::Range<u32> {
 }
 
 /// Give a table those of `rows` rows that it owns. Values differ from row to row.
-fn fill(table: &Table, rows: u64) {
+pub(super) fn fill(table: &Table, rows: u64) {
     let config = table.config();
     let mut random = SplitMix64(3);
     let values: Vec<f32> = (0..IMPORT_ROWS * DIM + 4096).map(|_| random.next_f64() as f32).collect();
@@ -75,13 +75,13 @@ fn fill(table: &Table, rows: u64) {
     }
 }
 
-fn rows_of(scale: Scale) -> u64 {
+pub(super) fn rows_of(scale: Scale) -> u64 {
     setting("EMBCACHE_BENCH_SAVE_ROWS", scale.pick(7_500_000, 20_000))
 }
 
 /// Save the tables of all ranks into a new folder. The result is the bytes of the files with rows.
-fn save(engine: &Arc<dyn IoEngine>, root: &Path, tables: &[Table]) -> u64 {
-    std::fs::create_dir(root).expect("a folder of our own");
+pub(super) fn save(engine: &Arc<dyn IoEngine>, root: &Path, tables: &[Table]) -> u64 {
+    engine.create_dir_all(root).expect("a folder of our own");
     let directory = Directory::in_engine(Arc::clone(engine), root);
     let save = Save::begin(&directory, 7).expect("begun");
     let world = tables.len() as u32;
@@ -92,8 +92,13 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, tables: &[Table]) -> u64 {
     };
     let digests: Vec<_> = (0..).zip(tables).map(digest).collect();
     let published = save.publish(&digests, 1).expect("published");
-    let dir = root.join(published.latest.name.to_string()).join(format!("{MODULE}+rows"));
-    files(&dir).map(|file| file.metadata().expect("a file").len()).sum()
+    let paths = engine.list(&dir_of(root, &published.latest)).expect("a folder");
+    paths.iter().map(|path| engine.open(path, Open::Read).and_then(|file| file.len()).expect("a file")).sum()
+}
+
+/// The folder of the table's files.
+fn dir_of(root: &Path, latest: &Latest) -> PathBuf {
+    root.join(latest.name.to_string()).join(format!("{MODULE}+rows"))
 }
 
 fn files(dir: &Path) -> impl Iterator<Item = std::fs::File> {
@@ -203,8 +208,7 @@ impl Loads {
         let table = table(self.rows, 0, 1);
         let directory = Directory::in_engine(Arc::clone(&self.engine), &self.root);
         let latest = Latest::read(&directory).expect("a checkpoint");
-        let dir = self.root.join(latest.name.to_string()).join(format!("{MODULE}+rows"));
-        files(&dir).for_each(|file| forget_cached(&file));
+        files(&dir_of(&self.root, &latest)).for_each(|file| forget_cached(&file));
         let (cpu, begin) = (cpu_seconds(), Instant::now());
         let checkpoint = Chain::open(&directory, latest).expect("a checkpoint");
         let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
@@ -239,16 +243,19 @@ impl Rounds for Loads {
     }
 
     fn check(&mut self) {
-        let ids: Vec<i64> = (0..1000).map(scattered_id).collect();
-        let expected = {
-            let saved = table(self.rows, 0, 1);
-            fill(&saved, self.rows);
-            saved.read_rows(&ids).expect("rows")
-        };
-        let found = self.load().0.read_rows(&ids).expect("rows");
-        assert!(found.found.iter().all(|found| *found) && found.headers == expected.headers);
-        assert!(found.vectors == expected.vectors, "rows as they were saved");
+        check_loaded(&self.load().0, self.rows);
     }
+}
+
+/// Check that a table that was loaded has the rows that [`fill`] gives to a table of `rows` rows.
+pub(super) fn check_loaded(loaded: &Table, rows: u64) {
+    let ids: Vec<i64> = (0..1000).map(scattered_id).collect();
+    let saved = table(rows, 0, 1);
+    fill(&saved, rows);
+    let expected = saved.read_rows(&ids).expect("rows");
+    let found = loaded.read_rows(&ids).expect("rows");
+    assert!(found.found.iter().all(|found| *found) && found.headers == expected.headers);
+    assert!(found.vectors == expected.vectors, "rows as they were saved");
 }
 
 /// A checkpoint of four ranks that three ranks load. The value is that of the worst rank.

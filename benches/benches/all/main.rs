@@ -7,6 +7,7 @@ mod births;
 mod checkpoint;
 mod checkpoint_delta;
 mod checkpoint_linked;
+mod checkpoint_null_disk;
 mod dedupe;
 mod host_hit;
 mod index;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
         ("checkpoint", checkpoint::group()),
         ("checkpoint_delta", checkpoint_delta::group()),
         ("checkpoint_linked", checkpoint_linked::group()),
+        ("checkpoint_null_disk", checkpoint_null_disk::group()),
         ("dedupe", dedupe::group()),
         ("host_hit", host_hit::group()),
         ("index", index::group()),
