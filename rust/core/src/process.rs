@@ -19,11 +19,43 @@ thread_local! {
 /// Make this thread work in the background from now on. It gets the lowest priority, as do threads that it starts, and it asks no
 /// other threads for help.
 pub fn work_behind() {
+    step_back(LOWEST_PRIORITY);
+}
+
+/// Make this thread give way to threads of usual priority from now on, without waiting for them to be idle: beside one that is always
+/// busy on the same core it gets a tenth of the time. Threads that it starts have its priority, and it asks no other threads for help.
+pub(crate) fn give_way() {
+    step_back(LOW_PRIORITY);
+}
+
+/// The nice values of [`work_behind`] and [`give_way`].
+const LOWEST_PRIORITY: i32 = 19;
+const LOW_PRIORITY: i32 = 10;
+
+fn step_back(nice: i32) {
     BEHIND.set(true);
     #[cfg(target_os = "linux")]
     {
         // On Linux "no process" is the calling thread. Where this is refused the priority stays as it was.
-        let _ = rustix::process::setpriority_process(None, 19);
+        let _ = rustix::process::setpriority_process(None, nice);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = nice;
+}
+
+/// Whether the thread that made it works in the background, for a thread that works for it. The system hands the priority on by itself.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Behind(bool);
+
+impl Behind {
+    /// Of this thread.
+    pub(crate) fn here() -> Self {
+        Self(BEHIND.get())
+    }
+
+    /// Make it so on this thread, which was started for the other one.
+    pub(crate) fn hand_on(self) {
+        BEHIND.set(self.0);
     }
 }
 
@@ -137,6 +169,27 @@ mod tests {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         assert_eq!((values, MADE.load(Ordering::Relaxed)), (vec![0; 8], 1));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_thread_that_gives_way_hands_that_on_to_the_threads_that_it_starts() {
+        let nice = || rustix::process::getpriority_process(None).unwrap();
+        let before = nice();
+        let started = |behind: Behind| {
+            let theirs = move || {
+                behind.hand_on();
+                (nice(), works_behind())
+            };
+            std::thread::spawn(theirs).join().unwrap()
+        };
+        let of_thread = std::thread::spawn(move || {
+            give_way();
+            (nice(), works_behind(), started(Behind::here()))
+        });
+        let expected = LOW_PRIORITY.max(before);
+        assert_eq!(of_thread.join().unwrap(), (expected, true, (expected, true)));
+        assert_eq!((nice(), works_behind()), (before, false), "other threads are as they were");
     }
 
     #[test]

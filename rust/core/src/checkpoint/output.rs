@@ -9,7 +9,7 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, Open};
 use crate::memory::room_for_threads;
-use crate::process::works_behind;
+use crate::process::{Behind, works_behind};
 use crate::sync::lock;
 
 /// How many images exist at once. The caller fills one while threads write the others. At any time some of the others are being synced,
@@ -163,7 +163,9 @@ pub(crate) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(
     let helpers = if helpers > 0 && room_for_threads() { helpers } else { 0 };
     let pieces = Mutex::new(pieces.into_iter());
     let failed = Mutex::new(None);
+    let behind = Behind::here();
     let run = || {
+        behind.hand_on();
         loop {
             let next = lock(&pieces).next();
             let Some(piece) = next else { return };

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::serving::{Newest, Serving};
 use crate::error::{Error, Kind, Result};
+use crate::process::give_way;
 use crate::sync::lock;
 
 /// The most looks that are left out after a failed one.
@@ -77,6 +78,8 @@ impl Serving {
 }
 
 fn run(stop: &Stop, serving: &Weak<Serving>, every: Duration) {
+    // Requests come first.
+    give_way();
     let mut back_off = BackOff::default();
     let mut asked = lock(&stop.asked);
     loop {

@@ -9,6 +9,7 @@ use super::source::Source;
 use super::version::{Indexed, Version, with_indexes};
 use crate::checkpoint::Wait;
 use crate::error::{Error, Kind, Result};
+use crate::process::give_way;
 
 /// Makes indexes that cover all of a version.
 #[derive(Clone, Debug)]
@@ -58,6 +59,8 @@ impl Merger {
         let (merger, version) = (self.clone(), Arc::clone(version));
         let work = move || {
             let _busy = busy;
+            // Requests come first.
+            give_way();
             let mut wait = || {
                 let left = || Error::new(Kind::State, "nobody serves it any more");
                 if server.strong_count() == 0 { Err(left()) } else { Ok(()) }

@@ -27,6 +27,7 @@ use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, DirLock, IoEngine};
 use crate::memory::{self, room_for_threads};
+use crate::process::Behind;
 use crate::rows::RowHeader;
 use crate::ssd::SegmentFiles;
 use crate::sync::lock;
@@ -331,8 +332,9 @@ impl TableReader {
                 // A thread keeps its group until the caller asks for it.
                 let (send, receive) = mpsc::sync_channel(0);
                 let mine = groups.iter().skip(number).step_by(AHEAD);
-                let staging = &staging;
+                let (staging, behind) = (&staging, Behind::here());
                 let read = move || {
+                    behind.hand_on();
                     for group in mine {
                         // After an error of the sink nobody receives this.
                         if send.send(self.stage(group, staging)).is_err() {
