@@ -176,7 +176,7 @@ mod tests {
     fn a_thread_that_gives_way_hands_that_on_to_the_threads_that_it_starts() {
         let nice = || rustix::process::getpriority_process(None).unwrap();
         let before = nice();
-        let started = |behind: Behind| {
+        let started = move |behind: Behind| {
             let theirs = move || {
                 behind.hand_on();
                 (nice(), works_behind())

@@ -130,17 +130,17 @@ impl TableBase {
     /// Write the initial values of `count` rows, on up to `threads` threads. The bits do not depend on their number.
     ///
     /// # Safety
-    /// `row` gives for each number below `count` an address that is valid for writes of a row of this table's layout. No two of them
-    /// overlap, and during the call nobody else reads or writes there.
+    /// `row` gives for each number below `count` the address of a row of this table's layout, whose memory holds floats and is valid for writes.
+    /// No two of them overlap, and during the call nobody else reads or writes there.
     pub(crate) unsafe fn bear(&self, count: usize, row: impl Fn(usize) -> (Id, RowAddress) + Sync, threads: usize) {
         let floats = self.floats();
         let cost_before = |row: usize| (row * floats) as u64;
         deal(threads, count, cost_before, |range| {
             for (id, to) in range.map(&row) {
-                // SAFETY: the caller promises a valid address that nobody else uses, and each number is the work of one thread.
+                // SAFETY: the caller promises a valid address of floats that nobody else uses, and each number is the work of one thread.
                 let vector = unsafe {
                     to.header.write(RowHeader { id, ..RowHeader::default() });
-                    to.vector.write_bytes(0, floats);
+                    to.vector.wrapping_add(self.layout.dim).write_bytes(0, floats - self.layout.dim);
                     std::slice::from_raw_parts_mut(to.vector, self.layout.dim)
                 };
                 self.birth.fill(id, vector);

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 mod access;
+mod fill;
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -436,5 +436,6 @@ fn put(hash: IdHash, lines: &mut [Line], id: Id, tag: u32) {
 }
 
 mod ahead;
+mod batch;
 #[cfg(test)]
 mod tests;

@@ -26,6 +26,15 @@ pub trait Policy: Send + std::fmt::Debug {
     fn inserted(&mut self, slot: CacheSlot, id: Id);
     /// Start to load what `inserted` will look at for `id` into the processor's cache.
     fn prefetch_insert(&self, _id: Id) {}
+    /// Rows took `slots`: as `inserted` for each, in their order. `slots` and `ids` are `[n]`.
+    fn all_inserted(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+        for (at, (&slot, &id)) in slots.iter().zip(ids).enumerate() {
+            if let Some(&later) = ids.get(at + AHEAD) {
+                self.prefetch_insert(later);
+            }
+            self.inserted(slot, id);
+        }
+    }
     /// A plan used the rows in `slots`, each at most once a call.
     fn accessed(&mut self, slots: &[CacheSlot]);
     /// The slot to evict next among those for which `evictable` returns true; `None` if there is none. Until `removed` is called
@@ -52,7 +61,7 @@ pub trait Policy: Send + std::fmt::Debug {
 /// parks itself.
 const RECHECKED: u32 = 2;
 
-/// `accessed` prefetches what it knows of a slot this many slots before its turn.
+/// `accessed` and `all_inserted` prefetch what they look at this many slots before its turn.
 const AHEAD: usize = 16;
 
 /// The policy of `kind` for a tier of `capacity` slots. Overflow slots past the capacity may be used too.

@@ -5,6 +5,7 @@
 //! lock of its table. Slots `0..capacity` are the budget of the tier. Slots from `capacity` on are overflow: they are taken only for a
 //! working set that does not fit the budget.
 
+mod fill;
 mod listing;
 mod pins;
 mod state;
@@ -337,28 +338,11 @@ impl SlotMap {
         }
     }
 
-    /// Fetch what an insert of `id` will touch into the processor's cache.
-    #[inline]
-    pub fn prefetch_insert(&self, id: Id) {
-        self.index.prefetch(id);
-        self.policy.prefetch_insert(id);
-    }
-
     /// Put a row into a taken slot.
     pub fn insert(&mut self, slot: CacheSlot, id: Id, state: RowState) {
         self.set_state(slot, state.with(RowState::OCCUPIED));
         self.index.insert(id, slot);
         self.policy.inserted(slot, id);
-    }
-
-    /// Put a row into a taken slot, unless the tier has its id already. True says that the row was put there.
-    pub fn insert_new(&mut self, slot: CacheSlot, id: Id, state: RowState) -> bool {
-        let new = self.index.insert_new(id, slot);
-        if new {
-            self.set_state(slot, state.with(RowState::OCCUPIED));
-            self.policy.inserted(slot, id);
-        }
-        new
     }
 
     /// Take a row out of its slot and give the slot back. `evicted` tells the policy whether the row left to make room.

@@ -11,8 +11,6 @@ use crate::slots::RowState;
 use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// While rows are inserted, what the insert that comes this many rows later will touch is fetched into the processor's cache.
-const INSERTS_AHEAD: usize = 12;
 /// Rows whose reads are submitted together. The disk works on them while room is made for the next ones.
 const ROWS_PER_SUBMISSION: usize = 4096;
 
@@ -284,46 +282,44 @@ impl Residency {
 
     /// Take host slots for ids that are not in RAM, where rows will be born or read, and pin them.
     fn take_slots(&mut self, hold: &mut Hold, missing: Missing<'_>, mode: PlanMode) -> Admitted {
-        let mut reads = Vec::new();
-        let mut born = Vec::new();
-        let mut zeros = 0;
-        let mut refused = Ok(());
         let leaves_out = !mode.train && !mode.reads_births(&self.base.config);
+        let read = leaves_out.then(|| RowsToRead::of(missing));
+        let wanted = read.as_ref().map_or(missing, RowsToRead::missing);
+        let (slots, refused) = self.host.admit(wanted.ids, wanted.on_ssd, !mode.ahead);
+        let (mut reads, mut born) = (Vec::new(), Vec::new());
         let host = Arc::make_mut(&mut hold.host);
-        let rows = missing.positions.iter().zip(missing.ids).zip(missing.on_ssd);
-        for (number, ((&position, &id), &there)) in rows.enumerate() {
-            if let Some(&later) = missing.ids.get(number + INSERTS_AHEAD) {
-                self.host.slots.prefetch_insert(later);
-            }
-            if leaves_out && !there {
-                zeros += 1;
-                continue;
-            }
-            let taken = match self.host.take(!mode.ahead) {
-                Ok(Some(taken)) => taken,
-                Ok(None) => {
-                    hold.unplaced.push(position);
-                    continue;
-                }
-                Err(error) => {
-                    // Rows that are LOADING by now must be read, since other plans may find them and wait for them.
-                    refused = Err(error);
-                    break;
-                }
-            };
-            let slot = taken.slot();
-            if there {
-                self.host.insert_loading(&taken, id);
-                reads.push((id, slot));
-            } else {
-                born.push((id, slot));
-                self.host.slots.insert(slot, id, RowState::PROVISIONAL);
-                self.counts.became_provisional(1);
-            }
+        let rows = slots.iter().zip(wanted.positions).zip(wanted.ids).zip(wanted.on_ssd);
+        for (((&slot, &position), &id), &there) in rows {
             self.host.slots.pin(slot);
             host[position as usize] = slot;
+            if there { &mut reads } else { &mut born }.push((id, slot));
         }
+        self.counts.became_provisional(born.len() as u64);
+        // After an error, rows that are LOADING by now must be read all the same, since other plans may find them and wait for them.
+        if refused.is_ok() {
+            hold.unplaced.extend_from_slice(&wanted.positions[slots.len()..]);
+        }
+        let zeros = (missing.ids.len() - wanted.ids.len()) as u64;
         Admitted { reads, born, zeros, refused }
+    }
+}
+
+/// Those of some missing ids that may be on SSD.
+struct RowsToRead {
+    positions: Vec<u32>,
+    ids: Vec<Id>,
+    on_ssd: Vec<bool>,
+}
+
+impl RowsToRead {
+    fn of(missing: Missing<'_>) -> Self {
+        let there = missing.positions.iter().zip(missing.ids).zip(missing.on_ssd).filter(|(_, there)| **there);
+        let (positions, ids): (Vec<u32>, Vec<Id>) = there.map(|((&position, &id), _)| (position, id)).unzip();
+        Self { on_ssd: vec![true; ids.len()], positions, ids }
+    }
+
+    fn missing(&self) -> Missing<'_> {
+        Missing { positions: &self.positions, ids: &self.ids, on_ssd: &self.on_ssd }
     }
 }
 

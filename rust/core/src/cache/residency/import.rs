@@ -25,8 +25,6 @@ use crate::types::{CacheSlot, Id};
 const ROWS_PER_PART: usize = 4096;
 /// Rows of columns that one thread copies at a time.
 const ROWS_PER_TASK: usize = 2048;
-/// While rows of columns are inserted, what the insert that comes this many rows later will touch is fetched into the processor's cache.
-const INSERTS_AHEAD: usize = 24;
 
 /// Rows that are put in together, and where they are now.
 #[derive(Clone, Copy)]
@@ -283,11 +281,7 @@ impl Residency {
         self.host.reserve(fit)?;
         let mut slots: Vec<CacheSlot> = Vec::new();
         memory::reserve(&mut slots, "place rows", fit)?;
-        while slots.len() < fit
-            && let Some(taken) = self.host.take(false)?
-        {
-            slots.push(taken.slot());
-        }
+        self.host.slots.take_many(fit, &mut slots);
         let floats = self.base.floats();
         let arena = Arc::clone(self.host.arena());
         let copy = |(task, slots): (usize, &[CacheSlot])| {
@@ -302,15 +296,8 @@ impl Residency {
             }
         };
         let placed = beside(slots.chunks(ROWS_PER_TASK).enumerate(), copy, || {
-            for (at, (&id, &slot)) in ids.iter().zip(&slots).enumerate() {
-                if let Some(&later) = ids.get(at + INSERTS_AHEAD) {
-                    self.host.slots.prefetch_insert(later);
-                }
-                if !self.host.slots.insert_new(slot, id, RowState::DIRTY.with(RowState::MODIFIED)) {
-                    return at;
-                }
-            }
-            slots.len()
+            let ids = &ids[..slots.len()];
+            self.host.slots.insert_all_new(&slots, ids, RowState::DIRTY.with(RowState::MODIFIED))
         });
         for &slot in &slots[placed..] {
             self.host.slots.give_back(slot);

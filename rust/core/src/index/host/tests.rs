@@ -62,6 +62,47 @@ fn the_index_takes_its_capacity_in_the_bytes_it_says_and_goes_on_past_it() {
     check_structure(&index);
 }
 
+#[test]
+fn many_ids_are_added_in_order_up_to_the_first_that_is_there() {
+    for capacity in [7, 300, 5000] {
+        let mut index = HostIndex::new(capacity);
+        let ids: Vec<Id> = (0..capacity as Id).map(|n| n * 7 - 40).collect();
+        let slots: Vec<u32> = (0..ids.len() as u32).collect();
+        assert_eq!(index.insert_new_batch(&ids[..ids.len() / 2], &slots[..ids.len() / 2]), ids.len() / 2);
+        check_structure(&index);
+        // The one in the middle is there already, and so is one of the batch's own.
+        let later: Vec<Id> = ids[ids.len() / 2..].iter().copied().chain([ids[0], 1 << 40]).collect();
+        let places: Vec<u32> = (ids.len() as u32 / 2..).take(later.len()).collect();
+        assert_eq!(index.insert_new_batch(&later, &places), later.len() - 2);
+        assert_eq!(index.insert_new_batch(&[5 << 40, 5 << 40, 6 << 40], &[1, 2, 3]), 1);
+        assert_eq!(index.insert_new_batch(&[], &[]), 0);
+        check_structure(&index);
+        let mut found = vec![0; ids.len()];
+        index.get_batch(&ids, &mut found);
+        assert_eq!(found, slots);
+        assert_eq!((index.get(1 << 40), index.get(5 << 40), index.get(6 << 40)), (NO_SLOT, 1, NO_SLOT));
+    }
+}
+
+#[test]
+fn a_line_says_the_same_of_an_id_whatever_looks() {
+    let mut line: Line = bytemuck::Zeroable::zeroed();
+    for len in 0..=WIDTH {
+        // An id that was removed may be left in a free entry, and the count of ids that went past may look like half of one.
+        line.ids[len..].fill(77);
+        line.tags[WIDTH] = len as u32;
+        for id in [0, 1, 77, 3 << 32, -1, i64::from(line.tags[0])] {
+            let expected = (line.ids[..len].contains(&id), len);
+            for look in batch::looks_of(&line, id) {
+                assert_eq!(look, expected, "{len} entries, id {id}");
+            }
+        }
+        if len < WIDTH {
+            line.push([0, 3 << 32, -1, 1, 9][len], 5);
+        }
+    }
+}
+
 /// The number of lines that ids lie past their homes: the sum, and the maximum.
 fn steps_past_homes(index: &HostIndex) -> (usize, usize) {
     let lines = index.lines();

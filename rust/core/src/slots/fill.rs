@@ -1,0 +1,40 @@
+//! Many rows that come into a tier at once.
+
+use super::{RowState, SlotMap};
+use crate::types::{CacheSlot, Id};
+
+impl SlotMap {
+    /// Take empty slots of the budget, `wanted` or as many as there are, and add them to `taken`. Follow with [`SlotMap::insert_all_new`], or
+    /// with `give_back`.
+    pub fn take_many(&mut self, wanted: usize, taken: &mut Vec<CacheSlot>) {
+        let before = taken.len();
+        let all = before + wanted.min(self.free_slots() as usize);
+        while taken.len() < all
+            && let Some(slot) = self.free.pop()
+        {
+            if slot < self.limit {
+                taken.push(slot);
+            } else {
+                self.parked.push(slot);
+            }
+        }
+        let fresh = (all - taken.len()).min(self.limit.saturating_sub(self.next_fresh) as usize) as u32;
+        if fresh > 0 {
+            taken.extend(self.next_fresh..self.next_fresh + fresh);
+            self.next_fresh += fresh;
+            self.cover(self.next_fresh - 1);
+        }
+        self.used += (taken.len() - before) as u32;
+    }
+
+    /// Put rows into taken slots, up to the first one whose id the tier has already. `slots` and `ids` are `[n]`. Returns how many were put.
+    pub fn insert_all_new(&mut self, slots: &[CacheSlot], ids: &[Id], state: RowState) -> usize {
+        let put = self.index.insert_new_batch(ids, slots);
+        let (slots, ids) = (&slots[..put], &ids[..put]);
+        for &slot in slots {
+            self.set_state(slot, state.with(RowState::OCCUPIED));
+        }
+        self.policy.all_inserted(slots, ids);
+        put
+    }
+}
