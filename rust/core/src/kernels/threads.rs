@@ -1,6 +1,7 @@
 //! The threads of the kernels: pools that are kept, and work that is dealt in parts of equal cost.
 #![allow(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
@@ -54,6 +55,35 @@ pub(crate) fn deal(
         }
         take();
     });
+}
+
+/// Do `own`, which hands over pieces of work, on `threads` threads, of which this is one. The others do pieces while this thread goes on with
+/// `own`, and it helps them after that. All are done when this returns. `cost` is that of all pieces, in floats touched.
+pub(crate) fn hand_over<T: Send, R>(
+    threads: usize,
+    cost: u64,
+    work: impl Fn(T) + Sync,
+    own: impl FnOnce(&mut dyn FnMut(T)) -> R,
+) -> R {
+    let threads = threads.min((cost / MINIMUM_COST_PER_THREAD) as usize);
+    let Some(pool) = (if threads > 1 { pool(threads - 1) } else { None }) else {
+        return own(&mut |piece| work(piece));
+    };
+    let pieces = Mutex::new(VecDeque::new());
+    let take_one = || {
+        let next = lock(&pieces).pop_front();
+        next.map(&work).is_some()
+    };
+    pool.in_place_scope(|scope| {
+        let done = own(&mut |piece| {
+            lock(&pieces).push_back(piece);
+            scope.spawn(|_| {
+                take_one();
+            });
+        });
+        while take_one() {}
+        done
+    })
 }
 
 /// An address behind which several threads write, each at other elements.
@@ -209,6 +239,39 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn pieces_that_are_handed_over_are_done_once_each_by_all_threads() {
+        for (threads, cost) in [(1, 1000), (2, 1000), (4, 1000), (4, 0)] {
+            let done: Vec<AtomicUsize> = (0..300).map(|_| AtomicUsize::new(0)).collect();
+            let given = hand_over(
+                threads,
+                cost,
+                |piece: usize| {
+                    done[piece].fetch_add(1, Ordering::Relaxed);
+                },
+                |give| {
+                    (0..done.len()).for_each(&mut *give);
+                    done.len()
+                },
+            );
+            assert_eq!(given, done.len());
+            assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{threads} threads");
+        }
+        let inside = std::sync::Barrier::new(2);
+        // The other thread does one of the pieces while this one waits in another, or in its own work.
+        hand_over(
+            2,
+            1000,
+            |()| {
+                inside.wait();
+            },
+            |give| {
+                give(());
+                inside.wait();
+            },
+        );
     }
 
     #[test]

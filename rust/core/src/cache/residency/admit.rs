@@ -25,6 +25,9 @@ struct Missing<'a> {
     on_ssd: &'a [bool],
 }
 
+/// Is given ids with the slots in which their rows are to be born.
+type Bear<'a> = dyn FnMut(&[(Id, CacheSlot)]) + 'a;
+
 /// Host slots that were taken for ids.
 struct Admitted {
     /// Rows that are to be read.
@@ -238,21 +241,23 @@ impl Residency {
             hold.unplaced.extend_from_slice(positions);
             return Ok(());
         }
-        let parts = positions.chunks(ROWS_PER_SUBMISSION).zip(ids.chunks(ROWS_PER_SUBMISSION));
-        for ((positions, ids), on_ssd) in parts.zip(on_ssd.chunks(ROWS_PER_SUBMISSION)) {
-            self.admit_part(hold, Missing { positions, ids, on_ssd }, mode, batch)?;
-            batch.submit_if_worthwhile(ROWS_PER_SUBMISSION);
-        }
-        Ok(())
+        self.bear_beside(mode.threads, births, |this, bear| {
+            let parts = positions.chunks(ROWS_PER_SUBMISSION).zip(ids.chunks(ROWS_PER_SUBMISSION));
+            for ((positions, ids), on_ssd) in parts.zip(on_ssd.chunks(ROWS_PER_SUBMISSION)) {
+                this.admit_part(hold, Missing { positions, ids, on_ssd }, mode, (batch, bear))?;
+                batch.submit_if_worthwhile(ROWS_PER_SUBMISSION);
+            }
+            Ok(())
+        })
     }
 
-    /// Give host slots to some ids that are not in RAM.
+    /// Give host slots to some ids that are not in RAM. `batch` reads their rows, or `bear` is given them.
     fn admit_part(
         &mut self,
         hold: &mut Hold,
         missing: Missing<'_>,
         mode: PlanMode,
-        batch: &mut FetchBatch,
+        (batch, bear): (&mut FetchBatch, &mut Bear<'_>),
     ) -> Result<()> {
         let wanted = missing.ids.len();
         if let Err(error) = self.make_room(wanted as u32)
@@ -272,7 +277,7 @@ impl Residency {
         if mode.train {
             self.pledge(hold, born.len() as u64);
         }
-        self.bear_in_host(&born, mode.threads);
+        bear(&born);
         if !reads.is_empty() {
             let load = self.start_load(reads, batch);
             hold.loads.push(load);

@@ -170,7 +170,7 @@ impl Residency {
         if rows.is_empty() {
             return;
         }
-        self.bear_in_host(rows, 1);
+        self.bear_in_host(rows);
         for &(_, slot) in rows {
             self.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::PROVISIONAL));
         }

@@ -5,11 +5,15 @@ use std::sync::Arc;
 
 use super::Residency;
 use crate::error::{Error, Kind, Result};
+use crate::kernels::threads::hand_over;
 use crate::rows::RowMut;
 use crate::slots::RowState;
 use crate::ssd::{Fetch, FetchBatch};
 use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
+
+/// Rows that one thread bears at a time.
+const BORN_AT_ONCE: usize = 512;
 
 /// Some reads into host slots, submitted together. The slots are LOADING until the residency has finished them under the table's lock.
 pub(crate) struct Loading {
@@ -99,7 +103,7 @@ impl Residency {
             self.host.slots.unmark(slot, RowState::LOADING);
             if absent.next_if_eq(&(position as u32)).is_some() {
                 // The SSD index keeps no ids, and took another id's record for this one's. So this one was never trained.
-                self.bear_in_host(&[(id, slot)], 1);
+                self.bear_in_host(&[(id, slot)]);
                 self.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::PROVISIONAL));
                 self.counts.became_provisional(1);
             }
@@ -147,11 +151,32 @@ impl Residency {
         }
     }
 
+    /// Do `admit`, which hands over ids with host slots that it has taken and pinned for their births, of about so many rows. `threads` threads,
+    /// of which this is one once `admit` is over, write their initial values. All are there when this returns.
+    pub(super) fn bear_beside<R>(
+        &mut self,
+        threads: usize,
+        rows: u64,
+        admit: impl FnOnce(&mut Self, &mut dyn FnMut(&[(Id, CacheSlot)])) -> R,
+    ) -> R {
+        let (base, arena) = (Arc::clone(&self.base), Arc::clone(self.host.arena()));
+        let cost = rows * base.floats() as u64;
+        // SAFETY: the slots were taken, so they are valid in the arena, and each is one id's. Until all are born no plan that has them is in
+        // place, so no kernel uses them. Whoever else wants a row needs the table's lock, which the caller has, and `admit` looks only at rows
+        // that are not pinned.
+        let bear = |born: Vec<(Id, CacheSlot)>| unsafe {
+            base.bear(born.len(), |row| (born[row].0, arena.row(born[row].1)), 1);
+        };
+        hand_over(threads, cost, bear, |give| {
+            admit(self, &mut |born| born.chunks(BORN_AT_ONCE).for_each(|some| give(some.to_vec())))
+        })
+    }
+
     /// Write the initial values of ids into their host slots, which no plan that is in place has.
-    pub(super) fn bear_in_host(&self, born: &[(Id, CacheSlot)], threads: usize) {
+    pub(super) fn bear_in_host(&self, born: &[(Id, CacheSlot)]) {
         let arena = self.host.arena();
         // SAFETY: the slots were taken, so they are valid in the arena, and each is one id's. No kernel uses them, since no plan that has
         // them is in place yet, and whoever else wants a row needs the table's lock, which the caller has.
-        unsafe { self.base.bear(born.len(), |row| (born[row].0, arena.row(born[row].1)), threads) };
+        unsafe { self.base.bear(born.len(), |row| (born[row].0, arena.row(born[row].1)), 1) };
     }
 }
