@@ -1,8 +1,9 @@
-"""Writes docs/benchmarks.md, its plots, and the figures of README.md from target/bench/results.json.
+"""Adds target/bench/results.json to docs/benchmarks.json, and writes docs/benchmarks.md, plots, and README.md's figures from that.
 
     python benches/python/document.py [RESULTS.json]
 
-A bench that the results lack is left out of the tables.
+docs/benchmarks.json has the newest row of each bench, with its commit and day. So a run of some benches leaves the others as they
+are. A bench that was never measured is left out of the tables.
 """
 
 import argparse
@@ -13,12 +14,13 @@ from pathlib import Path
 
 from catalog import GROWTH, KEY, SECTIONS
 from plots import growth_plot, ratios_plot
-from results import Row, quantity, ratio, read
+from results import Row, merge, quantity, ratio, read
 from served import ROOT
 
 HEAD = """# Benchmarks
 
-Made by `make bench-docs` from what `make bench` measured; do not edit. `make bench ONLY=<name>,<name>` measures some again.
+Made by `make bench-docs` from what `make bench` measured, which `benchmarks.json` keeps; do not edit. `make bench
+ONLY=<name>,<name>` measures some again. Each row says at which commit and on which day it was measured.
 
 Every figure is the median of the rounds of one run, in brackets its least and greatest. In each round ours, the limit and the
 rivals take turns on the same data, in the same state. The *limit* is a plain, well-written loop with prefetch, or raw system calls,
@@ -167,18 +169,27 @@ def document(rows: dict[str, Row]) -> str:
     return "\n".join(parts)
 
 
+def day(row: Row) -> str:
+    """When a row was measured, in an order; before any day where it does not say so."""
+    return str((row.get("setting") or {}).get("date", ""))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="?", type=Path, default=ROOT / "target" / "bench" / "results.json")
     parser.add_argument("--root", type=Path, default=ROOT, help="of the tree whose README.md and docs/ are written")
     options = parser.parse_args()
-    found = {row["name"]: row for row in read(options.results)}
-    if not found:
+    docs: Path = options.root / "docs"
+    kept = docs / "benchmarks.json"
+    before = {row["name"]: row for row in read(kept)}
+    measured = [row for row in read(options.results) if day(row) >= day(before.get(row["name"], {}))]
+    if not measured and not before:
         parser.error(f"{options.results} has no results: run make bench first")
+    docs.mkdir(exist_ok=True)
+    merge(kept, *measured)
+    found = {row["name"]: row for row in read(kept)}
     ordered = [name for section in SECTIONS.values() for name in section if name in found]
     rows = {name: found[name] for name in [*ordered, *sorted(found.keys() - {*ordered})]}
-    docs: Path = options.root / "docs"
-    docs.mkdir(exist_ok=True)
     readme: Path = options.root / "README.md"
     readme.write_text(with_key_figures(readme.read_text(), rows))
     (docs / "benchmarks.md").write_text(document(rows))

@@ -93,12 +93,12 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def merge(path: Path, row: Row) -> None:
-    """Replace the row of the same name, or add the row. The file is whole at any moment."""
-    rows = [old for old in read(path) if old["name"] != row["name"]] + [row]
+def merge(path: Path, *rows: Row) -> None:
+    """Add rows, each in the place of the row of the same name if there is one. The file is whole at any moment."""
+    merged = list(({old["name"]: old for old in read(path)} | {row["name"]: row for row in rows}).values())
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    part.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged) + "\n]\n")
     part.replace(path)
 
 

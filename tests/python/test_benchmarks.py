@@ -81,6 +81,29 @@ def test_each_result_stands_in_a_table_with_its_spread_and_ratios_and_the_plots_
         assert ("fetch, uniform (SSD)" in texts) == (plot == "benchmarks-growth.svg")
 
 
+def test_a_run_of_some_benches_leaves_the_others_and_what_was_measured_later_as_they_are(tmp_path):
+    def of_day(name, value, day):
+        measured = row(name, value)
+        measured["setting"]["date"] = day
+        return measured
+
+    runs = [
+        [of_day("dedupe_zipf105", 1e6, "2026-01-01"), of_day("ssd_writeback", 2e6, "2026-01-01")],
+        [of_day("ssd_writeback", 3e6, "2026-01-02"), of_day("births_uniform", 4e6, "2026-01-02")],
+        [of_day("ssd_writeback", 5e6, "2026-01-01"), of_day("births_uniform", 6e6, "2026-01-02")],
+    ]
+    for run in runs:
+        done = made(run, tmp_path)
+        assert done.returncode == 0, done.stderr
+    kept = json.loads((tmp_path / "docs" / "benchmarks.json").read_text())
+    assert {each["name"]: each["value"] for each in kept} == {
+        "dedupe_zipf105": 1e6,
+        "ssd_writeback": 3e6,
+        "births_uniform": 6e6,
+    }
+    assert all(f"`{each['name']}` |" in (tmp_path / "docs" / "benchmarks.md").read_text() for each in kept)
+
+
 def test_the_readmes_figures_are_those_of_the_results_and_nothing_else_of_it_changes(tmp_path):
     old = (ROOT / "README.md").read_text()
     for value in (3e6, 5e6):

@@ -152,7 +152,7 @@ impl Kernels {
         self.step += 1;
         let features = [PooledFeature { column: 0, offsets: &self.offsets, weights: None, mean: false }];
         let pooled = PooledGradient::new(DIM, &features, threads).expect("a small output");
-        let mut index = TransposedIndex::from_inverse(inverse, distinct.len());
+        let mut index = TransposedIndex::from_inverse(inverse, distinct.len(), threads);
         index.slots.clone_from(distinct);
         let hyperparameters =
             Hyperparameters { lr: 0.02, eps: 1e-8, beta1: 0.9, beta2: 0.999, ..Hyperparameters::default() };

@@ -7,6 +7,11 @@ use super::threads::{Disjoint, deal};
 use crate::error::{Error, Kind, Result};
 use crate::types::CacheSlot;
 
+/// A part of a batch that a thread transposes has so many occurrences at least.
+const LEAST_OF_A_PART: usize = if cfg!(test) { 2 } else { 16_384 };
+/// So many threads transpose a batch at most. Each counts all rows for itself.
+const MOST_PARTS: usize = 4;
+
 /// For each distinct row the positions of its occurrences: a batch's inverse, transposed. Occurrences of `NO_SLOT` are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TransposedIndex {
@@ -20,30 +25,56 @@ pub struct TransposedIndex {
 
 impl TransposedIndex {
     /// Transpose `inverse`, which is `[N]` with rows in `0..unique`, or `NO_SLOT` to leave an occurrence out. This counts and does
-    /// not sort. The plan fills `slots` in later.
-    pub fn from_inverse(inverse: &[u32], unique: usize) -> Self {
-        let mut starts = vec![0_u32; unique + 1];
-        // The rank of each occurrence among those of its row. With it the second pass does not wait for the count of a frequent
-        // row. NO_SLOT is past the end of `starts`.
+    /// not sort. The plan fills `slots` in later. The result is the same with any number of `threads`.
+    pub fn from_inverse(inverse: &[u32], unique: usize, threads: usize) -> Self {
+        let parts = threads.min(inverse.len() / LEAST_OF_A_PART).clamp(1, MOST_PARTS);
+        let of_part = inverse.len().div_ceil(parts);
+        let in_parts = |work: &(dyn Fn(usize, &[u32]) + Sync)| {
+            let some = |part: usize| &inverse[part * of_part..inverse.len().min((part + 1) * of_part)];
+            let cost = |part: usize| (part * of_part) as u64 * COST;
+            deal(parts, parts, cost, |range| range.for_each(|part| work(part, some(part))));
+        };
+        // How many occurrences of each row a part has: `[parts, U]`. NO_SLOT is past the end.
+        let mut counts = vec![0_u32; parts * unique];
+        // The rank of each occurrence among those of its row in its part. With it the second pass does not wait for the count of a frequent
+        // row.
         let mut ranks = vec![0_u32; inverse.len()];
-        for (&row, rank) in inverse.iter().zip(&mut ranks) {
-            if let Some(count) = starts.get_mut(row as usize) {
-                *rank = *count;
-                *count += 1;
+        let (to_counts, to_ranks) = (Disjoint(counts.as_mut_ptr()), Disjoint(ranks.as_mut_ptr()));
+        in_parts(&|part, inverse| {
+            // SAFETY: both ranges are in the vectors above, and are this part's alone, which one thread does.
+            let (counts, ranks) = unsafe {
+                let ranks = std::slice::from_raw_parts_mut(to_ranks.at(part * of_part), inverse.len());
+                (std::slice::from_raw_parts_mut(to_counts.at(part * unique), unique), ranks)
+            };
+            for (&row, rank) in inverse.iter().zip(ranks) {
+                if let Some(count) = counts.get_mut(row as usize) {
+                    *rank = *count;
+                    *count += 1;
+                }
             }
-        }
+        });
+        let mut starts = vec![0_u32; unique + 1];
         let mut total = 0;
-        for start in &mut starts {
-            let count = *start;
+        for (row, start) in starts[..unique].iter_mut().enumerate() {
             *start = total;
-            total += count;
-        }
-        let mut occurrences = vec![0; total as usize];
-        for (position, (&row, &rank)) in inverse.iter().zip(&ranks).enumerate() {
-            if let Some(&start) = starts.get(row as usize) {
-                occurrences[(start + rank) as usize] = position as u32;
+            for part in 0..parts {
+                // From here on it is where the occurrences of the row in the part begin.
+                total += std::mem::replace(&mut counts[part * unique + row], total);
             }
         }
+        starts[unique] = total;
+        let mut occurrences = vec![0_u32; total as usize];
+        let to = Disjoint(occurrences.as_mut_ptr());
+        in_parts(&|part, inverse| {
+            let (starts, ranks) = (&counts[part * unique..(part + 1) * unique], &ranks[part * of_part..]);
+            for (at, (&row, &rank)) in inverse.iter().zip(ranks).enumerate() {
+                if let Some(&start) = starts.get(row as usize) {
+                    // SAFETY: the occurrences of a row in a part have a range of their own, which begins at `start`, and each has a rank of its own
+                    // below their number. All ranges together are as long as `occurrences`.
+                    unsafe { to.at((start + rank) as usize).write((part * of_part + at) as u32) };
+                }
+            }
+        });
         Self { slots: Vec::new(), starts, occurrences }
     }
 }
@@ -216,15 +247,33 @@ mod tests {
 
     #[test]
     fn transposing_lists_each_rows_occurrences_in_order() {
-        let index = TransposedIndex::from_inverse(&[2, 0, NO_SLOT, 2, 1, 2, NO_SLOT, 0], 4);
+        let index = TransposedIndex::from_inverse(&[2, 0, NO_SLOT, 2, 1, 2, NO_SLOT, 0], 4, 1);
         assert_eq!(index.starts, [0, 2, 3, 6, 6]);
         assert_eq!(index.occurrences, [1, 7, 4, 0, 3, 5]);
     }
 
     #[test]
     fn transposing_nothing_gives_nothing() {
-        assert_eq!(TransposedIndex::from_inverse(&[], 0).starts, [0]);
-        assert_eq!(TransposedIndex::from_inverse(&[], 3).starts, [0, 0, 0, 0]);
+        assert_eq!(TransposedIndex::from_inverse(&[], 0, 2).starts, [0]);
+        assert_eq!(TransposedIndex::from_inverse(&[], 3, 2).starts, [0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn the_transposed_index_is_the_same_with_any_number_of_threads() {
+        let of = |seed: u32, at: u32| (seed.wrapping_mul(at + 7).wrapping_mul(0x9e37_79b9)) >> 28;
+        for (len, unique) in [(1, 1), (2, 16), (3, 16), (7, 9), (100, 16), (1001, 12)] {
+            let row = |at| Some(of(len, at)).filter(|&row| row < unique).unwrap_or(NO_SLOT);
+            let inverse: Vec<u32> = (0..len).map(row).collect();
+            let one = TransposedIndex::from_inverse(&inverse, unique as usize, 1);
+            for row in 0..unique {
+                let held = &one.occurrences[one.starts[row as usize] as usize..one.starts[row as usize + 1] as usize];
+                let expected: Vec<u32> = (0..len).filter(|&at| inverse[at as usize] == row).collect();
+                assert_eq!(held, expected);
+            }
+            for threads in 2..7 {
+                assert_eq!(TransposedIndex::from_inverse(&inverse, unique as usize, threads), one, "{threads} threads");
+            }
+        }
     }
 
     #[test]

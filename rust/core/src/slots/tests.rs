@@ -49,6 +49,58 @@ fn marked_rows_are_found_among_any_number_of_others() {
 }
 
 #[test]
+fn rows_that_come_in_together_come_in_as_one_by_one() {
+    for policy in PolicyKind::ALL {
+        let [mut one_by_one, mut together] = [(); 2].map(|()| {
+            let mut slots = SlotMap::new(100, policy);
+            for id in 0..80 {
+                let slot = slots.take().expect("an empty slot");
+                slots.insert(slot, id, RowState::DIRTY);
+            }
+            // Some of the slots that are free again are above the limit.
+            (0..80).step_by(3).for_each(|slot| slots.remove(slot as CacheSlot, slot, false));
+            slots.set_limit(70);
+            slots
+        });
+        let ids: Vec<i64> = (1000..1040).collect();
+        let (mut taken, mut single) = (Vec::new(), Vec::new());
+        together.take_many(ids.len(), &mut taken);
+        while single.len() < ids.len()
+            && let Some(slot) = one_by_one.take()
+        {
+            single.push(slot);
+        }
+        assert_eq!(taken, single);
+        assert!(!taken.is_empty() && taken.len() < ids.len() && together.free_slots() == 0);
+        let ids = &ids[..taken.len()];
+        assert_eq!(together.insert_all_new(&taken, ids, RowState::PROVISIONAL), taken.len());
+        single.iter().zip(ids).for_each(|(&slot, &id)| one_by_one.insert(slot, id, RowState::PROVISIONAL));
+        assert!(!together.all_settled() && taken.iter().all(|&slot| together.state(slot).has(RowState::OCCUPIED)));
+        let of = |slots: &mut SlotMap| {
+            let found: Vec<CacheSlot> = (0..1040).map(|id| slots.get(id)).collect();
+            let id_of = |slot| found.iter().position(|&held| held == slot).expect("an id's") as i64;
+            let mut victims = Vec::new();
+            while let Some(slot) = slots.victim(id_of) {
+                slots.evict(slot, id_of(slot));
+                victims.push(slot);
+            }
+            (found.clone(), victims, slots.used())
+        };
+        assert_eq!(of(&mut together), of(&mut one_by_one), "{policy:?}");
+    }
+}
+
+#[test]
+fn of_rows_that_come_in_together_none_is_put_from_the_first_known_one_on() {
+    let mut slots = filled(16, 4);
+    let mut taken = Vec::new();
+    slots.take_many(3, &mut taken);
+    assert_eq!(slots.insert_all_new(&taken, &[50, 2, 51], RowState::DIRTY), 1);
+    taken[1..].iter().for_each(|&slot| slots.give_back(slot));
+    assert_eq!((slots.get(50), slots.get(2), slots.get(51), slots.used()), (taken[0], 2, NO_SLOT, 5));
+}
+
+#[test]
 fn rows_that_are_removed_together_leave_as_one_by_one() {
     for policy in PolicyKind::ALL {
         let [mut one_by_one, mut together] = [(); 2].map(|()| {

@@ -56,7 +56,7 @@ impl Lookup {
             let range = splits[features.start]..splits[features.end];
             lock(&self.deduper).dedupe(&ids[range.clone()], &mut deduped);
             let clicks = clicks.get(range).unwrap_or_default();
-            tables.push(TablePlan::new(Arc::clone(table), deduped, mode.train, clicks));
+            tables.push(TablePlan::new(Arc::clone(table), deduped, mode, clicks));
         }
         // From here on the drop of the plan gives back what was pinned, on errors too.
         let plan = Plan::new(Arc::clone(shape), splits, mode, tables);

@@ -117,11 +117,11 @@ pub(super) struct TablePlan {
 
 impl TablePlan {
     /// `clicks` are those of the occurrences: `[N]`, or empty for none.
-    pub(super) fn new(table: Arc<TableInner>, ids: Deduped, train: bool, clicks: &[u32]) -> Self {
+    pub(super) fn new(table: Arc<TableInner>, ids: Deduped, mode: PlanMode, clicks: &[u32]) -> Self {
         let Deduped { unique, inverse } = ids;
-        let index =
-            if train { TransposedIndex::from_inverse(&inverse, unique.len()) } else { TransposedIndex::default() };
-        let refuses = train && table.config.admission.refuses();
+        let transposed = || TransposedIndex::from_inverse(&inverse, unique.len(), mode.threads);
+        let index = if mode.train { transposed() } else { TransposedIndex::default() };
+        let refuses = mode.train && table.config.admission.refuses();
         let demand = if refuses { demand(&index, clicks) } else { Demand::default() };
         Self {
             table,

@@ -185,7 +185,7 @@ fn sequence_gradients_are_summed_by_row() {
     let table = Table::new(kind.layout(dim), 4, 1);
     let before = table.values();
     let inverse = [0, 1, 0, 2, 0];
-    let mut index = TransposedIndex::from_inverse(&inverse, 3);
+    let mut index = TransposedIndex::from_inverse(&inverse, 3, 1);
     index.slots = vec![3, NO_SLOT, 1];
     let grad = floats(9, inverse.len() * dim);
     let optimizer = OptimizerStep { kind, hyperparameters: numbers(0.0), step: 1 };

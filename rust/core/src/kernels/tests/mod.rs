@@ -120,7 +120,7 @@ impl Batch {
                 at as u32
             })
             .collect();
-        let mut index = TransposedIndex::from_inverse(&inverse, distinct.len());
+        let mut index = TransposedIndex::from_inverse(&inverse, distinct.len(), 1);
         index.slots = distinct;
         let columns = 2 * dim + 5;
         Self {
