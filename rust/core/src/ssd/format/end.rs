@@ -56,11 +56,10 @@ impl EndBytes {
     /// So many bytes, with any contents. `Kind::Memory` where the system refuses them, the reserve included.
     fn new(bytes: usize) -> Result<Self> {
         static LARGE: PerProcess<Arc<BufPool>> = PerProcess::new();
-        static SMALL: PerProcess<Arc<BufPool>> = PerProcess::new();
         let pool = if bytes < LARGE_FROM_BYTES {
-            SMALL.get(|| Ok(Arc::new(BufPool::new(0, 0))))?
+            Arc::new(BufPool::new(0, 0)) // which keeps nothing
         } else {
-            LARGE.get(|| Ok(Arc::new(BufPool::new(LARGE_BYTES, LARGE_KEPT))))?
+            Arc::clone(LARGE.get(|| Ok(Arc::new(BufPool::new(LARGE_BYTES, LARGE_KEPT))))?)
         };
         Ok(Self { buffer: memory::or_from_reserve(|| pool.take_at_least(bytes))?, bytes })
     }
