@@ -40,8 +40,7 @@ impl PlainLoad {
     pub fn load(&self) -> usize {
         let mut index = PlainIndex::with_room(self.ids.len());
         let mut rows = FreshRows::new(self.ids.len());
-        let mut headers = vec![RowHeader::default(); 0];
-        headers.reserve_exact(self.ids.len());
+        let mut headers = Vec::with_capacity(self.ids.len());
         huge_pages(headers.spare_capacity_mut());
         for (at, &id) in self.ids.iter().enumerate() {
             if let Some(&later) = self.ids.get(at + AHEAD) {

@@ -223,6 +223,17 @@ def test_a_thread_takes_up_what_is_published(ckpt: Path) -> None:
     assert "embcache-follow" not in threads()
 
 
+def test_requests_come_before_the_thread_that_follows(ckpt: Path) -> None:
+    two_saves(ckpt)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with serving.open(ckpt, follow=serving.Follow(poll_seconds=0.001)) as tables:
+        until(lambda: tables.stats().polls > 0)
+        tasks = Path("/proc/self/task").iterdir()
+        (follower,) = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == "embcache-follow"]
+        assert os.getpriority(os.PRIO_PROCESS, follower) == max(own, 10)
+        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
 def test_closing_does_not_wait_for_the_next_look(ckpt: Path) -> None:
     two_saves(ckpt)
     for _ in range(100):  # also where the thread has hardly begun

@@ -14,7 +14,7 @@ use crate::sync::{Mutex, lock};
 use crate::types::Id;
 
 /// Bytes that planning takes for each id at most: distinct ids, positions, slots, the transposed index, the deduper's table.
-const PLAN_BYTES_AN_ID: usize = 96;
+const PLAN_BYTES_AN_ID: usize = 112;
 /// A plan has fewer ids than this.
 const MAX_IDS: usize = 1 << 30;
 
