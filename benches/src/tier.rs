@@ -14,9 +14,9 @@ use embcache::ssd::{Identity, SsdTier};
 use crate::plain_kernels::DIM;
 use crate::workload::{SplitMix64, scattered_id, scattered_slot};
 
-/// Bytes of a record: a header of 44 bytes, 64 float32, and rowwise Adagrad's scalar.
-pub const RECORD_BYTES: usize = 304;
-/// Bytes of a row in RAM. A log of rows would write at least that much for each.
+/// Bytes of a record of [`TierRows`]: a head of 16 bytes, 64 float32, and rowwise Adagrad's scalar.
+pub const RECORD_BYTES: usize = 276;
+/// Bytes of a row in RAM.
 pub const ROW_BYTES: usize = 288;
 
 /// Rows that are given to the tier in one call.

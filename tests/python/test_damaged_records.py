@@ -23,17 +23,22 @@ from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Saver as BlockSaver
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-RECORD_HEADER = 44
+# The trailer is the last 48 bytes of a segment. It has the number of records at byte 8.
+TRAILER_BYTES = 48
+
+
+def id_at(data: bytes) -> int:
+    """Where in a record of a segment with these bytes the id is."""
+    return 4 if data[:8] == b"EMBCSEG4" else 8
 
 
 def records(path: Path) -> Iterator[tuple[int, int, int]]:
     """The position, the length and the id of each record of a row in a segment."""
     data = path.read_bytes()
     header, content, length = struct.unpack_from("<I", data, 8)[0], data[12], struct.unpack_from("<I", data, 16)[0]
-    at = header
-    while content == 1 and at + length <= len(data) and data[at + 5] == 1:
-        yield at, length, struct.unpack_from("<q", data, at + 8)[0]
-        at += length
+    count = struct.unpack_from("<I", data, len(data) - TRAILER_BYTES + 8)[0] & 0xFFFFFF
+    for at in range(header, header + count * length, length) if content == 1 else ():
+        yield at, length, struct.unpack_from("<q", data, at + id_at(data))[0]
 
 
 def place_of(root: Path, row: int) -> tuple[Path, int, int]:
@@ -47,10 +52,11 @@ def place_of(root: Path, row: int) -> tuple[Path, int, int]:
 
 def flip_id(root: Path, row: int) -> None:
     path, at, _ = place_of(root, row)
+    at += id_at(path.read_bytes()) + 1
     with path.open("r+b") as file:
-        file.seek(at + 9)
+        file.seek(at)
         byte = file.read(1)[0]
-        file.seek(at + 9)
+        file.seek(at)
         file.write(bytes([byte ^ 0x40]))
 
 
@@ -87,7 +93,7 @@ def version_1(tmp_path: Path) -> Path:
     return copy_of("v1", tmp_path)
 
 
-@pytest.fixture(params=["v1", "v2"])
+@pytest.fixture(params=["v1", "v2", "v3"])
 def old_version(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return copy_of(request.param, tmp_path)
 

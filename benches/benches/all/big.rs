@@ -14,16 +14,16 @@ use embcache::io::default_engine;
 use embcache::rows::{RowAddress, RowHeader, RowMut, RowRef};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache_benches::{
-    Better, DIM, Group, RECORD_BYTES, Row, Scale, Scratch, Wanted, cpu_seconds, die_with_parent, forget_cached,
-    open_tier, resident, scattered_id, uniform_ranks,
+    Better, DIM, Group, ROW_BYTES, Row, Scale, Scratch, Wanted, cpu_seconds, die_with_parent, forget_cached, open_tier,
+    resident, scattered_id, uniform_ranks,
 };
 
 const BATCH: usize = 16_384;
 /// Fetches of a round, a batch each.
 const BATCHES: usize = 10;
 const ROUNDS: usize = 5;
-/// Bytes of disk for each row: a record, its entry in a footer, and a margin for the headroom of the cap.
-const BYTES_A_ROW: u64 = RECORD_BYTES as u64 + 14 + 50;
+/// Bytes of disk for each row: those of a row in RAM, and a margin for its entry in a footer and the headroom of the cap.
+const BYTES_A_ROW: u64 = ROW_BYTES as u64 + 80;
 
 const RAM: &str = "ram_bytes_per_ssd_id";
 const REOPEN: &str = "reopen_100m_rows_seconds";

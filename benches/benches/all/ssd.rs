@@ -10,8 +10,8 @@ use embcache::io::default_engine;
 use embcache::rows::{RowAddress, RowHeader, RowMut};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, DIM, Group, Ids, RAW_DEPTH, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, StoreWork,
-    TierRows, cpu_seconds, new_tier, scattered_id, setting, uniform_ranks,
+    BATCH_IDS, Bench, Better, DIM, Group, Ids, RAW_DEPTH, RECORD_BYTES, ROW_BYTES, RawRecords, Rounds, Scale, Scratch,
+    StoreWork, TierRows, cpu_seconds, new_tier, scattered_id, setting, uniform_ranks,
 };
 
 /// Rounds, of one batch each.
@@ -57,7 +57,7 @@ struct Fetches {
 impl Fetches {
     fn make(scale: Scale, cost: bool) -> Box<dyn Rounds> {
         let rows = setting("EMBCACHE_BENCH_SSD_ROWS", scale.pick(10_000_000, 50_000));
-        let bytes = rows * RECORD_BYTES as u64 * 13 / 10 + scale.pick(0, 16 << 20);
+        let bytes = rows * ROW_BYTES as u64 * 13 / 10 + scale.pick(0, 16 << 20);
         let scratch = Scratch::new(bytes).unwrap_or_else(|why| panic!("{why}"));
         let engine = default_engine().expect("an engine");
         let tier = new_tier(scratch.path(), &engine, bytes);
@@ -125,7 +125,7 @@ impl Rounds for Fetches {
     }
 
     fn store(&self) -> Option<StoreWork> {
-        Some(StoreWork::Fetch { rows: self.rows, ram_bytes: self.rows * RECORD_BYTES as u64 / 8 })
+        Some(StoreWork::Fetch { rows: self.rows, ram_bytes: self.rows * ROW_BYTES as u64 / 8 })
     }
 
     fn check(&mut self) {

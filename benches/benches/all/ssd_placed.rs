@@ -21,8 +21,8 @@ use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::Initializer;
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, DIM, Group, Ids, RAW_DEPTH, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, SplitMix64,
-    StoreWork, Zipf, scattered_id, scattered_slot, setting, table_config,
+    BATCH_IDS, Bench, Better, DIM, Group, Ids, RAW_DEPTH, RECORD_BYTES, ROW_BYTES, RawRecords, Rounds, Scale, Scratch,
+    SplitMix64, StoreWork, Zipf, scattered_id, scattered_slot, setting, table_config,
 };
 
 /// Batches of a turn. A round is a turn of each side.
@@ -138,7 +138,7 @@ struct Placed {
 impl Placed {
     fn make(scale: Scale, trace: fn(u64, usize) -> Trace) -> Box<dyn Rounds> {
         let rows = setting("EMBCACHE_BENCH_SSD_ROWS", scale.pick(10_000_000, 100_000));
-        let store = rows * RECORD_BYTES as u64;
+        let store = rows * ROW_BYTES as u64;
         let (host_bytes, ssd_bytes) = (store / 8, store * 2 + scale.pick(0, 16 << 20));
         let scratch = Scratch::new(ssd_bytes).unwrap_or_else(|why| panic!("{why}"));
         let config = config(rows, Some(&scratch.path().join("tier")), host_bytes, ssd_bytes);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use embcache::ssd::SsdTier;
 use embcache_benches::{
-    APPEND_ROWS, Bench, Better, Group, PlainWriteBack, RAW_WRITE, RECORD_BYTES, Rounds, Scale, SplitMix64, StoreWork,
+    APPEND_ROWS, Bench, Better, Group, PlainWriteBack, RAW_WRITE, ROW_BYTES, Rounds, Scale, SplitMix64, StoreWork,
     TierRows, WrittenDisk, cpu_seconds, new_tier, raw_write_rate, scattered_id, settle, window,
 };
 
@@ -28,7 +28,7 @@ fn rows(scale: Scale) -> u64 {
 
 /// The live bytes are half of the cap.
 fn cap_bytes(scale: Scale) -> u64 {
-    rows(scale) * RECORD_BYTES as u64 * 2 + scale.pick(0, 4 << 20)
+    rows(scale) * ROW_BYTES as u64 * 2 + scale.pick(0, 4 << 20)
 }
 
 struct WriteBack {

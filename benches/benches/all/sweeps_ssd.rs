@@ -11,8 +11,8 @@ use embcache::cache::Table;
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache_benches::{
-    BAG, Better, DIM, Group, Ids, RECORD_BYTES, Row, Scale, Scratch, Training, give_rows, median, scattered_id,
-    setting, table_config, zipf_ranks,
+    BAG, Better, DIM, Group, Ids, ROW_BYTES, Row, Scale, Scratch, Training, give_rows, median, scattered_id, setting,
+    table_config, zipf_ranks,
 };
 
 const NAME: &str = "sweep_ssd_step_slowdown";
@@ -82,10 +82,10 @@ struct Side {
 }
 
 impl Side {
-    /// A table whose cap is so many percent of the records of its rows.
+    /// A table whose cap is so many percent of its rows' bytes.
     fn make(scale: Scale, dying: u64, percent: u64) -> Self {
         let (live, mixed) = (dying, dying / 2 / MIXED);
-        let cap = (live + dying + mixed) * RECORD_BYTES as u64 * percent / 100 + scale.pick(64 << 20, 16 << 20);
+        let cap = (live + dying + mixed) * ROW_BYTES as u64 * percent / 100 + scale.pick(64 << 20, 16 << 20);
         let scratch = Scratch::new(cap).unwrap_or_else(|why| panic!("{why}"));
         let dir = scratch.path().join("tier");
         let ssd = SsdConfig { dir, bytes: cap, reopen: Reopen::Never, resume_token: None };

@@ -46,7 +46,7 @@ class TableTraffic:
         >>> TableTraffic.from_dict(item.as_dict()).rows
         1000000
         >>> item.row_bytes.ssd, round(item.lookups_per_batch) < 65_536  # a batch looks a repeated id up once
-        (300, True)
+        (296, True)
     """
 
     name: str
@@ -108,7 +108,7 @@ class TableTraffic:
             >>> from torchrec_embcache.sizing import TableTraffic
             >>> item = TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536)
             >>> item.row_bytes.host, item.row_bytes.ssd
-            (335, 304)
+            (335, 300)
             >>> item.curve.at(100_000) < 0.5  # a tenth of the rows in RAM serves more than half of the lookups
             True
         """

@@ -360,8 +360,11 @@ fn clearing_and_closing_a_table_wait_for_its_moment() {
 fn a_full_ssd_tier_goes_on_under_a_moment_that_nobody_reads() {
     for on_full in [OnFull::Error, OnFull::Evict] {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-        let tiers = Tiers { device_rows: None, host_rows: 40, ssd: Some(256 << 10), on_full };
-        let rig = Rig::open(table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad), Arc::clone(&engine)).unwrap();
+        let tiers = Tiers { device_rows: None, host_rows: 40, ssd: Some(2 << 20), on_full };
+        // The capacity counts with the most bytes that a record can have. They are not much more than it has where rows are wide.
+        let mut wide = table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad);
+        (wide.dim, wide.host_bytes) = (64, 40 * embcache::cache::host_row_bytes(&wide.layout(), wide.policy));
+        let rig = Rig::open(wide, Arc::clone(&engine)).unwrap();
         let capacity = {
             let mut ids: Vec<Id> = Vec::new();
             for first in (0..).step_by(16) {
@@ -383,7 +386,7 @@ fn a_full_ssd_tier_goes_on_under_a_moment_that_nobody_reads() {
             let images = images(&engine, 8 << 10);
             let moment = rig.table.moment(&images, 1).unwrap();
             let mut token = 0;
-            while written() < before + (1 << 20) {
+            while written() < before + (8 << 20) {
                 let mut ids: Vec<Id> = (0..16).map(|_| dice.roll(capacity as u64) as Id).collect();
                 ids.sort_unstable();
                 ids.dedup();

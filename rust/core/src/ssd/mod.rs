@@ -272,7 +272,7 @@ impl SsdTier {
 
     /// Bytes of the record of a row. Files have room for more, which compaction needs.
     pub fn record_bytes(layout: &RowLayout) -> u64 {
-        format::record::row_record_bytes(layout) as u64
+        format::record::most_record_bytes(layout) as u64
     }
 
     /// The most bytes of a note where the cap is `cap_bytes`.

@@ -78,7 +78,7 @@ fn bind(bytes: &mut [u8], at: usize, number: u32) {
 pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
     const TRAILER: usize = 48;
     const STEPS: usize = 24;
-    let (header, record) = (le(bytes, 8), le(bytes, 16).max(44));
+    let (header, record) = (le(bytes, 8), le(bytes, 16).max(12));
     if header < 4 || header + TRAILER > bytes.len() {
         return;
     }

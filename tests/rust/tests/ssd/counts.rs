@@ -31,8 +31,13 @@ fn place_of(engine: &dyn IoEngine, id: Id) -> (PathBuf, std::ops::Range<usize>) 
     for path in segments(engine) {
         let bytes = read_file(engine, &path, 8 << 20).unwrap();
         let (header, record) = (word(&bytes, 8), word(&bytes, 16));
-        let records = (header..).step_by(record).take_while(|at| at + record <= bytes.len());
-        let found = records.into_iter().find(|at| bytes[at + 5] == 1 && bytes[at + 8..at + 16] == id.to_le_bytes());
+        // The trailer is the last 48 bytes of a sealed segment, and tells how many records there are.
+        let trailer = bytes.len().saturating_sub(48);
+        let count =
+            if bytes[trailer..].starts_with(b"EMBCFO") { word(&bytes, trailer + 8) & 0xff_ffff } else { usize::MAX };
+        let records = (header..).step_by(record).take(count).take_while(|at| at + record <= bytes.len());
+        let holds_rows = bytes[12] == 1;
+        let found = records.into_iter().find(|at| holds_rows && bytes[at + 4..at + 12] == id.to_le_bytes());
         if let Some(at) = found {
             return (path, at..at + record);
         }
@@ -52,7 +57,7 @@ fn change(engine: &dyn IoEngine, path: &Path, with: impl FnOnce(&mut [u8])) {
 /// Flip one bit of the id in the record of `id`. The result is the file.
 fn flip_id(engine: &dyn IoEngine, id: Id) -> PathBuf {
     let (path, place) = place_of(engine, id);
-    change(engine, &path, |bytes| bytes[place.start + 9] ^= 0x40);
+    change(engine, &path, |bytes| bytes[place.start + 5] ^= 0x40);
     path
 }
 

@@ -3,6 +3,7 @@
 
 mod counts;
 mod damage;
+mod heads;
 mod held;
 mod kill;
 mod modified;

@@ -68,7 +68,7 @@ fn expected(left: impl Fn(Id) -> bool) -> BTreeMap<Id, u64> {
 
 #[test]
 fn rows_in_segments_of_each_version_die_by_step_and_by_their_values() {
-    for version in ["v1", "v2"] {
+    for version in ["v1", "v2", "v3"] {
         let memory = directory_of(version);
         let tier = resume(&memory, version);
         assert_eq!(steps(&tier), expected(|_| true), "{version}");
@@ -87,7 +87,7 @@ fn rows_in_segments_of_each_version_die_by_step_and_by_their_values() {
 }
 
 #[test]
-fn a_segment_that_is_written_now_is_of_version_3() {
+fn a_segment_that_is_written_now_is_of_version_4() {
     let memory = directory_of("v2");
     let tier = resume(&memory, "v2");
     tier.remove(&[1]).unwrap();
@@ -98,5 +98,5 @@ fn a_segment_that_is_written_now_is_of_version_3() {
         segments.map(|path| read_file(&memory, path, 1 << 20).unwrap()[..8].to_vec()).collect();
     magics.sort();
     magics.dedup();
-    assert_eq!(magics, [b"EMBCSEG2".to_vec(), b"EMBCSEG3".to_vec()]);
+    assert_eq!(magics, [b"EMBCSEG2".to_vec(), b"EMBCSEG4".to_vec()]);
 }

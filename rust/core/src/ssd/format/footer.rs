@@ -21,7 +21,8 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 use crate::prefetch::prefetch;
-use crate::ssd::format::record::{le_u32, le_u64};
+use crate::ssd::format::head::Highest;
+use crate::ssd::format::words::{le_u32, le_u64};
 use crate::types::{Id, hash_id};
 
 /// The magic of a trailer that says nothing of last steps.
@@ -117,21 +118,16 @@ pub(crate) struct EntryFormat {
     record_bytes: usize,
 }
 
-/// The most bytes of an entry in a footer of `records` records, where none has a larger `write_seq` or epoch than these.
+/// The most bytes of an entry in a footer of `records` records, none of which has more than this.
 #[inline]
-pub(crate) fn most_entry_bytes(records: u32, highest_seq: u64, highest_epoch: u32) -> usize {
-    8 + width(highest_seq) + width(u64::from(highest_epoch)) + width(u64::from(records))
+pub(crate) fn most_entry_bytes(records: u32, highest: &Highest) -> usize {
+    8 + width(highest.write_seq) + width(u64::from(highest.modified_epoch)) + width(u64::from(records))
 }
 
-/// As [`most_entry_bytes`], of a footer with last steps, none of which is larger than this.
+/// As [`most_entry_bytes`], of a footer with last steps.
 #[inline]
-pub(crate) fn most_entry_bytes_with_steps(
-    records: u32,
-    highest_seq: u64,
-    highest_epoch: u32,
-    highest_step: u64,
-) -> usize {
-    (most_entry_bytes(records, highest_seq, highest_epoch) + width(highest_step)).min(MOST_ENTRY_BYTES)
+pub(crate) fn most_entry_bytes_with_steps(records: u32, highest: &Highest) -> usize {
+    (most_entry_bytes(records, highest) + width(highest.last_step)).min(MOST_ENTRY_BYTES)
 }
 
 /// The fewest bytes that hold `value`.

@@ -4,7 +4,9 @@
 mod checksums;
 pub(crate) mod end;
 pub(crate) mod footer;
+pub(crate) mod head;
 pub(crate) mod names;
 pub(crate) mod record;
 pub(crate) mod segment;
 pub(crate) mod state;
+mod words;

@@ -1,34 +1,20 @@
-//! Records: how a row lies on disk. The format is version 2, little-endian and packed.
+//! Records: how a row lies on disk, little-endian and packed: a head (see `head`), then the payload.
 //!
-//! | byte | bytes | field |
-//! | --- | --- | --- |
-//! | 0 | 4 | crc32c of all that follows, payload included, xor the mask of the record's position |
-//! | 4 | 1 | version, 2 |
-//! | 5 | 1 | kind: 1 row, 2 tombstone |
-//! | 6 | 2 | 0 |
-//! | 8 | 8 | id |
-//! | 16 | 8 | `write_seq`: the order of writing; compaction keeps it |
-//! | 24 | 8 | last step |
-//! | 32 | 4 | `modified_epoch`; compaction keeps it |
-//! | 36 | 4 | count |
-//! | 40 | 4 | score, f32 |
-//! | 44 | 4 × floats | rows only: the vector part, then the scalar slot where the layout has one, f32 |
+//! The payload is that of rows only: 4 bytes for each float of the vector part, then the scalar slot where the layout has one, f32.
+//! `write_seq` is the order of writing. Compaction keeps it, and `modified_epoch`.
 //!
 //! The mask (see [`Binding`]) binds a record to its table, its segment and its number there. So a whole record that lies where another
-//! belongs, because a disk lost a write or put it elsewhere, is damage like any other. In version 1 the mask is 0.
+//! belongs, because a disk lost a write or put it elsewhere, is damage like any other. In segments of version 1 the mask is 0.
 
 use std::path::Path;
 
 use crate::error::{Error, Result};
 use crate::rows::{RowHeader, RowLayout, RowRef};
 use crate::ssd::format::checksums::checksums;
+use crate::ssd::format::head::{CHECKED_FROM, Head, HeadFields, MOST_HEAD_BYTES, Widths};
+use crate::ssd::format::words::le_u32;
 use crate::types::{Id, hash_id};
 
-/// Bytes of a record before its payload. A tombstone has no others.
-pub(crate) const RECORD_HEADER_BYTES: usize = 44;
-const VERSION: u8 = 2;
-/// The checksum is of the bytes from this one on.
-const CHECKED_FROM: usize = 4;
 /// Rows that are encoded together, so that their checksums are computed in turn while their bytes are in the processor's cache.
 const AT_ONCE: usize = 4;
 /// The difference between the masks of two records that follow each other. It is odd, so that no two records of a segment have the same
@@ -51,21 +37,18 @@ pub(crate) enum RecordKind {
 /// Ties the records of a segment to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Binding {
-    version: u8,
     first: u32,
     step: u32,
 }
 
 impl Binding {
-    /// The binding of records that are written now, to segment `serial` of the table `key`.
+    /// The binding of records of version 1, which is none.
+    pub(crate) const NONE: Self = Self { first: 0, step: 0 };
+
+    /// The binding of the records of segment `serial` of the table `key`.
     pub(crate) fn new(key: u64, serial: u64) -> Self {
         let first = hash_id((key ^ serial.rotate_left(32)) as i64) as u32;
-        Self { version: VERSION, first, step: MASK_STEP }
-    }
-
-    /// The binding of records of version 1, which is none.
-    pub(crate) fn version_1() -> Self {
-        Self { version: 1, first: 0, step: 0 }
+        Self { first, step: MASK_STEP }
     }
 
     #[inline]
@@ -76,53 +59,86 @@ impl Binding {
     /// Bind a record that was just encoded to number `number`.
     #[inline]
     pub(crate) fn bind(self, number: u32, record: &mut [u8]) {
-        debug_assert_eq!((self.version, record[4]), (VERSION, VERSION), "no segment of an older version is written");
-        let crc = le_u32(record, 0) ^ self.mask(number);
-        record[..4].copy_from_slice(&crc.to_le_bytes());
+        mask_checksum(record, self.mask(number));
     }
 
-    /// Bind a copy of this segment's record `from`, which was checked, to number `to.1` of the segment whose binding is `to.0`.
+    /// Bind a copy of this segment's record `from`, which was checked, to number `to.1` of the segment whose binding is `to.0`. The heads of
+    /// both segments lie alike.
     #[inline]
     pub(crate) fn rebind(self, from: u32, to: (Self, u32), record: &mut [u8]) {
-        if self.version == VERSION {
-            let crc = le_u32(record, 0) ^ self.mask(from);
-            record[..4].copy_from_slice(&crc.to_le_bytes());
-        } else {
-            record[4] = VERSION;
-            finish(record);
-        }
-        to.0.bind(to.1, record);
+        mask_checksum(record, self.mask(from) ^ to.0.mask(to.1));
     }
 }
 
-/// Bytes of the record of a row of `layout`.
-pub(crate) fn row_record_bytes(layout: &RowLayout) -> usize {
-    RECORD_HEADER_BYTES + layout.floats() * 4
+#[inline]
+fn mask_checksum(record: &mut [u8], mask: u32) {
+    let crc = le_u32(record, 0) ^ mask;
+    record[..CHECKED_FROM].copy_from_slice(&crc.to_le_bytes());
+}
+
+/// How the records of a segment lie, and what ties them to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RecordFormat {
+    pub(crate) head: Head,
+    pub(crate) binding: Binding,
+}
+
+/// Bytes of the payload of a row of `layout`.
+pub(crate) fn payload_bytes(layout: &RowLayout) -> usize {
+    layout.floats() * 4
+}
+
+/// The most bytes of the record of a row of `layout`.
+pub(crate) fn most_record_bytes(layout: &RowLayout) -> usize {
+    MOST_HEAD_BYTES + payload_bytes(layout)
 }
 
 /// A record that was read and checked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Record<'a> {
     pub(crate) kind: RecordKind,
-    pub(crate) id: Id,
-    pub(crate) write_seq: u64,
-    pub(crate) last_step: u64,
-    pub(crate) modified_epoch: u32,
-    pub(crate) count: u32,
-    pub(crate) score: f32,
+    pub(crate) head: HeadFields,
     /// Little-endian floats. A tombstone has none.
     pub(crate) payload: &'a [u8],
 }
 
-/// Write the records of rows into `into`, which has exactly [`row_record_bytes`] for each, the first with this `write_seq`. They are still to
-/// be bound to their segments.
-pub(crate) fn encode_rows(into: &mut [u8], rows: &[RowRef<'_>], layout: &RowLayout, first_seq: u64) {
-    let record_bytes = row_record_bytes(layout);
-    let groups = into.chunks_mut(AT_ONCE * record_bytes).zip(rows.chunks(AT_ONCE));
-    for ((group, rows), first_seq) in groups.zip((first_seq..).step_by(AT_ONCE)) {
-        for ((record, row), seq) in group.chunks_exact_mut(record_bytes).zip(rows).zip(first_seq..) {
-            encode_row(record, row.header, row.vector, layout.scalar_slot, seq);
-        }
+/// Write the records of rows, whose heads have these widths, into `into`, which has exactly the bytes for them, the first with this
+/// `write_seq`. They are still to be bound to their segments.
+pub(crate) fn encode_rows(
+    into: &mut [u8],
+    rows: &[RowRef<'_>],
+    layout: &RowLayout,
+    (widths, first_seq): (Widths, u64),
+) {
+    let record_bytes = Head::Packed(widths).bytes() + payload_bytes(layout);
+    let rows = rows.iter().zip(first_seq..);
+    encode_each(into, record_bytes, rows, |record, (row, write_seq)| {
+        encode_row(record, row, layout.scalar_slot, (widths, write_seq));
+    });
+}
+
+/// As [`encode_rows`], of records that were read from a segment whose heads have other widths.
+pub(crate) fn encode_again<'a>(into: &mut [u8], records: impl Iterator<Item = &'a Record<'a>>, widths: Widths) {
+    let head_bytes = Head::Packed(widths).bytes();
+    let mut records = records.peekable();
+    let record_bytes = head_bytes + records.peek().map_or(0, |record| record.payload.len());
+    encode_each(into, record_bytes, records, |bytes, record| {
+        let (head, payload) = bytes.split_at_mut(head_bytes);
+        widths.encode(&record.head, head);
+        payload.copy_from_slice(record.payload);
+    });
+}
+
+/// Write a record of `record_bytes` for each of `items`, and its checksum.
+#[inline]
+fn encode_each<T>(
+    into: &mut [u8],
+    record_bytes: usize,
+    mut items: impl Iterator<Item = T>,
+    encode: impl Fn(&mut [u8], T),
+) {
+    for group in into.chunks_mut(AT_ONCE * record_bytes) {
+        group.chunks_exact_mut(record_bytes).zip(&mut items).for_each(|(record, item)| encode(record, item));
         let mut crcs = [0; AT_ONCE];
         checksums(group.chunks_exact(record_bytes), CHECKED_FROM, |at, crc| crcs[at] = crc);
         for (record, crc) in group.chunks_exact_mut(record_bytes).zip(crcs) {
@@ -132,50 +148,47 @@ pub(crate) fn encode_rows(into: &mut [u8], rows: &[RowRef<'_>], layout: &RowLayo
 }
 
 /// Write a row's record but for its checksum.
-fn encode_row(into: &mut [u8], header: &RowHeader, vector: &[f32], scalar_slot: bool, write_seq: u64) {
-    encode_header(into, RecordKind::Row, header, write_seq);
-    let vector = bytemuck::cast_slice::<f32, u8>(vector);
-    let end = RECORD_HEADER_BYTES + vector.len();
-    into[RECORD_HEADER_BYTES..end].copy_from_slice(vector);
+#[inline]
+fn encode_row(into: &mut [u8], row: &RowRef<'_>, scalar_slot: bool, (widths, write_seq): (Widths, u64)) {
+    let (head, payload) = into.split_at_mut(Head::Packed(widths).bytes());
+    widths.encode(&head_of(row.header, write_seq), head);
+    let (vector, scalar) = payload.split_at_mut(row.vector.len() * 4);
+    vector.copy_from_slice(bytemuck::cast_slice(row.vector));
     if scalar_slot {
-        into[end..end + 4].copy_from_slice(&header.scalar.to_le_bytes());
+        scalar.copy_from_slice(&row.header.scalar.to_le_bytes());
     }
 }
 
-/// Write a tombstone into `into`, which has exactly [`RECORD_HEADER_BYTES`]. It is still to be bound to its segment.
-pub(crate) fn encode_tombstone(into: &mut [u8], id: Id, modified_epoch: u32, write_seq: u64) {
+/// Write a tombstone into `into`, which is as long as a head of these widths. It is still to be bound to its segment.
+pub(crate) fn encode_tombstone(into: &mut [u8], id: Id, modified_epoch: u32, (widths, write_seq): (Widths, u64)) {
     let header = RowHeader { id, modified_epoch, ..RowHeader::default() };
-    encode_header(into, RecordKind::Tombstone, &header, write_seq);
-    finish(into);
+    widths.encode(&head_of(&header, write_seq), into);
+    let crc = crc32c::crc32c(&into[CHECKED_FROM..]);
+    into[..CHECKED_FROM].copy_from_slice(&crc.to_le_bytes());
 }
 
-fn encode_header(into: &mut [u8], kind: RecordKind, header: &RowHeader, write_seq: u64) {
-    into[4] = VERSION;
-    into[5] = kind as u8;
-    into[6..8].fill(0);
-    into[8..16].copy_from_slice(&header.id.to_le_bytes());
-    into[16..24].copy_from_slice(&write_seq.to_le_bytes());
-    into[24..32].copy_from_slice(&header.last_step.to_le_bytes());
-    into[32..36].copy_from_slice(&header.modified_epoch.to_le_bytes());
-    into[36..40].copy_from_slice(&header.count.to_le_bytes());
-    into[40..44].copy_from_slice(&header.score.to_le_bytes());
-}
-
-fn finish(into: &mut [u8]) {
-    let crc = crc32c::crc32c(&into[4..]);
-    into[..4].copy_from_slice(&crc.to_le_bytes());
+#[inline]
+fn head_of(row: &RowHeader, write_seq: u64) -> HeadFields {
+    HeadFields {
+        id: row.id,
+        write_seq,
+        last_step: row.last_step,
+        modified_epoch: row.modified_epoch,
+        count: row.count,
+        score: row.score,
+    }
 }
 
 /// Check and take apart record `number` of a segment. It is in `bytes`, which lie at `offset` of `path` and are as long as the segment's
 /// records.
 pub(crate) fn decode<'a>(
     bytes: &'a [u8],
-    (binding, number): (Binding, u32),
+    (format, number): (RecordFormat, u32),
     path: &Path,
     offset: u64,
 ) -> Result<Record<'a>> {
     let crc = bytes.get(CHECKED_FROM..).map_or(0, crc32c::crc32c);
-    decode_with(bytes, crc, (binding, number), path, offset)
+    decode_with(bytes, crc, (format, number), path, offset)
 }
 
 /// Hand the position of each record to `sink`, and the checksum of its bytes for [`decode_with`]. All records have one length.
@@ -187,21 +200,33 @@ pub(crate) fn checksums_of<'a>(records: impl Iterator<Item = &'a [u8]>, sink: im
 pub(crate) fn decode_with<'a>(
     bytes: &'a [u8],
     crc: u32,
-    (binding, number): (Binding, u32),
+    (format, number): (RecordFormat, u32),
     path: &Path,
     offset: u64,
 ) -> Result<Record<'a>> {
-    let Some((head, payload)) = bytes.split_at_checked(RECORD_HEADER_BYTES) else {
-        return Err(Error::corruption(path, offset, "the record's length", RECORD_HEADER_BYTES, bytes.len()));
+    let Some((head, payload)) = bytes.split_at_checked(format.head.bytes()) else {
+        return Err(Error::corruption(path, offset, "the record's length", format.head.bytes(), bytes.len()));
     };
     let stored = le_u32(head, 0);
-    let crc = crc ^ binding.mask(number);
+    let crc = crc ^ format.binding.mask(number);
     if stored != crc {
         let (expected, got) = (format!("{stored:08x}"), format!("{crc:08x}"));
         return Err(Error::corruption(path, offset, "the record's checksum", expected, got));
     }
-    if head[4] != binding.version {
-        return Err(Error::corruption(path, offset + 4, "the record's version", binding.version, head[4]));
+    let kind = if let Head::Fixed(version) = format.head {
+        kind_of_fixed(version, head, payload, path, offset)?
+    } else if payload.is_empty() {
+        RecordKind::Tombstone
+    } else {
+        RecordKind::Row
+    };
+    Ok(Record { kind, head: format.head.decode(head), payload })
+}
+
+/// What a record with a fixed head is of.
+fn kind_of_fixed(version: u8, head: &[u8], payload: &[u8], path: &Path, offset: u64) -> Result<RecordKind> {
+    if head[4] != version {
+        return Err(Error::corruption(path, offset + 4, "the record's version", version, head[4]));
     }
     let kind = match head[5] {
         1 => RecordKind::Row,
@@ -212,16 +237,7 @@ pub(crate) fn decode_with<'a>(
         let got = format!("{} for a {kind:?}", payload.len());
         return Err(Error::corruption(path, offset, "the record's payload", "empty for tombstones only", got));
     }
-    Ok(Record {
-        kind,
-        id: le_u64(head, 8) as Id,
-        write_seq: le_u64(head, 16),
-        last_step: le_u64(head, 24),
-        modified_epoch: le_u32(head, 32),
-        count: le_u32(head, 36),
-        score: f32::from_bits(le_u32(head, 40)),
-        payload,
-    })
+    Ok(kind)
 }
 
 impl Record<'_> {
@@ -231,61 +247,49 @@ impl Record<'_> {
         let bytes = layout.vector_floats() * 4;
         bytemuck::cast_slice_mut::<f32, u8>(vector).copy_from_slice(&self.payload[..bytes]);
         let scalar = if layout.scalar_slot { f32::from_bits(le_u32(self.payload, bytes)) } else { 0.0 };
-        RowHeader {
-            id: self.id,
-            last_step: self.last_step,
-            count: self.count,
-            score: self.score,
-            scalar,
-            modified_epoch: self.modified_epoch,
-        }
+        let HeadFields { id, last_step, modified_epoch, count, score, .. } = self.head;
+        RowHeader { id, last_step, count, score, scalar, modified_epoch }
     }
-}
-
-/// The little-endian u32 at `at`. The caller has checked that it is inside.
-pub(crate) fn le_u32(bytes: &[u8], at: usize) -> u32 {
-    let mut word = [0; 4];
-    word.copy_from_slice(&bytes[at..at + 4]);
-    u32::from_le_bytes(word)
-}
-
-/// The little-endian u64 at `at`. The caller has checked that it is inside.
-pub(crate) fn le_u64(bytes: &[u8], at: usize) -> u64 {
-    let mut word = [0; 8];
-    word.copy_from_slice(&bytes[at..at + 8]);
-    u64::from_le_bytes(word)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::error::Kind;
+    use crate::ssd::format::head::Highest;
 
     const LAYOUT: RowLayout = RowLayout { dim: 3, vector_slots: 1, scalar_slot: true };
-    const POSITION: (Binding, u32) = (Binding { version: VERSION, first: 0x1234_5678, step: MASK_STEP }, 5);
+    const BINDING: Binding = Binding { first: 0x1234_5678, step: MASK_STEP };
+    const NUMBER: u32 = 5;
+
+    fn header() -> RowHeader {
+        let scalar = f32::from_bits(0x7fc0_0001);
+        RowHeader { id: -7, last_step: 9, count: 3, score: 2.5, scalar, modified_epoch: 4 }
+    }
+
+    fn widths() -> Widths {
+        Widths::of_rows(&Highest { write_seq: 77, ..Highest::of_rows(std::iter::once(&header())) })
+    }
+
+    fn position() -> (RecordFormat, u32) {
+        (RecordFormat { head: Head::Packed(widths()), binding: BINDING }, NUMBER)
+    }
 
     fn sample() -> (RowHeader, Vec<f32>, Vec<u8>) {
-        let header = RowHeader {
-            id: -7,
-            last_step: 9,
-            count: 3,
-            score: 2.5,
-            scalar: f32::from_bits(0x7fc0_0001),
-            modified_epoch: 4,
-        };
+        let header = header();
         let vector: Vec<f32> = (0..6).map(|x| x as f32 - 2.5).collect();
-        let mut bytes = vec![0; row_record_bytes(&LAYOUT)];
-        encode_rows(&mut bytes, &[RowRef { header: &header, vector: &vector }], &LAYOUT, 77);
-        POSITION.0.bind(POSITION.1, &mut bytes);
+        let mut bytes = vec![0; Head::Packed(widths()).bytes() + payload_bytes(&LAYOUT)];
+        encode_rows(&mut bytes, &[RowRef { header: &header, vector: &vector }], &LAYOUT, (widths(), 77));
+        BINDING.bind(NUMBER, &mut bytes);
         (header, vector, bytes)
     }
 
     #[test]
     fn a_row_comes_back_bit_for_bit() {
         let (header, vector, bytes) = sample();
-        assert_eq!(bytes.len(), 44 + 7 * 4);
-        let record = decode(&bytes, POSITION, Path::new("x"), 0).unwrap();
-        assert_eq!((record.kind, record.id, record.write_seq), (RecordKind::Row, -7, 77));
+        assert_eq!(bytes.len(), 12 + 4 + 3 + 1 + 1 + 4 + 7 * 4);
+        let record = decode(&bytes, position(), Path::new("x"), 0).unwrap();
+        assert_eq!((record.kind, record.head.id, record.head.write_seq), (RecordKind::Row, -7, 77));
         let mut read = vec![0.0; 6];
         let got = record.unpack(&LAYOUT, &mut read);
         assert_eq!(bytemuck::bytes_of(&got), bytemuck::bytes_of(&header));
@@ -298,7 +302,7 @@ mod tests {
         for bit in 0..bytes.len() * 8 {
             let mut flipped = bytes.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
-            let error = decode(&flipped, POSITION, Path::new("dir/x.seg"), 4096).unwrap_err();
+            let error = decode(&flipped, position(), Path::new("dir/x.seg"), 4096).unwrap_err();
             assert_eq!(error.kind(), Kind::Corruption, "bit {bit}");
             assert!(error.to_string().contains("dir/x.seg is damaged at byte 4096"), "{error}");
         }
@@ -306,52 +310,90 @@ mod tests {
 
     #[test]
     fn zeros_and_short_bytes_are_no_record() {
-        for len in [0, 1, 43, 44, 72] {
-            let decoded = decode(&vec![0; len], POSITION, Path::new("x"), 0).map(|record| record.id);
-            assert_eq!(decoded.unwrap_err().kind(), Kind::Corruption, "{len}");
+        for head in [position().0.head, Head::Fixed(2)] {
+            for len in [0, 1, 24, 25, 43, 44, 72] {
+                let position = (RecordFormat { head, binding: BINDING }, NUMBER);
+                let decoded = decode(&vec![0; len], position, Path::new("x"), 0).map(|record| record.head.id);
+                assert_eq!(decoded.unwrap_err().kind(), Kind::Corruption, "{len}");
+            }
         }
     }
 
     #[test]
     fn a_tombstone_has_no_payload() {
-        let mut bytes = vec![0; RECORD_HEADER_BYTES];
-        encode_tombstone(&mut bytes, i64::MIN, 5, 6);
-        POSITION.0.bind(POSITION.1, &mut bytes);
-        let record = decode(&bytes, POSITION, Path::new("x"), 0).unwrap();
-        assert_eq!((record.kind, record.id, record.modified_epoch), (RecordKind::Tombstone, i64::MIN, 5));
-        // A checksummed tombstone where a row's length is expected is refused all the same.
-        let mut long = vec![0; 48];
-        encode_tombstone(&mut long, 1, 5, 6);
-        POSITION.0.bind(POSITION.1, &mut long);
-        assert_eq!(decode(&long, POSITION, Path::new("x"), 0).unwrap_err().kind(), Kind::Corruption);
+        let widths = Widths::of_tombstones(&Highest { write_seq: 6, modified_epoch: 5, ..Highest::default() });
+        let format = RecordFormat { head: Head::Packed(widths), binding: BINDING };
+        let mut bytes = vec![0; format.head.bytes()];
+        encode_tombstone(&mut bytes, i64::MIN, 5, (widths, 6));
+        BINDING.bind(NUMBER, &mut bytes);
+        let record = decode(&bytes, (format, NUMBER), Path::new("x"), 0).unwrap();
+        let HeadFields { id, modified_epoch, write_seq, .. } = record.head;
+        assert_eq!((record.kind, id, modified_epoch, write_seq), (RecordKind::Tombstone, i64::MIN, 5, 6));
     }
 
     #[test]
     fn a_whole_record_at_another_position_is_found() {
         let (_, _, bytes) = sample();
-        let refused = |position: (Binding, u32)| {
+        let head = position().0.head;
+        let refused = |(binding, number): (Binding, u32)| {
+            let position = (RecordFormat { head, binding }, number);
             decode(&bytes, position, Path::new("x"), 0).is_err_and(|error| error.kind() == Kind::Corruption)
         };
-        assert!((0..1 << 20).filter(|number| *number != POSITION.1).all(|number| refused((POSITION.0, number))));
-        assert!((0..1000).all(|serial| refused((Binding::new(7, serial), POSITION.1))), "another segment");
+        assert!((0..1 << 20).filter(|number| *number != NUMBER).all(|number| refused((BINDING, number))));
+        assert!((0..1000).all(|serial| refused((Binding::new(7, serial), NUMBER))), "another segment");
         let (here, there) = (Binding::new(7, 3), Binding::new(8, 3));
         assert!((0..1000).all(|number| here.mask(number) != there.mask(number)), "another table");
     }
 
     #[test]
-    fn a_record_that_moves_is_bound_to_its_new_position_and_becomes_one_of_this_version() {
+    fn a_record_that_moves_is_bound_to_its_new_position() {
         let (header, vector, bytes) = sample();
         let to = (Binding::new(7, 9), 11);
-        let mut moved = bytes.clone();
-        POSITION.0.rebind(POSITION.1, to, &mut moved);
-        let mut old = bytes;
-        old[4] = 1;
-        finish(&mut old);
-        assert!(decode(&old, (Binding::version_1(), 3), Path::new("x"), 0).is_ok());
-        Binding::version_1().rebind(3, to, &mut old);
-        assert_eq!(moved, old);
+        let mut moved = bytes;
+        BINDING.rebind(NUMBER, to, &mut moved);
         let mut read = vec![0.0; 6];
-        let got = decode(&moved, to, Path::new("x"), 0).unwrap().unpack(&LAYOUT, &mut read);
+        let position = (RecordFormat { binding: to.0, ..position().0 }, to.1);
+        let got = decode(&moved, position, Path::new("x"), 0).unwrap().unpack(&LAYOUT, &mut read);
         assert_eq!((bytemuck::bytes_of(&got), read), (bytemuck::bytes_of(&header), vector));
+    }
+
+    /// A record as versions 1 and 2 wrote it.
+    fn fixed(version: u8, kind: u8, header: &RowHeader, write_seq: u64, payload: &[u8]) -> Vec<u8> {
+        let fields: [&[u8]; 8] = [
+            &[version, kind, 0, 0],
+            &header.id.to_le_bytes(),
+            &write_seq.to_le_bytes(),
+            &header.last_step.to_le_bytes(),
+            &header.modified_epoch.to_le_bytes(),
+            &header.count.to_le_bytes(),
+            &header.score.to_le_bytes(),
+            payload,
+        ];
+        let checked = fields.concat();
+        [crc32c::crc32c(&checked).to_le_bytes().to_vec(), checked].concat()
+    }
+
+    #[test]
+    fn records_with_fixed_heads_are_read_and_written_again_with_packed_ones() {
+        let (header, vector, packed) = sample();
+        let payload = &packed[position().0.head.bytes()..];
+        for version in [1, 2] {
+            let format = RecordFormat { head: Head::Fixed(version), binding: Binding::NONE };
+            let bytes = fixed(version, 1, &header, 77, payload);
+            let record = decode(&bytes, (format, 3), Path::new("x"), 0).unwrap();
+            let mut read = vec![0.0; 6];
+            let got = record.unpack(&LAYOUT, &mut read);
+            assert_eq!((bytemuck::bytes_of(&got), &read), (bytemuck::bytes_of(&header), &vector));
+            let mut again = vec![0; 2 * packed.len()];
+            encode_again(&mut again, [&record, &record].into_iter(), widths());
+            again.chunks_exact_mut(packed.len()).for_each(|record| BINDING.bind(NUMBER, record));
+            assert_eq!(again, [packed.clone(), packed.clone()].concat());
+            for (other, kind, payload) in
+                [(3 - version, 1, payload), (version, 3, payload), (version, 2, payload), (version, 1, &[])]
+            {
+                let bytes = fixed(other, kind, &header, 77, payload);
+                assert_eq!(decode(&bytes, (format, 3), Path::new("x"), 0).unwrap_err().kind(), Kind::Corruption);
+            }
+        }
     }
 }

@@ -15,7 +15,7 @@ use crate::io::{IoEngine, IoFile, Open, descriptors};
 use crate::ssd::format::end::most_padding;
 use crate::ssd::format::footer::{MOST_ENTRY_BYTES, MOST_TRAILER_BYTES, decode_trailer};
 use crate::ssd::format::names::segment_path;
-use crate::ssd::format::record::Binding;
+use crate::ssd::format::record::RecordFormat;
 use crate::ssd::format::segment::{Content, MAX_HEADER_BYTES};
 use crate::ssd::format::state::{Named, StateFile};
 use crate::ssd::index::{Filler, Location, TagIndex};
@@ -41,7 +41,7 @@ const MOST_THREADS: u64 = 4;
 pub(crate) struct Found {
     serial: u64,
     content: Content,
-    binding: Binding,
+    format: RecordFormat,
     file: Arc<dyn IoFile>,
     sealed: Sealed,
 }
@@ -49,8 +49,8 @@ pub(crate) struct Found {
 impl Found {
     /// Make it a segment, which holds its bytes of the cap.
     fn take(self, home: &Home) -> Result<Arc<Segment>> {
-        let Self { serial, content, binding, file, sealed } = self;
-        Segment::reopened(home, serial, (content, binding), file, sealed).map(Arc::new)
+        let Self { serial, content, format, file, sealed } = self;
+        Segment::reopened(home, serial, (content, format), file, sealed).map(Arc::new)
     }
 }
 
@@ -77,7 +77,7 @@ fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
     debug_assert!(header_bytes <= MAX_HEADER_BYTES);
     let mut header = vec![0; header_bytes];
     file.read_at(0, &mut header)?;
-    let (content, binding) = home.schema.check_header(&header, path, named.serial)?;
+    let (content, format) = home.schema.check_header(&header, path, named.serial)?;
     if (content == Content::Tombstones) != named.tombstones {
         let expected = if named.tombstones { "tombstones" } else { "rows" };
         return Err(Error::corruption(path, 12, "the segment's content", expected, format!("{content:?}")));
@@ -91,7 +91,8 @@ fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
         let (expected, got) = (format!("{:08x}", named.crc), format!("{:08x}", trailer.crc));
         return Err(Error::corruption(path, at, "the footer's checksum named by the state", expected, got));
     }
-    let records = u64::from(trailer.records) * (home.schema.record_bytes(content) + trailer.entries().bytes()) as u64;
+    let record_bytes = home.schema.record_bytes(content, format.head);
+    let records = u64::from(trailer.records) * (record_bytes + trailer.entries().bytes()) as u64;
     let padded_from = header_bytes as u64 + records;
     if trailer.records > Location::MAX_RECORDS || padded_from > at || at - padded_from > most_padding(file_bytes) {
         let expected = format!("that of {file_bytes} bytes");
@@ -102,7 +103,7 @@ fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
     if let Some(byte) = padding.iter().position(|byte| *byte != 0) {
         return Err(Error::corruption(path, padded_from + byte as u64, "a byte of padding", 0, padding[byte]));
     }
-    Ok(Found { serial: named.serial, content, binding, file, sealed: Sealed { trailer, file_bytes } })
+    Ok(Found { serial: named.serial, content, format, file, sealed: Sealed { trailer, file_bytes } })
 }
 
 /// The segments that states name, each of which is opened once.

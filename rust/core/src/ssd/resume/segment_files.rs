@@ -129,7 +129,7 @@ impl SegmentFiles {
                 let (expected, got) = (format!("{kind:?}"), format!("{:?}", decoded[at].kind));
                 return Err(Error::corruption(segment.path(), offset, "the record's kind", expected, got));
             }
-            let ids: Vec<Id> = decoded.iter().map(|record| record.id).collect();
+            let ids: Vec<Id> = decoded.iter().map(|record| record.head.id).collect();
             let mut here = vec![None; ids.len()];
             index.get_batch(&ids, &mut here);
             for ((number, here), record) in (first..).zip(here).zip(&decoded) {

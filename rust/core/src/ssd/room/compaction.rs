@@ -95,7 +95,7 @@ pub(crate) struct View {
     pub(crate) cap_bytes: u64,
     /// Bytes of a full segment.
     pub(crate) segment_bytes: u64,
-    /// Rows of a full segment.
+    /// Rows of a full segment that is written now.
     pub(crate) rows_per_segment: u32,
     /// Bytes of the cap that no file holds.
     pub(crate) free_bytes: u64,
@@ -140,12 +140,11 @@ pub(crate) struct SegmentView {
 }
 
 impl SegmentView {
-    /// How much of it is live: of its records, or, where that is less, of the records that its bytes take in a full segment. Below 1,
-    /// moving its rows to full segments makes room.
+    /// Its live records, as a share of those that its bytes take in a full segment of records as they are written now. Below 1, moving its
+    /// rows to full segments makes room.
     pub(crate) fn share(&self, view: &View) -> f64 {
-        let live = f64::from(self.live);
         let held = self.held_bytes as f64 * f64::from(view.rows_per_segment);
-        self.live_share().min(live * view.segment_bytes as f64 / held.max(1.0))
+        f64::from(self.live) * view.segment_bytes as f64 / held.max(1.0)
     }
 
     /// How much of its records is live.

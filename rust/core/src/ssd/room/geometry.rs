@@ -5,6 +5,7 @@ use crate::error::{Error, Kind, Result};
 use crate::io::ALIGNMENT;
 use crate::ssd::classes::MOST_CLASSES;
 use crate::ssd::format::footer::{MOST_ENTRY_BYTES, MOST_TRAILER_BYTES, TRAILER_BYTES, most_entry_bytes_with_steps};
+use crate::ssd::format::head::{Head, Highest, MOST_HEAD_BYTES, Widths};
 use crate::ssd::format::segment::{Content, MAX_HEADER_BYTES, Schema};
 use crate::ssd::index::{Location, TagIndex};
 use crate::ssd::workers::COMPACTORS;
@@ -61,7 +62,7 @@ pub(crate) struct Geometry {
     /// The most bytes of a segment's file.
     pub(crate) segment_bytes: u64,
     pub(crate) header_bytes: usize,
-    /// Bytes of a row's record.
+    /// The most bytes of a row's record.
     pub(crate) row_bytes: usize,
     /// Rows that a segment has room for at least.
     pub(crate) rows_per_segment: u32,
@@ -78,7 +79,7 @@ impl Geometry {
     ///
     /// Errors: `Config` where the cap is too small for one row, or larger than an index can number.
     pub(crate) fn new(cap_bytes: u64, schema: &Schema, segment_bytes: Option<u64>) -> Result<Self> {
-        let row_bytes = schema.record_bytes(Content::Rows);
+        let row_bytes = schema.most_record_bytes(Content::Rows);
         let header_bytes = schema.header_bytes();
         debug_assert!(header_bytes <= MAX_HEADER_BYTES);
         let frame = header_bytes + TRAILER_BYTES;
@@ -140,14 +141,20 @@ impl Geometry {
         self.segment_bytes * u64::from(segments)
     }
 
-    /// Rows that a segment takes at least, where none has a larger `write_seq`, epoch or last step than these.
+    /// Bytes of a row's record that is written now, where none has more than this.
+    pub(crate) fn record_bytes(&self, highest: &Highest) -> usize {
+        self.row_bytes - MOST_HEAD_BYTES + Head::Packed(Widths::of_rows(highest)).bytes()
+    }
+
+    /// Rows that a segment takes at least, where none has more than this.
     ///
     /// [`Geometry::rows_per_segment`] fit in any case: where there is no room for their last steps, the footer leaves these out.
-    pub(crate) fn rows_in(&self, highest_seq: u64, highest_epoch: u32, highest_step: u64) -> u64 {
-        let most = (self.segment_bytes / self.row_bytes as u64).min(u64::from(Location::MAX_RECORDS));
-        let entry_bytes = most_entry_bytes_with_steps(most as u32, highest_seq, highest_epoch, highest_step);
+    pub(crate) fn rows_in(&self, highest: &Highest) -> u64 {
+        let record_bytes = self.record_bytes(highest);
+        let most = (self.segment_bytes / record_bytes as u64).min(u64::from(Location::MAX_RECORDS));
+        let entry_bytes = most_entry_bytes_with_steps(most as u32, highest);
         let room = self.segment_bytes.saturating_sub((self.header_bytes + MOST_TRAILER_BYTES) as u64);
-        most.min(room / (self.row_bytes + entry_bytes) as u64).max(u64::from(self.rows_per_segment))
+        most.min(room / (record_bytes + entry_bytes) as u64).max(u64::from(self.rows_per_segment))
     }
 
     /// `Config` where the cap is too small for `rows` in segments that hold `held` bytes. What compaction needs is free whenever a state is

@@ -14,7 +14,8 @@ use crate::io::{IoEngine, IoFile};
 use crate::ssd::classes::Classes;
 use crate::ssd::format::end::{End, end_of};
 use crate::ssd::format::footer::{EntryFormat, Steps, Trailer};
-use crate::ssd::format::record::{Binding, Record, decode, decode_with};
+use crate::ssd::format::head::Highest;
+use crate::ssd::format::record::{Record, RecordFormat, decode, decode_with};
 use crate::ssd::format::segment::Content;
 use crate::ssd::format::state::Named;
 use crate::ssd::index::Location;
@@ -41,8 +42,8 @@ pub(crate) struct Segment {
     /// Its number in locations. Another segment gets that only when this one is dropped.
     pub(crate) slot: u32,
     pub(crate) content: Content,
-    /// What ties its records to it.
-    pub(crate) binding: Binding,
+    /// How its records lie, and what ties them to it.
+    pub(crate) format: RecordFormat,
     /// Bytes of each record.
     pub(crate) record_bytes: usize,
     pub(crate) header_bytes: usize,
@@ -89,14 +90,13 @@ impl Segment {
     pub(crate) fn reopened(
         home: &Home,
         serial: u64,
-        (content, binding): (Content, Binding),
+        (content, format): (Content, RecordFormat),
         file: Arc<dyn IoFile>,
         sealed: Sealed,
     ) -> Result<Self> {
         // Files do not keep the class: the rows are of the class of rows that nothing is known of.
         let purpose = (content, Classes::of_new(), sealed.trailer.highest_seq);
-        let mut segment = Self::make(home, serial, purpose, file, sealed.file_bytes)?;
-        segment.binding = binding;
+        let segment = Self::make(home, (serial, format), purpose, file, sealed.file_bytes)?;
         let middle = u64::midpoint(sealed.trailer.lowest_seq, sealed.trailer.highest_seq);
         let records = u64::from(sealed.trailer.records);
         segment.seq_sum.store(middle.saturating_mul(records), Ordering::Relaxed);
@@ -108,10 +108,10 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Segment `serial`, whose file is there and holds `bytes` of the cap.
+    /// Segment `serial`, with records of this format. Its file is there and holds `bytes` of the cap.
     pub(crate) fn make(
         home: &Home,
-        serial: u64,
+        (serial, format): (u64, RecordFormat),
         (content, class, made_seq): Purpose,
         file: Arc<dyn IoFile>,
         bytes: u64,
@@ -120,8 +120,8 @@ impl Segment {
             serial,
             slot: home.space.take(bytes)?,
             content,
-            binding: home.schema.binding(serial),
-            record_bytes: home.schema.record_bytes(content),
+            format,
+            record_bytes: home.schema.record_bytes(content, format.head),
             header_bytes: home.geometry.header_bytes,
             class,
             made_seq,
@@ -165,13 +165,13 @@ impl Segment {
     /// Check and take apart its record `number`, which is `bytes`.
     #[inline]
     pub(crate) fn decode<'a>(&self, number: u32, bytes: &'a [u8]) -> Result<Record<'a>> {
-        decode(bytes, (self.binding, number), self.path(), self.offset(number))
+        decode(bytes, (self.format, number), self.path(), self.offset(number))
     }
 
     /// As [`Segment::decode`], with the checksum of the bytes that was computed.
     #[inline]
     pub(crate) fn decode_with<'a>(&self, number: u32, bytes: &'a [u8], crc: u32) -> Result<Record<'a>> {
-        decode_with(bytes, crc, (self.binding, number), self.path(), self.offset(number))
+        decode_with(bytes, crc, (self.format, number), self.path(), self.offset(number))
     }
 
     /// Find the `len` bytes at `offset`; `with` gets them if they are in a block.
@@ -198,6 +198,13 @@ impl Segment {
     /// The last steps of its rows, where its footer has them.
     pub(crate) fn steps(&self) -> Option<Steps> {
         self.sealed().and_then(|sealed| sealed.trailer.steps)
+    }
+
+    /// No record of it has more than this. It must be sealed.
+    pub(crate) fn highest(&self) -> Highest {
+        let highest = self.format.head.highest();
+        let last_step = self.steps().map_or(highest.last_step, |steps| steps.highest);
+        Highest { write_seq: 0, last_step, modified_epoch: self.highest_epoch(), ..highest }
     }
 
     /// How a state names it, once it is sealed.

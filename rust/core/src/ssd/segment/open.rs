@@ -7,6 +7,7 @@ use crate::io::{ALIGNMENT, AlignedBuf};
 use crate::ssd::format::footer::{
     Entry, LastStep, MOST_TRAILER_BYTES, TRAILER_BYTES, most_entry_bytes, most_entry_bytes_with_steps,
 };
+use crate::ssd::format::head::{Head, Highest, Widths};
 use crate::ssd::format::names::segment_path;
 use crate::ssd::format::segment::Content;
 use crate::ssd::index::Location;
@@ -47,15 +48,17 @@ pub(crate) struct NewRecord<'a> {
 }
 
 impl OpenSegment {
-    /// Make the file of segment `serial`, which the current set names. `None` where files that could not be removed hold the room for it.
-    pub(crate) fn create(home: &Home, serial: u64, purpose: Purpose) -> Result<Option<Self>> {
+    /// Make the file of segment `serial`, for records whose heads have these widths. The current set names it. `None` where files that could
+    /// not be removed hold the room for it.
+    pub(crate) fn create(home: &Home, (serial, widths): (u64, Widths), purpose: Purpose) -> Result<Option<Self>> {
         let content = purpose.0;
         let path = segment_path(&home.dir, serial);
         let room = home.geometry.segment_bytes;
         let Some(file) = home.make_file(&path, room)? else { return Ok(None) };
-        let segment = Segment::make(home, serial, purpose, file, room)?;
+        let format = home.schema.record_format(serial, widths);
+        let segment = Segment::make(home, (serial, format), purpose, file, room)?;
         segment.name();
-        let header = home.schema.header(serial, content);
+        let header = home.schema.header(serial, content, widths);
         let mut buffer = AlignedBuf::zeroed(header.len().next_multiple_of(ALIGNMENT));
         buffer[..header.len()].copy_from_slice(&header);
         Ok(Some(Self {
@@ -87,23 +90,39 @@ impl OpenSegment {
         self.entries.capacity() * size_of::<Entry>()
     }
 
-    /// Rows that it takes at least, beside those in it, where none has a larger `write_seq`, epoch or last step than these.
-    pub(crate) fn rows_left(
-        &self,
-        geometry: &Geometry,
-        (highest_seq, highest_epoch, highest_step): (u64, u32, u64),
-    ) -> u64 {
-        geometry.rows_in(highest_seq, highest_epoch, highest_step).saturating_sub(self.entries.len() as u64)
+    /// Widths of its records' heads where none has more than this.
+    pub(crate) fn widths_for(content: Content, highest: &Highest) -> Widths {
+        match content {
+            Content::Rows => Widths::of_rows(highest),
+            Content::Tombstones => Widths::of_tombstones(highest),
+        }
     }
 
-    /// Whether there is no room for one more record, where none has a larger `write_seq`, epoch or last step than these.
+    /// Whether its records' heads are as wide as those that are written now, where none has more than this.
     #[inline]
-    pub(crate) fn is_full(&self, highest: (u64, u32, u64)) -> bool {
-        !self.has_room_for(self.entries.len() as u32 + 1, highest)
+    fn is_of_now(&self, highest: &Highest) -> bool {
+        self.segment.format.head == Head::Packed(Self::widths_for(self.segment.content, highest))
     }
 
-    /// How many more records have room, where none has a larger `write_seq`, epoch or last step than these.
-    pub(crate) fn records_left(&self, highest: (u64, u32, u64)) -> usize {
+    /// Rows that it takes at least, beside those in it, where none has more than this.
+    pub(crate) fn rows_left(&self, geometry: &Geometry, highest: &Highest) -> u64 {
+        if !self.is_of_now(highest) {
+            return 0;
+        }
+        geometry.rows_in(highest).saturating_sub(self.entries.len() as u64)
+    }
+
+    /// Whether it takes no more record, where none has more than this.
+    #[inline]
+    pub(crate) fn is_full(&self, highest: &Highest) -> bool {
+        !self.is_of_now(highest) || !self.has_room_for(self.entries.len() as u32 + 1, highest)
+    }
+
+    /// How many more records it takes, where none has more than this.
+    pub(crate) fn records_left(&self, highest: &Highest) -> usize {
+        if !self.is_of_now(highest) {
+            return 0;
+        }
         let held = self.entries.len() as u32;
         let (mut fit, mut too_many) = (held, Location::MAX_RECORDS + 1);
         while fit + 1 < too_many {
@@ -115,14 +134,14 @@ impl OpenSegment {
 
     /// Whether so many records have room in all.
     #[inline]
-    fn has_room_for(&self, records: u32, (highest_seq, highest_epoch, highest_step): (u64, u32, u64)) -> bool {
+    fn has_room_for(&self, records: u32, highest: &Highest) -> bool {
         let (frame, each) = (self.segment.header_bytes, self.segment.record_bytes);
-        let entry = most_entry_bytes_with_steps(records, highest_seq, highest_epoch, highest_step);
+        let entry = most_entry_bytes_with_steps(records, highest);
         let bytes = (frame + MOST_TRAILER_BYTES) as u64 + u64::from(records) * (each + entry) as u64;
         if bytes <= self.room {
             return records <= Location::MAX_RECORDS;
         }
-        let entry = most_entry_bytes(records, highest_seq, highest_epoch);
+        let entry = most_entry_bytes(records, highest);
         let bytes = (frame + TRAILER_BYTES) as u64 + u64::from(records) * (each + entry) as u64;
         records <= Location::MAX_RECORDS && bytes <= self.room && records <= self.sure_records
     }
@@ -154,14 +173,15 @@ impl OpenSegment {
     /// Add a row's record, for which there is room. It counts as live.
     #[inline]
     pub(crate) fn write_row(&mut self, row: NewRecord<'_>) -> Location {
-        let binding = self.segment.binding;
+        let binding = self.segment.format.binding;
         self.add_row(row, |record, bytes| binding.bind(record, bytes))
     }
 
-    /// As [`OpenSegment::write_row`], of a copy of record `number` of `victim`, which was checked.
+    /// As [`OpenSegment::write_row`], of a copy of record `number` of `victim`, which was checked, and whose head lies as here.
     pub(crate) fn copy_row(&mut self, row: NewRecord<'_>, (victim, number): (&Segment, u32)) -> Location {
-        let binding = self.segment.binding;
-        self.add_row(row, |record, bytes| victim.binding.rebind(number, (binding, record), bytes))
+        debug_assert_eq!(victim.format.head, self.segment.format.head, "else it is written again");
+        let binding = self.segment.format.binding;
+        self.add_row(row, |record, bytes| victim.format.binding.rebind(number, (binding, record), bytes))
     }
 
     #[inline]
@@ -184,7 +204,7 @@ impl OpenSegment {
     }
 
     fn most_entries(&self) -> usize {
-        self.room as usize / (self.segment.record_bytes + most_entry_bytes(0, 0, 0)) + 1
+        self.room as usize / (self.segment.record_bytes + most_entry_bytes(0, &Highest::default())) + 1
     }
 
     /// Make room for twice as many entries, or as many as the file's records can have.

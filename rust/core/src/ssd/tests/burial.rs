@@ -100,7 +100,7 @@ fn rows_that_compaction_moves_while_a_burial_is_under_way_are_found_where_they_c
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let mut moved_bytes = 0;
     for most in [1, 10, 60, 300] {
-        let (tier, _) = open_tuned(&engine, &config(256 << 10, Reopen::Discard), TINY).unwrap();
+        let (tier, _) = open_tuned(&engine, &config(176 << 10, Reopen::Discard), TINY).unwrap();
         append(&tier, &rows(0..700, 5), |_| false).unwrap();
         let (mut burial, mut gone, mut step) = (Burial::default(), Vec::new(), 0);
         let mut written = std::collections::HashSet::new();

@@ -221,8 +221,8 @@ impl TierInner {
 
     /// Open a segment for `stream`; whether there was room for its file.
     fn open_segment(&self, state: &mut TierState, stream: Stream) -> Result<bool> {
-        let (serial, seq) = state.next_segment();
-        let open = OpenSegment::create(&self.home, serial, (stream.content(), stream.class(), seq))
+        let (serial, widths, seq) = state.next_segment(stream);
+        let open = OpenSegment::create(&self.home, (serial, widths), (stream.content(), stream.class(), seq))
             .inspect_err(|error| self.home.space.fail(error.clone()))?;
         let Some(open) = open else { return Ok(false) };
         state.add_open(stream, open);

@@ -2,10 +2,11 @@
 //!
 //! - [`inner`]: the tier as its threads share it, and its locks.
 //! - [`state`]: what changes under the tier's lock: the index, and the parts below.
-//! - [`segments`]: the current set. [`streams`]: its open segments. [`states`]: published states.
+//! - [`segments`]: the current set, and the [`dead`] records in it. [`streams`]: its open segments. [`states`]: published states.
 //! - [`moment`], [`tally`]: what a save beside training and a scan have to know of records that come and go.
 //! - [`reads`]: fetches under way. [`takers`]: scans that somebody keeps waiting. [`walk`]: where an eviction or a burial stopped.
 
+pub(crate) mod dead;
 pub(crate) mod inner;
 pub(crate) mod moment;
 pub(crate) mod reads;

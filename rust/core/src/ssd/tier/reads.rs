@@ -138,12 +138,12 @@ impl Reads {
             let (at, got) = (segment.offset(number) + 5, format!("{:?}", record.kind));
             return Err(Error::corruption(segment.path(), at, "the record's kind", "Row", got));
         }
-        if record.id != id {
-            if self.prints.are_equal(record.id, id) {
+        if record.head.id != id {
+            if self.prints.are_equal(record.head.id, id) {
                 return Ok(false);
             }
-            let at = segment.offset(number) + 8;
-            return Err(Error::corruption(segment.path(), at, "the record's id", id, record.id));
+            let at = segment.offset(number) + segment.format.head.id_at() as u64;
+            return Err(Error::corruption(segment.path(), at, "the record's id", id, record.head.id));
         }
         let to = to.address();
         // SAFETY: whoever made the RowMut promised that a header and `vector_floats` floats are there, and that nobody else touches them

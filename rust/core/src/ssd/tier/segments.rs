@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::ssd::format::segment::Content;
 use crate::ssd::index::Location;
 use crate::ssd::segment::file::Segment;
+use crate::ssd::tier::dead::Dead;
 
 /// The segments of the current set by number, and which of them can go.
 #[derive(Debug, Default)]
@@ -18,6 +19,8 @@ pub(crate) struct Segments {
     buried: Vec<u32>,
     /// Numbers of the segments that have some.
     with_buried: Vec<u32>,
+    /// By segment number: the dead records of a segment that was opened since the tier was. Those of others are not known.
+    dead: Vec<Option<Dead>>,
 }
 
 /// Tombstones are needed while a segment with a smaller serial than `before` holds a dead record, which could be one of theirs. Compaction
@@ -44,7 +47,9 @@ impl Segments {
         if self.by_slot.len() <= slot {
             self.by_slot.resize(slot + 1, None);
             self.buried.resize(slot + 1, 0);
+            self.dead.resize_with(slot + 1, || None);
         }
+        self.dead[slot] = (segment.records() == 0).then(Dead::default);
         self.by_slot[slot] = Some(segment);
     }
 
@@ -73,11 +78,19 @@ impl Segments {
     /// once, because the counters of segments lie far apart in memory, and other threads have changed them.
     #[inline]
     pub(crate) fn bury(&mut self, location: Location) {
+        if let Some(dead) = &mut self.dead[location.segment as usize] {
+            dead.add(location.record);
+        }
         let buried = &mut self.buried[location.segment as usize];
         *buried += 1;
         if *buried == 1 {
             self.with_buried.push(location.segment);
         }
+    }
+
+    /// The dead records of a segment, where they are known.
+    pub(crate) fn dead_in(&self, slot: u32) -> Option<&Dead> {
+        self.dead.get(slot as usize).and_then(Option::as_ref)
     }
 
     /// Count the records that died.
@@ -161,6 +174,7 @@ impl Segments {
 
     fn remove(&mut self, slot: u32) {
         if let Some(segment) = self.by_slot[slot as usize].take() {
+            self.dead[slot as usize] = None;
             segment.unname();
         }
     }

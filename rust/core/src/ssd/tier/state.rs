@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::ssd::classes::Classes;
 use crate::ssd::format::footer::LastStep;
+use crate::ssd::format::head::{Highest, Widths};
 use crate::ssd::format::record::encode_tombstone;
 use crate::ssd::format::segment::Content;
 use crate::ssd::index::{AHEAD, Found, Location, TagIndex};
@@ -30,10 +31,8 @@ pub(crate) struct TierState {
     next_seq: u64,
     /// The next segment's serial.
     next_serial: u64,
-    /// No record has a larger `modified_epoch`.
-    highest_epoch: u32,
-    /// No row has a larger last step.
-    highest_step: u64,
+    /// No record has more than this, but for `write_seq`.
+    highest: Highest,
     /// Segments whose rows compaction is moving now.
     moving: u32,
     /// See [`Classes::of_rewritten`].
@@ -55,8 +54,7 @@ impl TierState {
             states: States::default(),
             next_seq: 1,
             next_serial: 1,
-            highest_epoch: 0,
-            highest_step: 0,
+            highest: Highest::default(),
             moving: 0,
             dither: 0.0,
             closed: false,
@@ -71,11 +69,10 @@ impl TierState {
         segments: &[Arc<Segment>],
         (highest_seq, highest_epoch): (u64, u32),
     ) -> Self {
-        // Where a footer does not say it, it can be any.
-        let steps = segments.iter().filter(|segment| segment.content == Content::Rows && segment.records() > 0);
-        let highest_step = steps.map(|segment| segment.steps().map_or(u64::MAX, |steps| steps.highest)).max();
-        let highest_step = highest_step.unwrap_or(0);
-        let mut state = Self { next_seq: highest_seq + 1, highest_epoch, highest_step, ..Self::new(index) };
+        let rows = segments.iter().filter(|segment| segment.content == Content::Rows && segment.records() > 0);
+        let highest = rows.fold(Highest::default(), |highest, segment| highest.and(segment.highest()));
+        let highest = Highest { modified_epoch: highest_epoch, ..highest };
+        let mut state = Self { next_seq: highest_seq + 1, highest, ..Self::new(index) };
         state.leave_serials_of(segments);
         for segment in segments {
             segment.name();
@@ -141,10 +138,15 @@ impl TierState {
         self.next_seq
     }
 
-    /// No record that is written from now on has a larger `write_seq`, epoch or last step than these, unless the tier is told.
+    /// No record that is written from now on has more than this, unless the tier is told.
     #[inline]
-    pub(crate) fn highest(&self) -> (u64, u32, u64) {
-        (self.next_seq, self.highest_epoch, self.highest_step)
+    pub(crate) fn highest(&self) -> Highest {
+        Highest { write_seq: self.next_seq, ..self.highest }
+    }
+
+    /// Widths of the heads of rows' records that are written now. They never become less.
+    pub(crate) fn widths(&self) -> Widths {
+        Widths::of_rows(&self.highest())
     }
 
     /// Segments whose rows compaction is moving now.
@@ -176,7 +178,7 @@ impl TierState {
     /// Whether `stream` has no open segment with room for one more record.
     #[inline]
     pub(crate) fn is_full(&self, stream: Stream) -> bool {
-        self.open.get(stream).is_none_or(|open| open.is_full(self.highest()))
+        self.open.get(stream).is_none_or(|open| open.is_full(&self.highest()))
     }
 
     // ---- records
@@ -201,15 +203,14 @@ impl TierState {
         self.dither
     }
 
-    /// Rows with these highest epochs and last steps are about to be written.
-    pub(crate) fn note_highest(&mut self, modified_epoch: u32, last_step: u64) {
-        self.highest_epoch = self.highest_epoch.max(modified_epoch);
-        self.highest_step = self.highest_step.max(last_step);
+    /// Rows that have no more than this are about to be written.
+    pub(crate) fn note_highest(&mut self, rows: Highest) {
+        self.highest = self.highest.and(rows);
     }
 
     /// How many more records the open segment of `stream` takes; 0 where there is none.
     pub(crate) fn records_left(&self, stream: Stream) -> usize {
-        self.open.get(stream).map_or(0, |open| open.records_left(self.highest()))
+        self.open.get(stream).map_or(0, |open| open.records_left(&self.highest()))
     }
 
     /// Write a row's record to a stream that has room, and return where it is. The index does not point there yet: see
@@ -257,11 +258,12 @@ impl TierState {
         if !self.remove_unwritten(id) {
             return false;
         }
-        let seq = self.take_seqs(1);
+        let widths = OpenSegment::widths_for(Content::Tombstones, &self.highest());
+        let (seq, epoch) = (self.take_seqs(1), self.highest.modified_epoch);
         let open = self.open.get_mut(Stream::Tombstones).expect("just made ready");
-        let binding = open.segment().binding;
-        let (record, bytes) = open.push(id, seq, self.highest_epoch, LastStep::UNKNOWN);
-        encode_tombstone(bytes, id, self.highest_epoch, seq);
+        let binding = open.segment().format.binding;
+        let (record, bytes) = open.push(id, seq, epoch, LastStep::UNKNOWN);
+        encode_tombstone(bytes, id, epoch, (widths, seq));
         binding.bind(record, bytes);
         true
     }
@@ -305,9 +307,9 @@ impl TierState {
 
     // ---- segments
 
-    /// The serial of a segment that is to be opened now, and the `write_seq` of its first record.
-    pub(crate) fn next_segment(&self) -> (u64, u64) {
-        (self.next_serial, self.next_seq)
+    /// The serial of a segment of `stream` that is to be opened now, the widths of its records' heads, and the `write_seq` of the first one.
+    pub(crate) fn next_segment(&self, stream: Stream) -> (u64, Widths, u64) {
+        (self.next_serial, OpenSegment::widths_for(stream.content(), &self.highest()), self.next_seq)
     }
 
     /// Add an open segment, which has the serial of [`TierState::next_segment`].

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use crate::error::{Error, Kind, Result};
 use crate::rows::{RowHeader, RowRef};
 use crate::ssd::classes::{Classes, MOST_CLASSES, keep_neighbours_together};
+use crate::ssd::format::head::{Head, Highest, Widths};
 use crate::ssd::format::record::encode_rows;
+use crate::ssd::format::segment::Content;
 use crate::ssd::index::{Found, Location, TagIndex};
 use crate::ssd::segment::buffer::Pool;
 use crate::ssd::segment::file::Segment;
@@ -24,7 +26,6 @@ use crate::types::Id;
 const BYTES_AT_ONCE: usize = 1 << 20;
 
 /// Records of rows that are being appended, and are in no segment yet.
-#[derive(Default)]
 struct Records {
     bytes: Vec<u8>,
     classes: Vec<u8>,
@@ -32,6 +33,8 @@ struct Records {
     found: Vec<Found>,
     /// `write_seq` of the first one. Those of the others follow.
     first_seq: u64,
+    /// Widths of their heads.
+    widths: Widths,
 }
 
 /// See [`SsdTier::append`](crate::ssd::SsdTier::append).
@@ -61,14 +64,10 @@ pub(crate) fn append(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool])
 /// Append rows, of which `done` are done.
 fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: &mut usize) -> Result<()> {
     let at_once = (BYTES_AT_ONCE / tier.home.geometry.row_bytes).clamp(1, AT_ONCE);
-    let (mut seq, dither) = {
-        let mut state = tier.state();
-        (state.take_seqs(rows.len() as u64), state.next_dither())
-    };
-    let mut records = Records::default();
+    let (mut records, dither) = begin(tier, rows);
     for (rows, known) in rows.chunks(at_once).zip(known.chunks(at_once)) {
-        make_records(tier, rows, known, (seq, dither), &mut records);
-        seq += rows.len() as u64;
+        choose_classes(tier, rows, known, dither, &mut records);
+        encode(tier, rows, &mut records);
         let mut taken = 0;
         while taken < rows.len() {
             Pool::of_process().throttle();
@@ -76,6 +75,13 @@ fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: 
                 tier.check_writable()?;
             }
             let mut state = tier.state();
+            if state.widths() != records.widths {
+                // Somebody else has written what takes wider heads.
+                records.widths = state.widths();
+                drop(state);
+                encode(tier, rows, &mut records);
+                continue;
+            }
             let (more, ready) = append_some(tier, &mut state, rows, known, &records, taken);
             *done += more;
             ready?;
@@ -88,11 +94,22 @@ fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: 
             state.reap();
             compact::if_worthwhile(tier, &state);
         }
+        records.first_seq += rows.len() as u64;
+        tier.counters.row_bytes_given.fetch_add(records.bytes.len() as u64, Ordering::Relaxed);
     }
     spill_if_short(tier);
-    let bytes = (rows.len() * tier.home.geometry.row_bytes) as u64;
-    tier.counters.row_bytes_given.fetch_add(bytes, Ordering::Relaxed);
     Ok(())
+}
+
+/// Begin to append rows: the records for the first of them, and the dither for their classes.
+fn begin(tier: &TierInner, rows: &[RowRef<'_>]) -> (Records, f32) {
+    let highest = Highest::of_rows(rows.iter().map(|row| row.header));
+    let mut state = tier.state();
+    state.note_highest(highest);
+    let first_seq = state.take_seqs(rows.len() as u64);
+    let widths = state.widths();
+    let records = Records { bytes: Vec::new(), classes: Vec::new(), found: Vec::new(), first_seq, widths };
+    (records, state.next_dither())
 }
 
 fn check_rows(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
@@ -107,17 +124,15 @@ fn check_rows(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool]) -> Result<(
     Err(Error::new(Kind::Input, message))
 }
 
-/// Make the records of rows, the first with this `write_seq`, and decide their classes. The tier's lock is not held meanwhile, except to
-/// look up where older versions are.
-fn make_records(
-    tier: &TierInner,
-    rows: &[RowRef<'_>],
-    known: &[bool],
-    (first_seq, dither): (u64, f32),
-    records: &mut Records,
-) {
-    let row_bytes = tier.home.geometry.row_bytes;
-    records.first_seq = first_seq;
+/// Make the records of rows. The tier's lock is not held meanwhile.
+fn encode(tier: &TierInner, rows: &[RowRef<'_>], records: &mut Records) {
+    let Records { bytes, widths, first_seq, .. } = records;
+    bytes.resize(rows.len() * tier.home.schema.record_bytes(Content::Rows, Head::Packed(*widths)), 0);
+    encode_rows(bytes, rows, &tier.layout, (*widths, *first_seq));
+}
+
+/// Decide the classes of rows. The tier's lock is held only to look up where older versions are.
+fn choose_classes(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool], dither: f32, records: &mut Records) {
     records.classes.clear();
     records.classes.resize(rows.len(), Classes::of_new());
     records.found.clear();
@@ -138,7 +153,7 @@ fn make_records(
         } else {
             Vec::new()
         };
-        for ((class, older), seq) in records.classes.iter_mut().zip(&older).zip(first_seq..) {
+        for ((class, older), seq) in records.classes.iter_mut().zip(&older).zip(records.first_seq..) {
             if let Some(older) = older {
                 let known = all.get(older.segment as usize).copied();
                 let (before, mean_seq) = known.unwrap_or_else(|| of_segment(state.segments().of(*older)));
@@ -147,8 +162,6 @@ fn make_records(
         }
         keep_neighbours_together(&mut records.classes, &older);
     }
-    records.bytes.resize(rows.len() * row_bytes, 0);
-    encode_rows(&mut records.bytes, rows, &tier.layout, first_seq);
 }
 
 /// Take rows from number `first` on, as long as there is room in the open segments or for new ones; how many.
@@ -163,11 +176,7 @@ fn append_some(
     if tier.home.space.free_bytes() < tier.bytes_kept(state) {
         return (0, Ok(()));
     }
-    let highest = rows.iter().fold((0, 0), |highest: (u32, u64), row| {
-        (highest.0.max(row.header.modified_epoch), highest.1.max(row.header.last_step))
-    });
-    state.note_highest(highest.0, highest.1);
-    let bytes = records.bytes.chunks_exact(tier.home.geometry.row_bytes);
+    let bytes = records.bytes.chunks_exact(records.bytes.len() / rows.len());
     let each = rows.iter().zip(records.classes.iter().zip(bytes)).zip(records.first_seq..);
     let (mut places, mut ready) = (Vec::with_capacity(rows.len() - first), Ok(true));
     let mut left = [0; MOST_CLASSES as usize];

@@ -173,7 +173,7 @@ fn dead_of(
     let (mut dead, mut here) = (Vec::new(), here.into_iter());
     for (wanted, bytes) in live.iter().zip(records.chunks_exact(segment.record_bytes)) {
         let record = decode_wanted(segment, *wanted, bytes)?;
-        let dies = record.last_step <= dying.last_step
+        let dies = record.head.last_step <= dying.last_step
             && dying.by_row.is_none_or(|dies| dies(&record.unpack(&tier.layout, &mut vector), &vector));
         if dies {
             dead.extend(here.find(|at| at.record == wanted.1));

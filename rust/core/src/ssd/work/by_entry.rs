@@ -77,10 +77,16 @@ pub(crate) fn read_wanted(tier: &TierInner, segment: &Arc<Segment>, wanted: &[Wa
 /// Check and take apart a wanted record, which is `bytes`.
 pub(crate) fn decode_wanted<'a>(segment: &Segment, (id, number): Wanted, bytes: &'a [u8]) -> Result<Record<'a>> {
     let record = segment.decode(number, bytes)?;
-    if record.id == id {
+    if record.head.id == id {
         return Ok(record);
     }
-    Err(Error::corruption(segment.path(), segment.offset(number) + 8, "the record's id", id, record.id))
+    Err(Error::corruption(
+        segment.path(),
+        segment.offset(number) + segment.format.head.id_at() as u64,
+        "the record's id",
+        id,
+        record.head.id,
+    ))
 }
 
 /// Read the records from number `first` on. Records of a segment that was dropped with its buffer are read as zeros.

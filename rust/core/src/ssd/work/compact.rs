@@ -11,7 +11,8 @@ use crate::io::{ALIGNMENT, BufPool, PooledBuf};
 use crate::memory;
 use crate::process::PerProcess;
 use crate::ssd::classes::MOST_CLASSES;
-use crate::ssd::format::record::{Record, checksums_of, le_u64};
+use crate::ssd::format::head::{Head, HeadFields, Widths};
+use crate::ssd::format::record::{Record, checksums_of, encode_again};
 use crate::ssd::format::segment::Content;
 use crate::ssd::index::{AHEAD, Found, Location};
 use crate::ssd::room::compaction::{Choice, SegmentView, View, choose};
@@ -66,25 +67,26 @@ pub(crate) fn next(tier: &TierInner, state: &TierState) -> Choice {
 pub(crate) fn view_of(tier: &TierInner, state: &TierState) -> View {
     let (space, geometry) = (&tier.home.space, &tier.home.geometry);
     let free_bytes = space.free_bytes();
-    let highest @ (seq, epoch, step) = state.highest();
-    let left: u64 = state.open().of_rows().map(|open| open.rows_left(geometry, highest)).sum();
+    let highest = state.highest();
+    let left: u64 = state.open().of_rows().map(|open| open.rows_left(geometry, &highest)).sum();
     let to_open = (free_bytes / geometry.segment_bytes).saturating_sub(u64::from(state.moving()));
+    let rows_in = geometry.rows_in(&highest);
     let tombstones = state.segments().tombstones();
     View {
         can_write: !state.is_closed() && !space.has_failed(),
         cap_bytes: geometry.cap_bytes,
         segment_bytes: geometry.segment_bytes,
-        rows_per_segment: geometry.rows_per_segment,
+        rows_per_segment: rows_in as u32,
         free_bytes,
         moving: state.moving(),
-        rows_to_move: left + to_open * geometry.rows_in(seq, epoch, step),
+        rows_to_move: left + to_open * rows_in,
         was_published: state.states().last_token().is_some(),
         states: state.states().len(),
         retained_bytes: if state.states().len() == 0 { 0 } else { state.retained_bytes() },
         tombstone_segments: tombstones.segments,
         tombstone_bytes: tombstones.bytes,
         tombstones_before: tombstones.before,
-        next_seq: seq,
+        next_seq: highest.write_seq,
     }
 }
 
@@ -195,7 +197,13 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
     let (records, damage) = live_records(tier, victim, chunk);
     // Memory is asked for while nothing has changed.
     let mut moved = Moved::with_room_for(records.len());
-    let mut state = tier.state();
+    let (mut again, mut state) = (None, tier.state());
+    while again.as_ref().map_or(victim.format.head, Again::head) != Head::Packed(state.widths()) {
+        let widths = state.widths();
+        drop(state);
+        again = Some(Again::of(&records, widths));
+        state = tier.state();
+    }
     if state.is_closed() || tier.home.space.has_failed() {
         return Ok(false);
     }
@@ -208,10 +216,10 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
             state.index().prefetch_found(&later.found);
         }
         let number = *number;
-        if !state.is_live(record.id, found, (victim, number)) {
+        if !state.is_live(record.head.id, found, (victim, number)) {
             continue;
         }
-        let age = state.next_seq().saturating_sub(record.write_seq);
+        let age = state.next_seq().saturating_sub(record.head.write_seq);
         let class = classes.of_moved(victim.class.min(classes.count - 1), age);
         let taken = streams[class as usize].filter(|taken| left[*taken as usize] > 0);
         let taken = taken.or_else(|| {
@@ -227,9 +235,12 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
             room_left = false;
             break;
         };
-        let Record { id, write_seq, modified_epoch, last_step, .. } = *record;
-        let row = NewRecord { id, write_seq, modified_epoch, last_step, bytes };
-        moved.places.push(state.copy_row(Stream::Rows(taken), row, (victim, number)));
+        let HeadFields { id, write_seq, modified_epoch, last_step, .. } = record.head;
+        let row = |bytes| NewRecord { id, write_seq, modified_epoch, last_step, bytes };
+        moved.places.push(match &again {
+            None => state.copy_row(Stream::Rows(taken), row(bytes), (victim, number)),
+            Some(again) => state.write_row(Stream::Rows(taken), row(again.record(at))),
+        });
         moved.ids.push(id);
         moved.found.push(*found);
         left[taken as usize] -= 1;
@@ -255,6 +266,31 @@ impl Moved {
     }
 }
 
+/// Records that are written again, because the heads of those that are written now have other widths than in their segment.
+struct Again {
+    widths: Widths,
+    record_bytes: usize,
+    bytes: Vec<u8>,
+}
+
+impl Again {
+    fn of(records: &[Live<'_>], widths: Widths) -> Self {
+        let payload_bytes = records.first().map_or(0, |live| live.record.payload.len());
+        let record_bytes = Head::Packed(widths).bytes() + payload_bytes;
+        let mut bytes = vec![0; records.len() * record_bytes];
+        encode_again(&mut bytes, records.iter().map(|live| &live.record), widths);
+        Self { widths, record_bytes, bytes }
+    }
+
+    fn head(&self) -> Head {
+        Head::Packed(self.widths)
+    }
+
+    fn record(&self, at: usize) -> &[u8] {
+        &self.bytes[at * self.record_bytes..][..self.record_bytes]
+    }
+}
+
 /// A record of a chunk that the index pointed to, and what the index had for its id.
 struct Live<'a> {
     number: u32,
@@ -266,12 +302,17 @@ struct Live<'a> {
 /// The records of a chunk that the index points to, checked, and the first error of one that is damaged. A record that is not live now
 /// never will be.
 fn live_records<'a>(tier: &TierInner, victim: &Segment, chunk: &'a Chunk) -> (Vec<Live<'a>>, Option<crate::Error>) {
-    let ids: Vec<Id> = chunk.records(victim).map(|(_, record)| le_u64(record, 8) as Id).collect();
+    let state = tier.view();
+    let dead = state.segments().dead_in(victim.slot);
+    let is_known_dead = |number: u32| dead.is_some_and(|dead| dead.contains(number));
+    let maybe_live: Vec<(u32, &[u8])> = chunk.records(victim).filter(|(number, _)| !is_known_dead(*number)).collect();
+    let ids: Vec<Id> = maybe_live.iter().map(|(_, record)| victim.format.head.id_of(record)).collect();
     let mut found = vec![Found::NONE; ids.len()];
-    tier.view().index().find_batch(&ids, &mut found);
-    let numbered = chunk.records(victim).zip(&found);
-    let live = numbered.filter(|((number, _), found)| found.location() == Some(victim.location(*number)));
-    let live: Vec<(u32, &[u8], Found)> = live.map(|((number, bytes), found)| (number, bytes, *found)).collect();
+    state.index().find_batch(&ids, &mut found);
+    drop(state);
+    let found = maybe_live.into_iter().zip(found);
+    let live = found.filter(|((number, _), found)| found.location() == Some(victim.location(*number)));
+    let live: Vec<(u32, &[u8], Found)> = live.map(|((number, bytes), found)| (number, bytes, found)).collect();
     let (mut records, mut damage) = (Vec::with_capacity(live.len()), None);
     checksums_of(live.iter().map(|(_, bytes, _)| *bytes), |at, crc| {
         let (number, bytes, found) = live[at];

@@ -44,7 +44,7 @@ pub(crate) fn forget(
     mut gone: impl FnMut(usize),
 ) -> Result<()> {
     tier.check_writable()?;
-    check_memory(tier, ids.len(), tier.home.schema.record_bytes(Content::Tombstones))?;
+    check_memory(tier, ids.len(), tier.home.schema.most_record_bytes(Content::Tombstones))?;
     let mut done = 0;
     while done < ids.len() {
         Pool::of_process().throttle();

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::rows::{RowHeader, RowRef};
 use crate::ssd::format::footer::Entry;
-use crate::ssd::format::record::le_u64;
 use crate::ssd::format::segment::Content;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::footers::read_entries;
@@ -153,7 +152,7 @@ pub(crate) fn scan_part(
         let chunk = &mut bytes[..count as usize * record_bytes];
         read_records(tier, segment, first, chunk)?;
         ids.clear();
-        ids.extend(chunk.chunks_exact(record_bytes).map(|record| le_u64(record, 8) as i64));
+        ids.extend(chunk.chunks_exact(record_bytes).map(|record| segment.format.head.id_of(record)));
         here.clear();
         here.resize(ids.len(), None);
         wanted.clear();
@@ -177,7 +176,7 @@ pub(crate) fn scan_part(
                 continue;
             }
             let record = segment.decode(first + at as u32, record)?;
-            if record.modified_epoch < since {
+            if record.head.modified_epoch < since {
                 continue;
             }
             let header: RowHeader = record.unpack(&tier.layout, &mut vector);

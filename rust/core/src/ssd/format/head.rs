@@ -1,0 +1,342 @@
+//! The head of a record: what lies before its payload.
+//!
+//! In segments of version 4 a head is packed: each number takes as few bytes as the segment needs ([`Widths`]), which the segment's header
+//! says.
+//!
+//! ```text
+//! crc32c of all that follows, payload included, xor the mask of the record's position u32 | id i64 | write_seq | last step
+//! | modified_epoch | count | score f32
+//! ```
+//!
+//! The last five take 0 to 8, 0 to 8, 0 to 4, 0 to 4, and 0 or 4 bytes. Where the score has none it is 0.
+//!
+//! In segments of versions 1 to 3 a head has 44 bytes ([`Head::Fixed`]):
+//!
+//! | byte | bytes | field |
+//! | --- | --- | --- |
+//! | 0 | 4 | the checksum, as above. In version 1 the mask is 0 |
+//! | 4 | 1 | version of the record, 1 or 2 |
+//! | 5 | 1 | kind: 1 row, 2 tombstone |
+//! | 6 | 2 | 0 |
+//! | 8 | 8 | id |
+//! | 16 | 8 | `write_seq` |
+//! | 24 | 8 | last step |
+//! | 32 | 4 | `modified_epoch` |
+//! | 36 | 4 | count |
+//! | 40 | 4 | score, f32 |
+
+use crate::rows::RowHeader;
+use crate::ssd::format::words::{le_u32, le_u64};
+use crate::types::Id;
+
+/// The checksum of a record is of the bytes from this one on.
+pub(crate) const CHECKED_FROM: usize = 4;
+/// Bytes of a fixed head.
+pub(crate) const FIXED_HEAD_BYTES: usize = 44;
+/// Bytes of a packed head before the numbers that are packed: the checksum and the id.
+const UNPACKED_BYTES: usize = CHECKED_FROM + 8;
+/// The most bytes of a head that is written now.
+pub(crate) const MOST_HEAD_BYTES: usize = UNPACKED_BYTES + 8 + 8 + 4 + 4 + 4;
+/// A number of a packed head is written and read as 8 bytes, of which the next one takes those that are too many. So the last one needs
+/// so many bytes after it.
+const SPARE_BYTES: usize = 8;
+
+/// What no record of a tier has more of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Highest {
+    pub(crate) write_seq: u64,
+    pub(crate) last_step: u64,
+    pub(crate) modified_epoch: u32,
+    pub(crate) count: u32,
+    /// Whether any row may have a score that is not 0.
+    pub(crate) scores: bool,
+}
+
+impl Highest {
+    /// Of any record.
+    pub(crate) const ANY: Self =
+        Self { write_seq: u64::MAX, last_step: u64::MAX, modified_epoch: u32::MAX, count: u32::MAX, scores: true };
+
+    /// Of these rows, but for `write_seq`, which a row does not have.
+    pub(crate) fn of_rows<'a>(rows: impl Iterator<Item = &'a RowHeader>) -> Self {
+        rows.fold(Self::default(), |highest, row| Self {
+            write_seq: 0,
+            last_step: highest.last_step.max(row.last_step),
+            modified_epoch: highest.modified_epoch.max(row.modified_epoch),
+            count: highest.count.max(row.count),
+            scores: highest.scores || row.score.to_bits() != 0,
+        })
+    }
+
+    /// Of the records of both.
+    pub(crate) fn and(self, other: Self) -> Self {
+        Self {
+            write_seq: self.write_seq.max(other.write_seq),
+            last_step: self.last_step.max(other.last_step),
+            modified_epoch: self.modified_epoch.max(other.modified_epoch),
+            count: self.count.max(other.count),
+            scores: self.scores || other.scores,
+        }
+    }
+}
+
+/// Bytes that the packed numbers of a head take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Widths {
+    write_seq: u8,
+    last_step: u8,
+    modified_epoch: u8,
+    count: u8,
+    score: u8,
+}
+
+/// The least of `widths` that holds `value`.
+fn least(widths: &[u8], value: u64) -> u8 {
+    widths.iter().copied().find(|width| value <= mask(*width)).unwrap_or(8)
+}
+
+/// The largest number of `width` bytes.
+#[inline]
+fn mask(width: u8) -> u64 {
+    u64::MAX.checked_shr(64 - 8 * u32::from(width)).unwrap_or(0)
+}
+
+impl Widths {
+    /// No number takes a byte.
+    pub(crate) const NONE: Self = Self { write_seq: 0, last_step: 0, modified_epoch: 0, count: 0, score: 0 };
+
+    /// Widths for rows that have no more than this. Numbers grow, and with a width a tier begins new segments. So small widths that would
+    /// do for a short time only are not used.
+    pub(crate) fn of_rows(highest: &Highest) -> Self {
+        Self {
+            write_seq: least(&[4, 5, 6], highest.write_seq),
+            last_step: least(&[0, 3, 4], highest.last_step),
+            modified_epoch: least(&[0, 1, 2, 4], highest.modified_epoch.into()),
+            count: least(&[0, 1, 2, 4], highest.count.into()),
+            score: if highest.scores { 4 } else { 0 },
+        }
+    }
+
+    /// Widths for tombstones, which only have a `write_seq` and an epoch.
+    pub(crate) fn of_tombstones(highest: &Highest) -> Self {
+        Self { last_step: 0, count: 0, score: 0, ..Self::of_rows(highest) }
+    }
+
+    /// As a segment's header has them: 4 bits for each of the first two, 3 bits for each of the others, from the lowest bit on.
+    pub(crate) fn to_bits(self) -> u16 {
+        let Self { write_seq, last_step, modified_epoch, count, score } = self;
+        u16::from(write_seq | last_step << 4)
+            | u16::from(modified_epoch) << 8
+            | u16::from(count) << 11
+            | u16::from(score / 4) << 14
+    }
+
+    /// The widths in a segment's header; `None` where they cannot be any.
+    pub(crate) fn from_bits(bits: u16) -> Option<Self> {
+        let field = |from: u32, count: u32| (bits >> from & ((1 << count) - 1)) as u8;
+        let widths = Self {
+            write_seq: field(0, 4),
+            last_step: field(4, 4),
+            modified_epoch: field(8, 3),
+            count: field(11, 3),
+            score: 4 * field(14, 1),
+        };
+        let fit = widths.write_seq <= 8 && widths.last_step <= 8 && widths.modified_epoch <= 4 && widths.count <= 4;
+        (fit && bits >> 15 == 0).then_some(widths)
+    }
+
+    /// Write the head of a record but for its checksum. `into` is as long as the head.
+    #[inline]
+    pub(crate) fn encode(self, fields: &HeadFields, into: &mut [u8]) {
+        let mut bytes = [0; MOST_HEAD_BYTES + SPARE_BYTES];
+        bytes[CHECKED_FROM..UNPACKED_BYTES].copy_from_slice(&fields.id.to_le_bytes());
+        let values = [
+            fields.write_seq,
+            fields.last_step,
+            fields.modified_epoch.into(),
+            fields.count.into(),
+            fields.score.to_bits().into(),
+        ];
+        let mut at = UNPACKED_BYTES;
+        for (value, width) in values.into_iter().zip(self.each()) {
+            debug_assert!(value <= mask(width), "{value} in {width} bytes");
+            bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
+            at += usize::from(width);
+        }
+        into.copy_from_slice(&bytes[..at]);
+    }
+
+    /// In the order of the head.
+    fn each(self) -> [u8; 5] {
+        [self.write_seq, self.last_step, self.modified_epoch, self.count, self.score]
+    }
+}
+
+/// How the heads of a segment's records lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Head {
+    /// As in segments of versions 1 to 3, with the version of their records. None is written any more.
+    Fixed(u8),
+    Packed(Widths),
+}
+
+/// The fields of a head.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeadFields {
+    pub(crate) id: Id,
+    pub(crate) write_seq: u64,
+    pub(crate) last_step: u64,
+    pub(crate) modified_epoch: u32,
+    pub(crate) count: u32,
+    pub(crate) score: f32,
+}
+
+impl Head {
+    /// Bytes of the head.
+    #[inline]
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Self::Fixed(_) => FIXED_HEAD_BYTES,
+            Self::Packed(widths) => {
+                UNPACKED_BYTES + widths.each().iter().map(|width| usize::from(*width)).sum::<usize>()
+            }
+        }
+    }
+
+    /// Where the id is.
+    #[inline]
+    pub(crate) fn id_at(self) -> usize {
+        match self {
+            Self::Fixed(_) => 8,
+            Self::Packed(_) => CHECKED_FROM,
+        }
+    }
+
+    /// The id of a record.
+    #[inline]
+    pub(crate) fn id_of(self, record: &[u8]) -> Id {
+        le_u64(record, self.id_at()) as Id
+    }
+
+    /// The most that a record with such a head can have.
+    pub(crate) fn highest(self) -> Highest {
+        let Self::Packed(widths) = self else { return Highest::ANY };
+        Highest {
+            write_seq: mask(widths.write_seq),
+            last_step: mask(widths.last_step),
+            modified_epoch: mask(widths.modified_epoch) as u32,
+            count: mask(widths.count) as u32,
+            scores: widths.score > 0,
+        }
+    }
+
+    /// The fields of a record's head, whose bytes are `head`. The checksum is not looked at.
+    #[inline]
+    pub(crate) fn decode(self, head: &[u8]) -> HeadFields {
+        let Self::Packed(widths) = self else {
+            return HeadFields {
+                id: le_u64(head, 8) as Id,
+                write_seq: le_u64(head, 16),
+                last_step: le_u64(head, 24),
+                modified_epoch: le_u32(head, 32),
+                count: le_u32(head, 36),
+                score: f32::from_bits(le_u32(head, 40)),
+            };
+        };
+        let mut bytes = [0; MOST_HEAD_BYTES + SPARE_BYTES];
+        bytes[..head.len()].copy_from_slice(head);
+        let mut at = UNPACKED_BYTES;
+        let [write_seq, last_step, modified_epoch, count, score] = widths.each().map(|width| {
+            let value = le_u64(&bytes, at) & mask(width);
+            at += usize::from(width);
+            value
+        });
+        HeadFields {
+            id: le_u64(&bytes, CHECKED_FROM) as Id,
+            write_seq,
+            last_step,
+            modified_epoch: modified_epoch as u32,
+            count: count as u32,
+            score: f32::from_bits(score as u32),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn any_fields() -> impl Strategy<Value = HeadFields> {
+        let number = || (any::<u64>(), 0..65_u32).prop_map(|(value, bits)| value.checked_shr(bits).unwrap_or(0));
+        (any::<Id>(), number(), number(), any::<[u32; 3]>(), [0..33_u32, 0..33, 0..33]).prop_map(
+            |(id, write_seq, last_step, small, bits)| {
+                let small = |at: usize| small[at].checked_shr(bits[at]).unwrap_or(0);
+                let score = f32::from_bits(small(2));
+                HeadFields { id, write_seq, last_step, modified_epoch: small(0), count: small(1), score }
+            },
+        )
+    }
+
+    fn highest_of(fields: &HeadFields) -> Highest {
+        Highest {
+            write_seq: fields.write_seq,
+            last_step: fields.last_step,
+            modified_epoch: fields.modified_epoch,
+            count: fields.count,
+            scores: fields.score.to_bits() != 0,
+        }
+    }
+
+    fn bits_of(fields: &HeadFields) -> (Id, u64, u64, u32, u32, u32) {
+        let HeadFields { id, write_seq, last_step, modified_epoch, count, score } = *fields;
+        (id, write_seq, last_step, modified_epoch, count, score.to_bits())
+    }
+
+    proptest! {
+        /// A head comes back from any widths that are wide enough, and these come back from a segment's header.
+        #[test]
+        fn a_head_comes_back(fields in any_fields(), other in any_fields()) {
+            let highest = highest_of(&fields).and(highest_of(&other));
+            let widths = Widths::of_rows(&highest);
+            prop_assert_eq!(Widths::from_bits(widths.to_bits()), Some(widths));
+            let head = Head::Packed(widths);
+            prop_assert!(head.bytes() <= MOST_HEAD_BYTES);
+            prop_assert_eq!(head.highest().and(highest), head.highest());
+            let mut bytes = vec![1; head.bytes()];
+            widths.encode(&fields, &mut bytes);
+            prop_assert_eq!(bits_of(&head.decode(&bytes)), bits_of(&fields));
+            prop_assert_eq!(head.id_of(&bytes), fields.id);
+        }
+
+        /// Whatever a header says, it is no widths or those that it says.
+        #[test]
+        fn bits_are_widths_or_none(bits in any::<u16>()) {
+            if let Some(widths) = Widths::from_bits(bits) {
+                prop_assert_eq!(widths.to_bits(), bits);
+                prop_assert!(Head::Packed(widths).bytes() <= MOST_HEAD_BYTES);
+            }
+        }
+    }
+
+    #[test]
+    fn widths_grow_in_few_steps() {
+        let row = |last_step, modified_epoch, count, score| RowHeader {
+            id: 1,
+            last_step,
+            count,
+            score,
+            scalar: 0.0,
+            modified_epoch,
+        };
+        let bytes = |write_seq, rows: &[RowHeader]| {
+            let highest = Highest { write_seq, ..Highest::of_rows(rows.iter()) };
+            [Widths::of_rows(&highest), Widths::of_tombstones(&highest)].map(|widths| Head::Packed(widths).bytes())
+        };
+        assert_eq!(bytes(1, &[row(0, 0, 0, 0.0)]), [16, 16]);
+        assert_eq!(bytes(1, &[row(1, 1, 1, 0.0)]), [21, 17]);
+        assert_eq!(bytes(1 << 32, &[row(0, 0, 1, 0.0), row(1 << 24, 256, 256, -0.0)]), [29, 19]);
+        assert_eq!(bytes(u64::MAX, &[row(u64::MAX, u32::MAX, u32::MAX, 1.0)]), [MOST_HEAD_BYTES, 24]);
+    }
+}
