@@ -72,13 +72,16 @@ pub(crate) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Locat
     let places: Vec<u64> = older.iter().enumerate().map(place).collect();
     let mut first = 0;
     while first < classes.len() {
+        if has_no_neighbour_ahead(&places[first..]) {
+            first += 1;
+            continue;
+        }
         let (mut last, mut at) = (first, first);
         while at <= last {
             let ahead = &places[..(at + NEIGHBOURS + 1).min(places.len())];
             // Rows that are joined already need not be looked at again.
             let ahead = &ahead[last.max(at) + 1..];
             let is_near = |place: &u64| place.abs_diff(places[at]) <= u64::from(NEARBY_RECORDS);
-            // Nearly always none is, which is seen without branches.
             if ahead.iter().fold(false, |any, place| any | is_near(place)) {
                 last = last.max(at) + 1 + ahead.iter().rposition(is_near).unwrap_or(0);
             }
@@ -97,6 +100,16 @@ pub(crate) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Locat
         run.fill(middle.map_or(FIRST, |class| class as u8));
         first = last + 1;
     }
+}
+
+/// Whether the first of these places has no neighbour among those that follow. Nearly always it has none, which is seen without branches.
+#[inline]
+fn has_no_neighbour_ahead(places: &[u64]) -> bool {
+    let Some((place, ahead)) = places.split_first() else { return true };
+    let Some(ahead) = ahead.first_chunk::<NEIGHBOURS>() else { return false };
+    let least = place.wrapping_sub(NEARBY_RECORDS.into());
+    let is_near = |other: &u64| other.wrapping_sub(least) <= 2 * u64::from(NEARBY_RECORDS);
+    !ahead.iter().fold(false, |any, other| any | is_near(other))
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! Which records of a segment are dead, so that nobody needs to look for the ids of those.
 
+use crate::prefetch::prefetch;
+
 /// A bit for each record of a segment, which says whether the index has ceased to point to it.
 #[derive(Debug, Default)]
 pub(crate) struct Dead {
@@ -16,6 +18,12 @@ impl Dead {
             self.words.resize((word + 1).next_power_of_two(), 0);
         }
         self.words[word] |= 1 << (record % 64);
+    }
+
+    /// Start to load what is known of a record into the processor's cache.
+    #[inline]
+    pub(crate) fn prefetch(&self, record: u32) {
+        prefetch(&self.words, record as usize / 64);
     }
 
     /// Whether a record is dead.

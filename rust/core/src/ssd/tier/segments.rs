@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::ssd::format::segment::Content;
-use crate::ssd::index::Location;
+use crate::ssd::index::{AHEAD, Location};
 use crate::ssd::segment::file::Segment;
 use crate::ssd::tier::dead::Dead;
 
@@ -15,10 +15,10 @@ pub(crate) struct Segments {
     tombstones: Vec<Tombstones>,
     /// Numbers of segments that had no live record when they were looked at.
     emptied: Vec<u32>,
-    /// By segment number: records that died and are to be counted. See [`Segments::bury`].
-    buried: Vec<u32>,
-    /// Numbers of the segments that have some.
-    with_buried: Vec<u32>,
+    /// Records that died and are to be counted. See [`Segments::bury`].
+    buried: Vec<Location>,
+    /// By segment number: how many of these it has; 0 but while they are counted.
+    counts: Vec<u32>,
     /// By segment number: the dead records of a segment that was opened since the tier was. Those of others are not known.
     dead: Vec<Option<Dead>>,
 }
@@ -46,7 +46,7 @@ impl Segments {
         let slot = segment.slot as usize;
         if self.by_slot.len() <= slot {
             self.by_slot.resize(slot + 1, None);
-            self.buried.resize(slot + 1, 0);
+            self.counts.resize(slot + 1, 0);
             self.dead.resize_with(slot + 1, || None);
         }
         self.dead[slot] = (segment.records() == 0).then(Dead::default);
@@ -75,17 +75,10 @@ impl Segments {
     }
 
     /// Note that the index no longer points to a record. [`Segments::count_buried`] counts it before the tier's lock is given up. Not at
-    /// once, because the counters of segments lie far apart in memory, and other threads have changed them.
+    /// once, because what is known of a segment's records lies far apart in memory, and other threads have changed it.
     #[inline]
     pub(crate) fn bury(&mut self, location: Location) {
-        if let Some(dead) = &mut self.dead[location.segment as usize] {
-            dead.add(location.record);
-        }
-        let buried = &mut self.buried[location.segment as usize];
-        *buried += 1;
-        if *buried == 1 {
-            self.with_buried.push(location.segment);
-        }
+        self.buried.push(location);
     }
 
     /// The dead records of a segment, where they are known.
@@ -95,10 +88,25 @@ impl Segments {
 
     /// Count the records that died.
     pub(crate) fn count_buried(&mut self) {
-        while let Some(slot) = self.with_buried.pop() {
-            let buried = std::mem::take(&mut self.buried[slot as usize]);
+        for at in 0..self.buried.len() {
+            if let Some(later) = self.buried.get(at + AHEAD)
+                && let Some(dead) = &self.dead[later.segment as usize]
+            {
+                dead.prefetch(later.record);
+            }
+            let Location { segment, record } = self.buried[at];
+            if let Some(dead) = &mut self.dead[segment as usize] {
+                dead.add(record);
+            }
+            self.counts[segment as usize] += 1;
+        }
+        for Location { segment: slot, .. } in self.buried.drain(..) {
+            let count = std::mem::take(&mut self.counts[slot as usize]);
+            if count == 0 {
+                continue;
+            }
             let segment = self.by_slot[slot as usize].as_ref().expect("the index points into the current set");
-            if segment.remove_live(buried) == 0 {
+            if segment.remove_live(count) == 0 {
                 self.emptied.push(slot);
             }
         }
