@@ -23,8 +23,8 @@ const DISK: &str = "sweep_100m_rows_disk_of_before";
 const DELTA: &str = "sweep_100m_rows_delta_bytes";
 
 const DIM: usize = 4;
-/// Bytes of disk for each row: a record, its entry in a footer, and a margin for the headroom of the cap.
-const SSD_BYTES_A_ROW: u64 = 44 + 4 * DIM as u64 + 23 + 12;
+/// Bytes of disk for each row: the most that a record and its entry in a footer take, and a margin for the headroom of the cap.
+const SSD_BYTES_A_ROW: u64 = 40 + 4 * DIM as u64 + 23 + 16;
 /// Bytes of a row in a checkpoint, and a margin.
 const SAVED_BYTES_A_ROW: u64 = 48 + 4 * DIM as u64;
 /// Bytes of RAM of an entry in the index of the rows on SSD.

@@ -270,7 +270,7 @@ impl SsdTier {
         self.inner.home.geometry.note_bytes
     }
 
-    /// Bytes of the record of a row. Files have room for more, which compaction needs.
+    /// The most bytes of the record of a row. Files have room for more, which compaction needs.
     pub fn record_bytes(layout: &RowLayout) -> u64 {
         format::record::most_record_bytes(layout) as u64
     }

@@ -93,10 +93,12 @@ pub(crate) struct View {
     pub(crate) can_write: bool,
     /// Bytes of the cap.
     pub(crate) cap_bytes: u64,
-    /// Bytes of a full segment.
+    /// The most bytes of a segment.
     pub(crate) segment_bytes: u64,
     /// Rows of a full segment that is written now.
     pub(crate) rows_per_segment: u32,
+    /// Bytes of such a segment.
+    pub(crate) full_bytes: u64,
     /// Bytes of the cap that no file holds.
     pub(crate) free_bytes: u64,
     /// Segments that are being moved now.
@@ -144,7 +146,7 @@ impl SegmentView {
     /// rows to full segments makes room.
     pub(crate) fn share(&self, view: &View) -> f64 {
         let held = self.held_bytes as f64 * f64::from(view.rows_per_segment);
-        f64::from(self.live) * view.segment_bytes as f64 / held.max(1.0)
+        f64::from(self.live) * view.full_bytes as f64 / held.max(1.0)
     }
 
     /// How much of its records is live.

@@ -4,6 +4,7 @@ use crate::config::SsdConfig;
 use crate::error::{Error, Kind, Result};
 use crate::io::ALIGNMENT;
 use crate::ssd::classes::MOST_CLASSES;
+use crate::ssd::format::end::most_padding;
 use crate::ssd::format::footer::{MOST_ENTRY_BYTES, MOST_TRAILER_BYTES, TRAILER_BYTES, most_entry_bytes_with_steps};
 use crate::ssd::format::head::{Head, Highest, MOST_HEAD_BYTES, Widths};
 use crate::ssd::format::segment::{Content, MAX_HEADER_BYTES, Schema};
@@ -155,6 +156,20 @@ impl Geometry {
         let entry_bytes = most_entry_bytes_with_steps(most as u32, highest);
         let room = self.segment_bytes.saturating_sub((self.header_bytes + MOST_TRAILER_BYTES) as u64);
         most.min(room / (record_bytes + entry_bytes) as u64).max(u64::from(self.rows_per_segment))
+    }
+
+    /// Bytes of a segment that takes no more rows, where none has more than this. They are less than a segment's room where it has as many
+    /// records as an index can number.
+    pub(crate) fn full_bytes(&self, highest: &Highest) -> u64 {
+        let rows = self.rows_in(highest);
+        let each = self.record_bytes(highest) + most_entry_bytes_with_steps(rows as u32, highest);
+        let frame = (self.header_bytes + MOST_TRAILER_BYTES) as u64;
+        let least = (frame + rows * each as u64).next_multiple_of(ALIGNMENT as u64);
+        if most_padding(self.segment_bytes) > self.segment_bytes.saturating_sub(least) {
+            self.segment_bytes
+        } else {
+            least
+        }
     }
 
     /// `Config` where the cap is too small for `rows` in segments that hold `held` bytes. What compaction needs is free whenever a state is

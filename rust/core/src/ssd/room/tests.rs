@@ -18,6 +18,7 @@ fn tier(free: u64) -> View {
         can_write: true,
         cap_bytes: 100 * UNIT,
         segment_bytes: UNIT,
+        full_bytes: UNIT,
         rows_per_segment: ROWS,
         free_bytes: free * UNIT,
         moving: 0,
@@ -200,7 +201,7 @@ fn what_whoever_waits_for_room_does() {
         is_compacting: true,
         has_changed: true,
         has_failed: true,
-        open_with_dead: true,
+        open_in_the_way: true,
         moment_is_unread: true,
         takers: 1,
         states_are_in_the_way: true,
@@ -216,7 +217,7 @@ fn what_whoever_waits_for_room_does() {
         (|view| view.is_compacting = false, Step::LookAgain),
         (|view| view.has_changed = false, Step::ReadOnly),
         (|view| view.has_failed = false, Step::CloseOpen),
-        (|view| view.open_with_dead = false, Step::ReadForMoment),
+        (|view| view.open_in_the_way = false, Step::ReadForMoment),
         (|view| view.moment_is_unread = false, Step::EndScans),
         (|view| view.takers = 0, Step::GiveUpState),
         (|view| view.states_are_in_the_way = false, Step::Wait),
@@ -297,7 +298,7 @@ fn any_waiting() -> impl Strategy<Value = waiting::View> {
         is_compacting: flags[0],
         has_changed: flags[1],
         has_failed: flags[2],
-        open_with_dead: flags[3],
+        open_in_the_way: flags[3],
         moment_is_unread: flags[4],
         takers,
         states_are_in_the_way: flags[5],
@@ -366,7 +367,7 @@ proptest! {
             Step::Compact => view.is_compacting,
             Step::LookAgain => view.has_changed,
             Step::ReadOnly => view.has_failed,
-            Step::CloseOpen => view.open_with_dead,
+            Step::CloseOpen => view.open_in_the_way,
             Step::ReadForMoment => view.moment_is_unread,
             Step::EndScans => view.takers > 0,
             Step::GiveUpState => view.states_are_in_the_way,
@@ -383,7 +384,7 @@ proptest! {
     fn nobody_is_refused_while_something_could_make_room(view in any_waiting()) {
         if matches!(next_for_room(&view), Step::FilesAreStuck | Step::SegmentIsUnreadable | Step::Full) {
             prop_assert!(view.free_bytes < view.needed_bytes && view.takers == 0);
-            prop_assert!(!view.is_compacting && !view.has_changed && !view.open_with_dead && !view.moment_is_unread);
+            prop_assert!(!view.is_compacting && !view.has_changed && !view.open_in_the_way && !view.moment_is_unread);
             prop_assert!(!view.states_are_in_the_way && !view.room_is_coming);
         }
     }
@@ -396,7 +397,7 @@ proptest! {
             prop_assert!(view.room_is_coming);
         }
         if step == Step::GiveUpState {
-            prop_assert!(!view.is_compacting && !view.open_with_dead && !view.moment_is_unread && view.takers == 0);
+            prop_assert!(!view.is_compacting && !view.open_in_the_way && !view.moment_is_unread && view.takers == 0);
         }
     }
 }

@@ -15,8 +15,9 @@ pub(crate) struct View {
     pub(crate) has_changed: bool,
     /// Whether a write or a sync failed.
     pub(crate) has_failed: bool,
-    /// Whether an open segment has dead records, which compaction cannot take before it is closed.
-    pub(crate) open_with_dead: bool,
+    /// Whether an open segment has dead records, which compaction cannot take before it is closed, or takes no more rows, because the heads
+    /// of those that are written now are wider.
+    pub(crate) open_in_the_way: bool,
     /// Whether segments are kept for a moment, because their rows were not read yet.
     pub(crate) moment_is_unread: bool,
     /// Scans whose rows somebody takes at his own pace. Segments are kept for them.
@@ -43,8 +44,8 @@ pub(crate) enum Step {
     LookAgain,
     /// Return the error of the write that failed.
     ReadOnly,
-    /// Close an open segment that has dead records, and look again. Those records, and the tombstones that they keep, may be all that
-    /// stands in the way.
+    /// Close an open segment that is in the way, and look again. Its dead records, the tombstones that they keep, or the room that it has and
+    /// cannot use, may be all that stands in the way.
     CloseOpen,
     /// Read the rows of a segment that is kept for a moment, and look again. Where others are reading them, wait for a change.
     ReadForMoment,
@@ -70,7 +71,7 @@ pub(crate) fn next_for_room(view: &View) -> Step {
         View { is_compacting: true, .. } => Step::Compact,
         View { has_changed: true, .. } => Step::LookAgain,
         View { has_failed: true, .. } => Step::ReadOnly,
-        View { open_with_dead: true, .. } => Step::CloseOpen,
+        View { open_in_the_way: true, .. } => Step::CloseOpen,
         View { moment_is_unread: true, .. } => Step::ReadForMoment,
         View { takers: 1.., .. } => Step::EndScans,
         View { states_are_in_the_way: true, .. } => Step::GiveUpState,

@@ -100,7 +100,7 @@ impl OpenSegment {
 
     /// Whether its records' heads are as wide as those that are written now, where none has more than this.
     #[inline]
-    fn is_of_now(&self, highest: &Highest) -> bool {
+    pub(crate) fn is_of_now(&self, highest: &Highest) -> bool {
         self.segment.format.head == Head::Packed(Self::widths_for(self.segment.content, highest))
     }
 

@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use super::*;
 use crate::error::Kind;
 use crate::io::MemoryEngine;
+use crate::ssd::format::head::Highest;
 use crate::ssd::segment::buffer::{BLOCK_BYTES, Pool};
+use crate::ssd::tier::streams::Stream;
 
 #[test]
 fn rows_are_found_before_and_after_they_are_written() {
@@ -214,4 +216,33 @@ fn a_damaged_footer_is_found_by_any_number_of_threads() {
         }
     }
     assert!(!rows.is_empty());
+}
+
+#[test]
+fn an_open_segment_of_narrower_heads_is_in_the_way_until_it_is_closed() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Never)).unwrap();
+    let row = |id| Row { header: RowHeader { id, ..RowHeader::default() }, ..Row::empty() };
+    append(&tier, &[row(1), row(2)], |_| false).unwrap();
+    tier.remove(&[1]).unwrap();
+    append(&tier, &[row(3)], |_| false).unwrap();
+    let mut state = tier.inner.state();
+    // The segment of the rows has a dead record. It is closed, and rows go to another one.
+    let of_rows = state.open_in_the_way().unwrap();
+    state.seal(of_rows);
+    drop(state);
+    append(&tier, &[row(4)], |_| false).unwrap();
+    let mut state = tier.inner.state();
+    assert_eq!(state.open_in_the_way(), None);
+    state.note_highest(Highest { last_step: 1, modified_epoch: 1, ..Highest::default() });
+    let mut closed = Vec::new();
+    while let Some(stream) = state.open_in_the_way() {
+        state.seal(stream);
+        closed.push(stream);
+    }
+    assert_eq!(closed, [of_rows, Stream::Tombstones]);
+    drop(state);
+    settle(&tier);
+    let held: u64 = tier.inner.view().segments().iter().map(|segment| segment.held_bytes()).sum();
+    assert_eq!(held, 3 * 4096, "the room that they could not use is free");
 }

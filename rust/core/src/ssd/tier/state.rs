@@ -138,7 +138,7 @@ impl TierState {
         self.next_seq
     }
 
-    /// No record that is written from now on has more than this, unless the tier is told.
+    /// The next record has no more than this. It has more only where the tier was told so ([`TierState::note_highest`]).
     #[inline]
     pub(crate) fn highest(&self) -> Highest {
         Highest { write_seq: self.next_seq, ..self.highest }
@@ -345,10 +345,15 @@ impl TierState {
         }
     }
 
-    /// The stream of an open segment of rows that holds dead records, if there is one. That of the rows that are rewritten least often
-    /// comes first.
-    pub(crate) fn open_with_dead(&self) -> Option<Stream> {
-        Stream::of_rows().rev().find(|stream| self.open.get(*stream).is_some_and(|open| open.segment().dead() > 0))
+    /// The stream of an open segment that holds dead rows, or that takes no more because the heads of records that are written now are
+    /// wider. Among several, that of the rows that are rewritten least often comes first.
+    pub(crate) fn open_in_the_way(&self) -> Option<Stream> {
+        let highest = self.highest();
+        let is_in_the_way = |open: &OpenSegment| {
+            open.segment().content == Content::Rows && open.segment().dead() > 0 || !open.is_of_now(&highest)
+        };
+        let streams = Stream::of_rows().rev().chain([Stream::Tombstones]);
+        { streams }.find(|stream| self.open.get(*stream).is_some_and(is_in_the_way))
     }
 
     /// Hand in the buffers of open segments, so that none that is half filled is kept.

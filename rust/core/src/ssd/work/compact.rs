@@ -1,4 +1,5 @@
-//! Compaction: the live records of a segment move to the open segments of their classes, as they are and in order, and the segment goes.
+//! Compaction: the live records of a segment move to the open segments of their classes, in order, and the segment goes. They are copied as
+//! they are where the heads of records that are written now lie alike.
 //!
 //! A few threads serve all tiers of a process, each a segment at a time. So several reads are under way, and files are removed beside them.
 //! Which segment is taken is decided by [`choose`].
@@ -77,6 +78,7 @@ pub(crate) fn view_of(tier: &TierInner, state: &TierState) -> View {
         cap_bytes: geometry.cap_bytes,
         segment_bytes: geometry.segment_bytes,
         rows_per_segment: rows_in as u32,
+        full_bytes: geometry.full_bytes(&highest),
         free_bytes,
         moving: state.moving(),
         rows_to_move: left + to_open * rows_in,
@@ -248,7 +250,8 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
     state.point_to(moved.ids.iter().map(|id| (*id, true)), &moved.found, &moved.places);
     state.count_buried();
     drop(state);
-    let moved_bytes = (moved.ids.len() * victim.record_bytes) as u64;
+    let record_bytes = again.as_ref().map_or(victim.record_bytes, |again| again.record_bytes);
+    let moved_bytes = (moved.ids.len() * record_bytes) as u64;
     tier.counters.compaction_bytes.fetch_add(moved_bytes, Ordering::Relaxed);
     damage.map_or(Ok(room_left), Err)
 }

@@ -36,7 +36,7 @@ pub(crate) fn wait_for_room(tier: &Arc<TierInner>) -> Result<()> {
             Step::Go => return Ok(()),
             Step::LookAgain => continue,
             Step::CloseOpen => {
-                if let Some(stream) = state.open_with_dead() {
+                if let Some(stream) = state.open_in_the_way() {
                     state.seal(stream);
                 }
                 continue;
@@ -116,7 +116,7 @@ fn look(tier: &TierInner, state: &mut TierState, generation: u64) -> View {
     let is_unreadable = |slot| state.segments().in_slot(slot).is_some_and(|segment| segment.damage().is_some());
     View {
         has_failed: space.has_failed(),
-        open_with_dead: state.open_with_dead().is_some(),
+        open_in_the_way: state.open_in_the_way().is_some(),
         moment_is_unread: state.moment().is_some_and(Moment::is_unread),
         takers: tier.takers.len(),
         states_are_in_the_way: compaction.states_are_in_the_way(compact::segments_of(state)),

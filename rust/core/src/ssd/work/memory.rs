@@ -18,8 +18,11 @@ pub(crate) fn check_memory(tier: &TierInner, records: usize, record_bytes: usize
     let begun = 2 * (usize::from(MOST_CLASSES) + 1);
     let filled = (records.saturating_mul(record_bytes) / block_bytes).min(WAITING);
     let blocks = Pool::of_process().missing_bytes(records.min(filled + begun), block_bytes);
-    let ends = if filled == 0 { 0 } else { end_bytes(tier.home.geometry.rows_per_segment as usize, block_bytes) };
-    let entries: usize = tier.view().open().iter().map(|open| open.entries_to_come(records)).sum();
+    let state = tier.view();
+    let rows_in = tier.home.geometry.rows_in(&state.highest()) as usize;
+    let ends = if filled == 0 { 0 } else { end_bytes(rows_in, block_bytes) };
+    let entries: usize = state.open().iter().map(|open| open.entries_to_come(records)).sum();
+    drop(state);
     memory::room_or_reserve("write rows to the SSD tier", blocks + ends + entries)
 }
 

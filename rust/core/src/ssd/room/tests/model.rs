@@ -80,6 +80,7 @@ impl Tier {
             can_write: true,
             cap_bytes: self.cap,
             segment_bytes: UNIT,
+            full_bytes: UNIT,
             rows_per_segment: ROWS,
             free_bytes: self.free(),
             moving: 0,
@@ -191,21 +192,21 @@ impl Tier {
             self.reap();
             let (view, segments) = (self.view(), self.segment_views());
             let choice = choose(&view, segments.iter().copied());
-            let open_with_dead = (0..CLASSES).rev().find(|class| {
+            let open_in_the_way = (0..CLASSES).rev().find(|class| {
                 self.open[*class].is_some_and(|slot| self.segments[&slot].live < self.segments[&slot].rows.len() as u32)
             });
             let step = next_for_room(&waiting::View {
                 free_bytes: self.free(),
                 needed_bytes: (KEPT + 1) * UNIT,
                 is_compacting: choice.slot().is_some(),
-                open_with_dead: open_with_dead.is_some(),
+                open_in_the_way: open_in_the_way.is_some(),
                 states_are_in_the_way: view.states_are_in_the_way(segments.iter().copied()),
                 ..waiting::View::default()
             });
             match step {
                 Step::Go => return steps,
                 Step::Compact => self.compact(choice.slot().unwrap()),
-                Step::CloseOpen => self.seal(open_with_dead.unwrap()),
+                Step::CloseOpen => self.seal(open_in_the_way.unwrap()),
                 Step::GiveUpState => {
                     for slot in self.states.remove(0) {
                         self.unname(slot);
