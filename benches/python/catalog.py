@@ -55,7 +55,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "ssd_writeback_65pct_full": "the cold tail of zipf 1.05 rewritten, 65% of the cap live, compaction keeping up",
         "ssd_writeback_80pct_full": "the same, 80% live",
         "ssd_writeback_80pct_null_disk": "the same on a disk that costs nothing",
-        "ssd_write_amplification_65pct_full": "bytes written / bytes of rows given, each with its bytes in RAM; live rows take 65% of the cap",
+        "ssd_write_amplification_65pct_full": "bytes written / bytes of rows given, counted as in RAM; 65% of the cap live",
         "ssd_write_amplification_80pct_full": "the same, 80%",
         "io_write_sequential": "the I/O engine alone: one file written in order",
     },
