@@ -18,6 +18,11 @@ pub(crate) fn most_padding(file_bytes: u64) -> u64 {
     file_bytes / WORTH_FILLING + ALIGNMENT as u64
 }
 
+/// The bytes of a segment's file that needs `least` and has `room`.
+pub(crate) fn file_bytes(least: u64, room: u64) -> u64 {
+    if room.saturating_sub(least) <= room / WORTH_FILLING { least.max(room) } else { least }
+}
+
 /// What is written from the start of a segment's last records on.
 pub(crate) struct End {
     pub(crate) bytes: EndBytes,
@@ -32,7 +37,7 @@ pub(crate) fn end_of(start: u64, records: &[u8], entries: &mut [Entry], serial: 
     let most_bytes = room.saturating_sub(start + records.len() as u64) as usize;
     let footer = Footer::of(entries, most_bytes);
     let least = start + (records.len() + footer.bytes()).next_multiple_of(ALIGNMENT) as u64;
-    let file_bytes = if room.saturating_sub(least) <= room / WORTH_FILLING { least.max(room) } else { least };
+    let file_bytes = file_bytes(least, room);
     let mut bytes = EndBytes::new((file_bytes - start) as usize)?;
     bytes[..records.len()].copy_from_slice(records);
     let trailer = footer.encode(serial, &mut bytes[records.len()..]);

@@ -8,7 +8,7 @@
 //! | modified_epoch | count | score f32
 //! ```
 //!
-//! The last five take 0 to 8, 0 to 8, 0 to 4, 0 to 4, and 0 or 4 bytes. Where the score has none it is 0.
+//! The last five take at most 8, 8, 4, 4 and 4 bytes. What has no bytes is 0.
 //!
 //! In segments of versions 1 to 3 a head has 44 bytes ([`Head::Fixed`]):
 //!
@@ -41,7 +41,7 @@ pub(crate) const MOST_HEAD_BYTES: usize = UNPACKED_BYTES + 8 + 8 + 4 + 4 + 4;
 /// so many bytes after it.
 const SPARE_BYTES: usize = 8;
 
-/// What no record of a tier has more of.
+/// The highest number of each kind in a tier's records. Widths follow from it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Highest {
     pub(crate) write_seq: u64,
@@ -68,8 +68,8 @@ impl Highest {
         })
     }
 
-    /// Of the records of both.
-    pub(crate) fn and(self, other: Self) -> Self {
+    /// The higher of each two numbers.
+    pub(crate) fn max(self, other: Self) -> Self {
         Self {
             write_seq: self.write_seq.max(other.write_seq),
             last_step: self.last_step.max(other.last_step),
@@ -105,8 +105,8 @@ impl Widths {
     /// No number takes a byte.
     pub(crate) const NONE: Self = Self { write_seq: 0, last_step: 0, modified_epoch: 0, count: 0, score: 0 };
 
-    /// Widths for rows that have no more than this. Numbers grow, and with a width a tier begins new segments. So small widths that would
-    /// do for a short time only are not used.
+    /// Widths for rows that have no more than this. Whenever a width grows, a tier closes its open segments. So widths that would do for a
+    /// short time only are left out.
     pub(crate) fn of_rows(highest: &Highest) -> Self {
         Self {
             write_seq: least(&[4, 5, 6], highest.write_seq),
@@ -298,12 +298,12 @@ mod tests {
         /// A head comes back from any widths that are wide enough, and these come back from a segment's header.
         #[test]
         fn a_head_comes_back(fields in any_fields(), other in any_fields()) {
-            let highest = highest_of(&fields).and(highest_of(&other));
+            let highest = highest_of(&fields).max(highest_of(&other));
             let widths = Widths::of_rows(&highest);
             prop_assert_eq!(Widths::from_bits(widths.to_bits()), Some(widths));
             let head = Head::Packed(widths);
             prop_assert!(head.bytes() <= MOST_HEAD_BYTES);
-            prop_assert_eq!(head.highest().and(highest), head.highest());
+            prop_assert_eq!(head.highest().max(highest), head.highest());
             let mut bytes = vec![1; head.bytes()];
             widths.encode(&fields, &mut bytes);
             prop_assert_eq!(bits_of(&head.decode(&bytes)), bits_of(&fields));

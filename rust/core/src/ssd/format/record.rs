@@ -117,8 +117,8 @@ pub(crate) fn encode_rows(
     });
 }
 
-/// As [`encode_rows`], of records that were read from a segment whose heads have other widths.
-pub(crate) fn encode_again<'a>(into: &mut [u8], records: impl Iterator<Item = &'a Record<'a>>, widths: Widths) {
+/// Write records again that were read, with heads of these widths. They are still to be bound to their segments.
+pub(crate) fn repack<'a>(into: &mut [u8], records: impl Iterator<Item = &'a Record<'a>>, widths: Widths) {
     let head_bytes = Head::Packed(widths).bytes();
     let mut records = records.peekable();
     let record_bytes = head_bytes + records.peek().map_or(0, |record| record.payload.len());
@@ -385,7 +385,7 @@ mod tests {
             let got = record.unpack(&LAYOUT, &mut read);
             assert_eq!((bytemuck::bytes_of(&got), &read), (bytemuck::bytes_of(&header), &vector));
             let mut again = vec![0; 2 * packed.len()];
-            encode_again(&mut again, [&record, &record].into_iter(), widths());
+            repack(&mut again, [&record, &record].into_iter(), widths());
             again.chunks_exact_mut(packed.len()).for_each(|record| BINDING.bind(NUMBER, record));
             assert_eq!(again, [packed.clone(), packed.clone()].concat());
             for (other, kind, payload) in

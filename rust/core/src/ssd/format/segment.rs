@@ -139,8 +139,8 @@ impl Schema {
     }
 }
 
-/// The magic of a header's version, and how the heads of its records lie. Where the header can be of none, it is compared with that of
-/// widths that are not its own.
+/// The magic of a header's version, and how the heads of its records lie. Of a header that no version writes it is any answer, with which the
+/// header does not agree.
 fn version_of(header: &[u8]) -> ([u8; 8], Head) {
     let older = [(HEADER_MAGIC_1, 1), (HEADER_MAGIC_2, 2), (HEADER_MAGIC_3, 2)];
     if let Some((magic, version)) = older.into_iter().find(|(magic, _)| header.starts_with(magic)) {

@@ -4,7 +4,7 @@ use crate::config::SsdConfig;
 use crate::error::{Error, Kind, Result};
 use crate::io::ALIGNMENT;
 use crate::ssd::classes::MOST_CLASSES;
-use crate::ssd::format::end::most_padding;
+use crate::ssd::format::end::file_bytes;
 use crate::ssd::format::footer::{MOST_ENTRY_BYTES, MOST_TRAILER_BYTES, TRAILER_BYTES, most_entry_bytes_with_steps};
 use crate::ssd::format::head::{Head, Highest, MOST_HEAD_BYTES, Widths};
 use crate::ssd::format::segment::{Content, MAX_HEADER_BYTES, Schema};
@@ -165,11 +165,7 @@ impl Geometry {
         let each = self.record_bytes(highest) + most_entry_bytes_with_steps(rows as u32, highest);
         let frame = (self.header_bytes + MOST_TRAILER_BYTES) as u64;
         let least = (frame + rows * each as u64).next_multiple_of(ALIGNMENT as u64);
-        if most_padding(self.segment_bytes) > self.segment_bytes.saturating_sub(least) {
-            self.segment_bytes
-        } else {
-            least
-        }
+        file_bytes(least.min(self.segment_bytes), self.segment_bytes)
     }
 
     /// `Config` where the cap is too small for `rows` in segments that hold `held` bytes. What compaction needs is free whenever a state is
@@ -245,6 +241,23 @@ mod tests {
         assert_eq!(error.kind(), Kind::Config);
         let most = error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
         assert!(Geometry::new(most, &small, None).is_ok());
+    }
+
+    #[test]
+    fn a_full_segment_has_fewer_bytes_where_its_records_are_as_many_as_can_be_numbered() {
+        let full = |dim: usize, highest: &Highest| {
+            let g = Geometry::new(1 << 40, &Schema::new(1, "sgd", &OptimizerKind::Sgd.layout(dim)), None).unwrap();
+            (g.rows_in(highest), g.full_bytes(highest), g.segment_bytes)
+        };
+        for highest in [Highest::default(), Highest::ANY] {
+            let (_, full, room) = full(64, &highest);
+            assert_eq!(full, room);
+        }
+        let narrow = Highest { write_seq: 1 << 31, ..Highest::default() };
+        let (rows, full, room) = full(4, &narrow);
+        assert_eq!(rows, u64::from(Location::MAX_RECORDS));
+        // A record has 16 bytes and 4 floats, and its entry has 8 bytes of an id, 4 and 3 of its numbers.
+        assert!((rows * (16 + 16 + 8 + 4 + 2)..room / 10 * 9).contains(&full), "{full} of {room}");
     }
 
     #[test]

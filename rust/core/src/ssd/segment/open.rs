@@ -100,13 +100,13 @@ impl OpenSegment {
 
     /// Whether its records' heads are as wide as those that are written now, where none has more than this.
     #[inline]
-    pub(crate) fn is_of_now(&self, highest: &Highest) -> bool {
+    pub(crate) fn has_current_widths(&self, highest: &Highest) -> bool {
         self.segment.format.head == Head::Packed(Self::widths_for(self.segment.content, highest))
     }
 
     /// Rows that it takes at least, beside those in it, where none has more than this.
     pub(crate) fn rows_left(&self, geometry: &Geometry, highest: &Highest) -> u64 {
-        if !self.is_of_now(highest) {
+        if !self.has_current_widths(highest) {
             return 0;
         }
         geometry.rows_in(highest).saturating_sub(self.entries.len() as u64)
@@ -115,12 +115,12 @@ impl OpenSegment {
     /// Whether it takes no more record, where none has more than this.
     #[inline]
     pub(crate) fn is_full(&self, highest: &Highest) -> bool {
-        !self.is_of_now(highest) || !self.has_room_for(self.entries.len() as u32 + 1, highest)
+        !self.has_current_widths(highest) || !self.has_room_for(self.entries.len() as u32 + 1, highest)
     }
 
     /// How many more records it takes, where none has more than this.
     pub(crate) fn records_left(&self, highest: &Highest) -> usize {
-        if !self.is_of_now(highest) {
+        if !self.has_current_widths(highest) {
             return 0;
         }
         let held = self.entries.len() as u32;

@@ -70,7 +70,7 @@ impl TierState {
         (highest_seq, highest_epoch): (u64, u32),
     ) -> Self {
         let rows = segments.iter().filter(|segment| segment.content == Content::Rows && segment.records() > 0);
-        let highest = rows.fold(Highest::default(), |highest, segment| highest.and(segment.highest()));
+        let highest = rows.fold(Highest::default(), |highest, segment| highest.max(segment.highest()));
         let highest = Highest { modified_epoch: highest_epoch, ..highest };
         let mut state = Self { next_seq: highest_seq + 1, highest, ..Self::new(index) };
         state.leave_serials_of(segments);
@@ -205,7 +205,7 @@ impl TierState {
 
     /// Rows that have no more than this are about to be written.
     pub(crate) fn note_highest(&mut self, rows: Highest) {
-        self.highest = self.highest.and(rows);
+        self.highest = self.highest.max(rows);
     }
 
     /// How many more records the open segment of `stream` takes; 0 where there is none.
@@ -350,10 +350,10 @@ impl TierState {
     pub(crate) fn open_in_the_way(&self) -> Option<Stream> {
         let highest = self.highest();
         let is_in_the_way = |open: &OpenSegment| {
-            open.segment().content == Content::Rows && open.segment().dead() > 0 || !open.is_of_now(&highest)
+            open.segment().content == Content::Rows && open.segment().dead() > 0 || !open.has_current_widths(&highest)
         };
-        let streams = Stream::of_rows().rev().chain([Stream::Tombstones]);
-        { streams }.find(|stream| self.open.get(*stream).is_some_and(is_in_the_way))
+        let mut streams = Stream::of_rows().rev().chain([Stream::Tombstones]);
+        streams.find(|stream| self.open.get(*stream).is_some_and(is_in_the_way))
     }
 
     /// Hand in the buffers of open segments, so that none that is half filled is kept.

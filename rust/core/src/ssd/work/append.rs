@@ -124,10 +124,14 @@ fn check_rows(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool]) -> Result<(
     Err(Error::new(Kind::Input, message))
 }
 
+fn record_bytes(tier: &TierInner, widths: Widths) -> usize {
+    tier.home.schema.record_bytes(Content::Rows, Head::Packed(widths))
+}
+
 /// Make the records of rows. The tier's lock is not held meanwhile.
 fn encode(tier: &TierInner, rows: &[RowRef<'_>], records: &mut Records) {
     let Records { bytes, widths, first_seq, .. } = records;
-    bytes.resize(rows.len() * tier.home.schema.record_bytes(Content::Rows, Head::Packed(*widths)), 0);
+    bytes.resize(rows.len() * record_bytes(tier, *widths), 0);
     encode_rows(bytes, rows, &tier.layout, (*widths, *first_seq));
 }
 
@@ -176,7 +180,7 @@ fn append_some(
     if tier.home.space.free_bytes() < tier.bytes_kept(state) {
         return (0, Ok(()));
     }
-    let bytes = records.bytes.chunks_exact(records.bytes.len() / rows.len());
+    let bytes = records.bytes.chunks_exact(record_bytes(tier, records.widths));
     let each = rows.iter().zip(records.classes.iter().zip(bytes)).zip(records.first_seq..);
     let (mut places, mut ready) = (Vec::with_capacity(rows.len() - first), Ok(true));
     let mut left = [0; MOST_CLASSES as usize];

@@ -13,7 +13,7 @@ use crate::memory;
 use crate::process::PerProcess;
 use crate::ssd::classes::MOST_CLASSES;
 use crate::ssd::format::head::{Head, HeadFields, Widths};
-use crate::ssd::format::record::{Record, checksums_of, encode_again};
+use crate::ssd::format::record::{Record, checksums_of, repack};
 use crate::ssd::format::segment::Content;
 use crate::ssd::index::{AHEAD, Found, Location};
 use crate::ssd::room::compaction::{Choice, SegmentView, View, choose};
@@ -176,7 +176,9 @@ fn move_rows(tier: &Arc<TierInner>, victim: &Arc<Segment>) -> Result<()> {
     for (first, count) in chunks_of(victim) {
         // Write buffers of its rows' classes are asked for here, because nobody can be told once some rows have moved.
         let buffers = Pool::of_process().missing_bytes(usize::from(MOST_CLASSES), tier.home.block_bytes);
-        memory::room_or_reserve("compact the SSD tier", buffers)?;
+        let is_repacked = victim.format.head != Head::Packed(tier.view().widths());
+        let repacked = if is_repacked { count as usize * tier.home.geometry.row_bytes } else { 0 };
+        memory::room_or_reserve("compact the SSD tier", buffers + repacked)?;
         let chunk = Chunk::read(victim, first, count)?;
         Pool::of_process().throttle();
         if !move_chunk(tier, victim, &chunk)? || victim.live() == 0 {
@@ -199,11 +201,11 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
     let (records, damage) = live_records(tier, victim, chunk);
     // Memory is asked for while nothing has changed.
     let mut moved = Moved::with_room_for(records.len());
-    let (mut again, mut state) = (None, tier.state());
-    while again.as_ref().map_or(victim.format.head, Again::head) != Head::Packed(state.widths()) {
+    let (mut repacked, mut state) = (None, tier.state());
+    while repacked.as_ref().map_or(victim.format.head, Repacked::head) != Head::Packed(state.widths()) {
         let widths = state.widths();
         drop(state);
-        again = Some(Again::of(&records, widths));
+        repacked = Some(Repacked::of(&records, widths));
         state = tier.state();
     }
     if state.is_closed() || tier.home.space.has_failed() {
@@ -239,9 +241,9 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
         };
         let HeadFields { id, write_seq, modified_epoch, last_step, .. } = record.head;
         let row = |bytes| NewRecord { id, write_seq, modified_epoch, last_step, bytes };
-        moved.places.push(match &again {
+        moved.places.push(match &repacked {
             None => state.copy_row(Stream::Rows(taken), row(bytes), (victim, number)),
-            Some(again) => state.write_row(Stream::Rows(taken), row(again.record(at))),
+            Some(repacked) => state.write_row(Stream::Rows(taken), row(repacked.record(at))),
         });
         moved.ids.push(id);
         moved.found.push(*found);
@@ -250,7 +252,7 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
     state.point_to(moved.ids.iter().map(|id| (*id, true)), &moved.found, &moved.places);
     state.count_buried();
     drop(state);
-    let record_bytes = again.as_ref().map_or(victim.record_bytes, |again| again.record_bytes);
+    let record_bytes = repacked.as_ref().map_or(victim.record_bytes, |repacked| repacked.record_bytes);
     let moved_bytes = (moved.ids.len() * record_bytes) as u64;
     tier.counters.compaction_bytes.fetch_add(moved_bytes, Ordering::Relaxed);
     damage.map_or(Ok(room_left), Err)
@@ -269,19 +271,19 @@ impl Moved {
     }
 }
 
-/// Records that are written again, because the heads of those that are written now have other widths than in their segment.
-struct Again {
+/// Copies of records with heads as they are written now, which have other widths than in the segment of the records.
+struct Repacked {
     widths: Widths,
     record_bytes: usize,
     bytes: Vec<u8>,
 }
 
-impl Again {
+impl Repacked {
     fn of(records: &[Live<'_>], widths: Widths) -> Self {
         let payload_bytes = records.first().map_or(0, |live| live.record.payload.len());
         let record_bytes = Head::Packed(widths).bytes() + payload_bytes;
         let mut bytes = vec![0; records.len() * record_bytes];
-        encode_again(&mut bytes, records.iter().map(|live| &live.record), widths);
+        repack(&mut bytes, records.iter().map(|live| &live.record), widths);
         Self { widths, record_bytes, bytes }
     }
 
@@ -305,14 +307,15 @@ struct Live<'a> {
 /// The records of a chunk that the index points to, checked, and the first error of one that is damaged. A record that is not live now
 /// never will be.
 fn live_records<'a>(tier: &TierInner, victim: &Segment, chunk: &'a Chunk) -> (Vec<Live<'a>>, Option<crate::Error>) {
-    let state = tier.view();
-    let dead = state.segments().dead_in(victim.slot);
-    let is_known_dead = |number: u32| dead.is_some_and(|dead| dead.contains(number));
-    let maybe_live: Vec<(u32, &[u8])> = chunk.records(victim).filter(|(number, _)| !is_known_dead(*number)).collect();
+    let maybe_live: Vec<(u32, &[u8])> = {
+        let state = tier.view();
+        let dead = state.segments().dead_in(victim.slot);
+        let is_known_dead = |number: u32| dead.is_some_and(|dead| dead.contains(number));
+        chunk.records(victim).filter(|(number, _)| !is_known_dead(*number)).collect()
+    };
     let ids: Vec<Id> = maybe_live.iter().map(|(_, record)| victim.format.head.id_of(record)).collect();
     let mut found = vec![Found::NONE; ids.len()];
-    state.index().find_batch(&ids, &mut found);
-    drop(state);
+    tier.view().index().find_batch(&ids, &mut found);
     let found = maybe_live.into_iter().zip(found);
     let live = found.filter(|((number, _), found)| found.location() == Some(victim.location(*number)));
     let live: Vec<(u32, &[u8], Found)> = live.map(|((number, bytes), found)| (number, bytes, found)).collect();
