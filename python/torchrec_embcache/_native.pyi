@@ -57,6 +57,7 @@ from ._native_serving import (
     ServedVersion as ServedVersion,
     Serving as Serving,
     ServingStats as ServingStats,
+    check_serving_index as check_serving_index,
     make_serving_index as make_serving_index,
 )
 

@@ -26,6 +26,7 @@ class Serving:
         missing_value: float = 0.0,  # what "value" reads
         source: Directory | None = None,  # the trainer's, where it is another one
         preload: bool = False,  # whether the weights of all rows are read into memory before they are served
+        verify: bool = False,  # whether all rows are held against their checksums before they are served
     ) -> Serving: ...
     def pin(self) -> ServedVersion: ...  # StaleError
     def poll(self) -> str | None: ...  # the name of the version that is served from now on, where it is a newer one
@@ -51,6 +52,14 @@ class ServedTable:
     name: str
     dim: int
     rows: int
+    precision: Literal["fp32", "fp16", "bf16", "int8"]  # how the served files store weights
+    stored_bytes: int  # of a row that is stored so
+    def lookup_stored(
+        self,
+        ids: I64,
+        out: NDArray[np.uint8],  # [N, stored_bytes]
+        found: NDArray[np.bool_],  # [N]
+    ) -> int: ...  # ids that have no row
     def lookup(self, ids: I64, out: F32, found: NDArray[np.bool_]) -> int: ...  # fills out [N, D] and found [N]; ids that have no row
     def lookup_pooled(
         self,
@@ -91,4 +100,7 @@ class IndexMade:
     bytes: int
     was_there: bool
 
+def check_serving_index(
+    directory: Directory, at: str | None = None
+) -> int | None: ...  # its rows; None where there is no such file, or one that servers make anew; CorruptionError
 def make_serving_index(directory: Directory, at: str | None = None) -> IndexMade: ...

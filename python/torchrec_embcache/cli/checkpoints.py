@@ -214,8 +214,22 @@ def _dense_damage(opened: Opened) -> str | None:
     return None
 
 
+def _index_of(opened: Opened) -> dict[str, Any] | None:
+    """How many rows the index for servers has, and what is wrong with it, if anything; None where this checkpoint has none."""
+    if not os.path.exists(os.path.join(opened.root, opened.name, "serve.idx")):
+        return None
+    try:
+        rows = _native.check_serving_index(opened.directory, opened.name)
+    except CorruptionError as error:
+        return {"rows": None, "error": str(error)}
+    return None if rows is None else {"rows": rows, "error": None}
+
+
 def verify(path: str) -> Report:
-    """Read every byte of a checkpoint and hold it against its checksums. Damage is exit status 1."""
+    """Read every byte of a checkpoint and hold it against its checksums. Damage is exit status 1.
+
+    An index for servers that lies there is held against the rows.
+    """
     try:
         opened = Opened.at(path)
     except CorruptionError as error:
@@ -238,6 +252,8 @@ def verify(path: str) -> Report:
     if dense is not None:
         dense = {"bytes": dense["bytes"], "error": _dense_damage(opened)}
     whole = all(result["error"] is None for result in results) and not (dense and dense["error"])
+    index = _index_of(opened) if whole else None
+    whole = whole and not (index and index["error"])
     grid = Grid(
         f"{opened.name} in {opened.root}",
         ("module", "table", "rows", ""),
@@ -248,6 +264,9 @@ def verify(path: str) -> Report:
     if dense is not None:
         data["dense"] = dense
         lines.insert(0, f"{dense['bytes']} bytes beside the tables: {dense['error'] or 'whole'}")
+    if index is not None:
+        data["index"] = index
+        lines.insert(0, f"the index for servers: {index['error'] or 'whole'}")
     return Report(data, [grid], lines, 0 if whole else FOUND)
 
 

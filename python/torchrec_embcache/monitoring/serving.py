@@ -23,7 +23,7 @@ __all__ = ["SERVING_METRICS", "ServingCollector"]
 
 #: Every number of `ServingStats`, in the order of the documentation. Each has the label `path`, the directory that is served.
 SERVING_METRICS: tuple[Metric, ...] = (
-    Metric("version", "embcache_serving_version_info", "text", "The name of the checkpoint that is served."),
+    Metric("version", "embcache_serving_checkpoint_info", "text", "The name of the checkpoint that is served."),
     Metric("seq", "embcache_serving_version", "gauge", "Its number."),
     Metric("staleness_seconds", "embcache_serving_staleness_seconds", "gauge", "How long ago it was published."),
     Metric(

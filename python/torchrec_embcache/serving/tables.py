@@ -167,6 +167,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
     checks: PathChecks = "basic",
     missing: NotAdmitted | None = None,
     preload: bool = False,
+    verify: bool = False,
 ) -> Tables:
     """Serve the tables of a directory of checkpoints, as `Saver` writes it, of any number of ranks.
 
@@ -187,13 +188,15 @@ def open(  # noqa: A001  # the specification's name: serving.open
         preload: read the weights of all rows into memory before a checkpoint is served, in huge pages where the system has them.
             Give it where they fit there: no lookup waits for the disk then, and lookups are faster. False: rows are read as they
             are asked for.
+        verify: read all rows and hold them against their checksums before a checkpoint is served, as a load does. False: that is
+            done with deltas, and by the process that makes the index, and a checkpoint that has its index is served unread.
 
     Raises:
         PathError: there is no such directory, no checkpoint in it, or not the one that `at` names; or `path` is a checkpoint
             itself.
         StoragePermissionError: it may not be read.
         MismatchError: the checkpoint is a linked one. The message has the command that makes one that can be served.
-        CorruptionError: the checkpoint is damaged.
+        CorruptionError: the checkpoint is damaged, as far as it is read (see `verify`).
         CapacityError: what is needed passes `host_bytes`.
         ConfigError: a setting is out of range or contradicts another.
 
@@ -215,13 +218,14 @@ def open(  # noqa: A001  # the specification's name: serving.open
         raise ConfigError(f"at={at!r} serves one checkpoint, and follow= the newest: give one of them")
     if at is not None and not (isinstance(at, str) or (type(at) is int and at >= 0)):
         raise ConfigError(f"at={at!r} is no checkpoint: give its name, as '0000000007-...', or its number")
-    if not isinstance(preload, bool):
-        raise ConfigError(f"preload={preload!r}: give True or False")
-    settings: dict[str, Any] = {"preload": preload}
+    settings: dict[str, Any] = {"preload": preload, "verify": verify}
+    for name, value in settings.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: give True or False")
     if missing is not None:
-        value = check_not_admitted("missing", missing)
-        settings["missing"] = value if isinstance(value, str) else "value"
-        settings["missing_value"] = 0.0 if isinstance(value, str) else float(value)
+        read = check_not_admitted("missing", missing)
+        settings["missing"] = read if isinstance(read, str) else "value"
+        settings["missing_value"] = 0.0 if isinstance(read, str) else float(read)
     if host_bytes is not None:
         settings["host_bytes"] = parse_bytes("host_bytes", host_bytes)
     if follow is not None:

@@ -6,9 +6,10 @@ Shapes: N ids, B bags, D a table's width.
 from __future__ import annotations
 
 import copy
+import threading
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
 import torch
@@ -28,12 +29,14 @@ I64 = NDArray[np.int64]
 Pooling = Literal["sum", "mean"]
 
 _CPU = torch.device("cpu")
+# The dtype in which rows are stored, by the precision of the checkpoint. A row of int8 is its codes, its scale and its bias.
+_STORED = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
 # The versions of `with` statements that this task or thread is in, the innermost last.
 _PINNED: ContextVar[tuple[Version, ...]] = ContextVar("pinned versions", default=())
 
 
 class Rows(Tensor):
-    """The rows of N ids: a float32 tensor [N, D] on the CPU, and `found`, bool [N], which says of each id whether it has a row.
+    """The rows of N ids: a tensor [N, D] on the CPU, and `found`, bool [N], which says of each id whether it has a row.
 
     Where `found` is False the row is what ids without one read. What torch computes from it is a plain tensor.
 
@@ -83,15 +86,17 @@ class _Held:
 
     def ready(self) -> _native.ServedVersion:
         """The version. `StateError` where it was let go."""
-        if self.native is None:
+        native = self.native  # another thread may let it go
+        if native is None:
             raise StateError(f"version {self.name} was let go: pin one anew by Tables.pin()")
-        return self.native
+        return native
 
 
 class Table:
     """One table of a version: rows of ids, read-only. `Version` gives it, and it can be used until that version is let go.
 
-    `name`, `module` (the path that its module had in the trainer's model), `dim` (D) and `rows` are as the checkpoint says.
+    `name`, `module` (the path that its module had in the trainer's model), `dim` (D) and `rows` are as the checkpoint says. `dtype`
+    is that in which its rows are stored: torch.float32, or what `embcache convert --precision` made of it.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers, serving
@@ -112,15 +117,33 @@ class Table:
         self.name = native.name
         self.dim = native.dim
         self.rows = native.rows
+        self.dtype = _STORED[native.precision]
+        self._last = threading.local()
 
-    def lookup(self, ids: Ids) -> Rows:
+    @property
+    def found(self) -> Tensor:
+        """Of each id of this thread's last `lookup` in this table whether it has a row: bool [N]. The rows have the same.
+
+        Raises:
+            StateError: there was no such lookup.
+        """
+        found: Tensor | None = getattr(self._last, "found", None)
+        if found is None:
+            raise StateError(f"this thread has looked nothing up in table {self.name!r} yet: call lookup before found")
+        return found
+
+    def lookup(self, ids: Ids, dtype: torch.dtype = torch.float32) -> Rows:
         """The rows of ids [N]: float32 [N, D], and `found`, bool [N].
 
         Args:
             ids: an int64 or int32 tensor on the CPU, an array or a list of integers; any may be repeated.
+            dtype: torch.float32, or the table's `dtype` for rows as they are stored, in fewer bytes. Those of torch.uint8 are
+                [N, D + 4]: a code for each weight, then the row's scale and its bias in float16, as FBGEMM's
+                `FusedNBitRowwiseQuantizedSBHalfToFloat` reads them.
 
         Raises:
-            InputError: `ids` are no such integers, or have another shape.
+            InputError: `ids` are no such integers, or have another shape; `dtype` is none of these two, or cannot hold what an id
+                without a row reads.
             StateError: the version was let go.
             CorruptionError: the file that holds a row has changed or is cut.
             StorageError: a row cannot be read.
@@ -135,13 +158,27 @@ class Table:
             ...     version["item"].lookup(torch.tensor([7, 8])).tolist()
             [[1.0, 2.0], [0.5, 0.5]]
         """
-        return self.rows_of(_flat("ids", ids))
+        if dtype == torch.float32:
+            rows = self.rows_of(_flat("ids", ids))
+        elif dtype == self.dtype:
+            rows = self._stored_rows_of(_flat("ids", ids))
+        else:
+            stored = "" if self.dtype == torch.float32 else f" or {self.dtype}, as its rows are stored"
+            raise InputError(f"dtype={dtype!r}: table {self.name!r} gives torch.float32{stored}")
+        self._last.found = rows.found
+        return rows
 
     def rows_of(self, ids: I64) -> Rows:
         """As `lookup`, of an int64 array [N]."""
         values, found = torch.empty(len(ids), self.dim), torch.empty(len(ids), dtype=torch.bool)
         self._ready().lookup(ids, values.numpy(), found.numpy())
         return Rows(values, found)
+
+    def _stored_rows_of(self, ids: I64) -> Rows:
+        stored = torch.empty(len(ids), self._native.stored_bytes, dtype=torch.uint8)
+        found = torch.empty(len(ids), dtype=torch.bool)
+        self._ready().lookup_stored(ids, stored.numpy(), found.numpy())
+        return Rows(stored.view(self.dtype), found)
 
     def lookup_pooled(
         self, ids: Ids, offsets: Ids, pooling: Pooling = "sum", per_sample_weights: Tensor | None = None
@@ -195,6 +232,9 @@ class Table:
             )
         return self._native
 
+    def __reduce__(self) -> NoReturn:
+        raise _not_copied(self._held.name)
+
     def __repr__(self) -> str:
         of = f" of module {self.module!r}" if self.module else ""
         return f"Table({self.name!r}{of}, dim={self.dim}, rows={self.rows})"
@@ -244,10 +284,12 @@ class Version(ClosedByWith):
 
     def by_pair(self) -> dict[tuple[str, str], Table]:
         """Every table by the path of its module and its name."""
-        native = self._held.ready()
-        if self._by_pair is None:
-            self._by_pair = {(table.module, table.name): Table(self._held, table) for table in native.tables()}
-        return self._by_pair
+        native, found = self._held.ready(), self._by_pair
+        if found is None:
+            found = {(table.module, table.name): Table(self._held, table) for table in native.tables()}
+            self._by_pair = found
+            self._keep_nothing_after_close()
+        return found
 
     def __getitem__(self, name: str) -> Table:
         """A table by its name, or by "module/name". `MismatchError`, which lists the tables, where there is none or several."""
@@ -256,7 +298,13 @@ class Version(ClosedByWith):
             if not isinstance(name, str):
                 raise InputError(f"a table is named by text, not by {name!r}: give its name")
             found = self._named[name] = Table(self._held, self._held.ready().table(name))
+            self._keep_nothing_after_close()
         return found
+
+    def _keep_nothing_after_close(self) -> None:
+        """Tables that were made while another thread let the version go would keep its files."""
+        if not self.is_held:
+            self.close()
 
     def close(self) -> None:
         """Let the version go; harmless twice. Its tables refuse use from then on."""
@@ -275,8 +323,17 @@ class Version(ClosedByWith):
         _PINNED.set(tuple(version for version in _PINNED.get() if version is not self))
         super().__exit__(kind, error, trace)
 
+    def __reduce__(self) -> NoReturn:
+        raise _not_copied(self.name)
+
     def __repr__(self) -> str:
         return f"Version({self.name!r}{'' if self.is_held else ', let go'})"
+
+
+def _not_copied(name: str) -> StateError:
+    return StateError(
+        f"version {name} and its tables can be neither pickled nor copied: pin a version by Tables.pin() where it is to be used"
+    )
 
 
 def current_version(tables: object) -> Version | None:

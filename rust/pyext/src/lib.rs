@@ -100,7 +100,9 @@ mod _native {
     #[pymodule_export]
     use super::segments::PySegments;
     #[pymodule_export]
-    use super::serving::{PyIndexMade, PyServedTable, PyServedVersion, PyServing, PyServingStats, make_serving_index};
+    use super::serving::{
+        PyIndexMade, PyServedTable, PyServedVersion, PyServing, PyServingStats, check_serving_index, make_serving_index,
+    };
     #[pymodule_export]
     use super::settings::{PyAdmission, PyInitializer, PyPlanMode, PyRowBytes, PySweepRule, PyTableCounters};
     #[pymodule_export]

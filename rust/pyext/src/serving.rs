@@ -76,7 +76,7 @@ pub(crate) struct PyServing {
 #[pymethods]
 impl PyServing {
     #[new]
-    #[pyo3(signature = (directory, *, at=None, host_bytes=None, max_staleness_seconds=None, raise_when_stale=false, missing=None, missing_value=0.0, source=None, preload=false))]
+    #[pyo3(signature = (directory, *, at=None, host_bytes=None, max_staleness_seconds=None, raise_when_stale=false, missing=None, missing_value=0.0, source=None, preload=false, verify=false))]
     #[expect(clippy::too_many_arguments, reason = "they are the settings of a user's call")]
     fn new(
         py: Python<'_>,
@@ -89,11 +89,13 @@ impl PyServing {
         missing_value: f32,
         source: Option<&PyDirectory>,
         preload: bool,
+        verify: bool,
     ) -> PyResult<Self> {
         let max_staleness = max_staleness_seconds.map(|given| seconds("max_staleness_seconds", given)).transpose()?;
         let missing = missing.map(|name| missing_from(name, missing_value)).transpose()?;
         let source = source.map(|source| source.inner.clone());
-        let options = ServeOptions { at, host_bytes, max_staleness, raise_when_stale, source, missing, preload };
+        let options =
+            ServeOptions { at, host_bytes, max_staleness, raise_when_stale, source, missing, preload, verify };
         follow_levels(py)?;
         let root = directory.inner.clone();
         let inner = waiting(py, |wait| Serving::open_while(root, options, wait))?;
@@ -199,6 +201,31 @@ impl PyServedTable {
     #[getter]
     fn rows(&self) -> u64 {
         self.inner.rows()
+    }
+
+    /// How the served files store weights: "fp32", "fp16", "bf16" or "int8".
+    #[getter]
+    fn precision(&self) -> &'static str {
+        self.inner.precision().name()
+    }
+
+    /// Bytes of a row that is stored so.
+    #[getter]
+    fn stored_bytes(&self) -> usize {
+        self.inner.precision().row_bytes(self.inner.dim())
+    }
+
+    /// Fill `out` [N, `stored_bytes`] and `found` [N]. Returns how many ids have no row.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned arrays")]
+    fn lookup_stored(
+        &self,
+        py: Python<'_>,
+        ids: PyReadonlyArray1<'_, i64>,
+        mut out: PyReadwriteArray2<'_, u8>,
+        mut found: PyReadwriteArray1<'_, bool>,
+    ) -> PyResult<usize> {
+        let (ids, out, found) = (slice("ids", &ids)?, slice2_mut("out", &mut out)?, slice_mut("found", &mut found)?);
+        py.detach(|| self.inner.lookup_stored(ids, out, found)).map_err(to_python)
     }
 
     /// Fill `out` [N, D] and `found` [N]. Returns how many ids have no row.
@@ -309,6 +336,15 @@ impl From<IndexMade> for PyIndexMade {
     fn from(made: IndexMade) -> Self {
         Self { checkpoint: made.checkpoint.to_string(), rows: made.rows, bytes: made.bytes, was_there: made.was_there }
     }
+}
+
+/// Hold the index file of a checkpoint against its rows. Returns how many rows it has; `None` where there is no such file, or one that servers
+/// make anew.
+#[pyfunction]
+#[pyo3(signature = (directory, at=None))]
+pub(crate) fn check_serving_index(py: Python<'_>, directory: &PyDirectory, at: Option<&str>) -> PyResult<Option<u64>> {
+    follow_levels(py)?;
+    waiting(py, |wait| embcache::serve::check_index(&directory.inner, at, wait))
 }
 
 /// Make the index of a checkpoint beside it, where it is not there yet.

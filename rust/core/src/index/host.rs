@@ -79,6 +79,11 @@ impl Line {
         self.tags[WIDTH]
     }
 
+    /// The ids of the entries in use.
+    pub(crate) fn ids_in_use(&self) -> &[Id] {
+        &self.ids[..self.len()]
+    }
+
     /// The number of entries in use.
     #[inline]
     fn len(&self) -> usize {

@@ -213,8 +213,10 @@ impl Rule {
             (
                 Self::ScoreBelow { below, half_life },
                 Self::ScoreBelow { below: before, half_life: half_life_before },
-            ) => below >= before && half_life == half_life_before,
-            (Self::NormBelow(now), Self::NormBelow(before)) => now >= before,
+                // A score below 0, from a damaged file, rises.
+            ) => below >= before && *before > 0.0 && half_life == half_life_before,
+            // As `takes` has it: a bound below 0, from a damaged file, is that of its square.
+            (Self::NormBelow(now), Self::NormBelow(before)) => now * now >= before * before,
             // A score only falls, down to 0, so a row that stood below the cut stays below it.
             (Self::Below { cut, half_life }, Self::Below { cut: before, half_life: half_life_before }) => {
                 cut >= before && half_life == half_life_before && only_falls_below(before)

@@ -2,31 +2,122 @@
 
 use super::files::Files;
 use super::missing::Missing;
+use crate::rows::Precision;
 use crate::types::Id;
 
 /// Bytes that are copied by one instruction where the processor has one for so many.
 const COPIED_BYTES: usize = 64;
 
+/// Where a lookup writes rows, in one of the forms that it gives.
+pub(super) trait Output {
+    /// Write the row at a position, from the bytes that a file has of it.
+    fn put(&mut self, files: &Files, position: usize, row: &[u8]);
+
+    /// Write what an id without a row reads.
+    fn put_missing(&mut self, missing: &Missing, position: usize, id: Id);
+
+    /// Where the row at a position is written as the bytes of a file that has float32; `None` where that is not this form.
+    fn float32(&mut self, position: usize) -> Option<&mut [u8]>;
+
+    /// Whether [`Output::float32`] gives places.
+    fn is_float32(&self) -> bool;
+}
+
+/// Rows as float32: `[N, D]`.
+pub(super) struct Floats<'a> {
+    pub(super) out: &'a mut [f32],
+    pub(super) dim: usize,
+}
+
+impl Floats<'_> {
+    #[inline(always)]
+    #[allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
+    fn row(&mut self, position: usize) -> &mut [f32] {
+        &mut self.out[position * self.dim..][..self.dim]
+    }
+}
+
+impl Output for Floats<'_> {
+    fn put(&mut self, files: &Files, position: usize, row: &[u8]) {
+        files.read(row, self.row(position));
+    }
+
+    fn put_missing(&mut self, missing: &Missing, position: usize, id: Id) {
+        missing.fill(id, self.row(position));
+    }
+
+    #[inline(always)]
+    #[allow(clippy::inline_always)] // As `row`.
+    fn float32(&mut self, position: usize) -> Option<&mut [u8]> {
+        Some(bytemuck::cast_slice_mut(self.row(position)))
+    }
+
+    fn is_float32(&self) -> bool {
+        true
+    }
+}
+
+/// Rows as the served files store them: `[N, bytes of a row]`.
+pub(super) struct Stored<'a> {
+    pub(super) out: &'a mut [u8],
+    pub(super) precision: Precision,
+    /// One row as float32.
+    pub(super) row: Vec<f32>,
+    /// An id without a row that reads what the precision cannot hold.
+    pub(super) refused: Option<Id>,
+}
+
+impl Stored<'_> {
+    /// Store the row that is in `self.row`. The result is whether the precision can hold it.
+    fn store(&mut self, position: usize) -> bool {
+        let bytes = self.precision.row_bytes(self.row.len());
+        let to = &mut self.out[position * bytes..][..bytes];
+        self.precision.store(&self.row, self.row.len(), to).is_ok()
+    }
+}
+
+impl Output for Stored<'_> {
+    fn put(&mut self, files: &Files, position: usize, row: &[u8]) {
+        let bytes = self.precision.row_bytes(self.row.len());
+        if row.len() == bytes {
+            self.out[position * bytes..][..bytes].copy_from_slice(row);
+            return;
+        }
+        // A row of a trainer's delta, which is held against the precision before the delta is served.
+        Precision::Fp32.load(row, &mut self.row);
+        let is_stored = self.store(position);
+        debug_assert!(is_stored && files.precision() == self.precision, "the delta was checked");
+    }
+
+    fn put_missing(&mut self, missing: &Missing, position: usize, id: Id) {
+        missing.fill(id, &mut self.row);
+        if !self.store(position) {
+            self.refused.get_or_insert(id);
+        }
+    }
+
+    fn float32(&mut self, _: usize) -> Option<&mut [u8]> {
+        None
+    }
+
+    fn is_float32(&self) -> bool {
+        false
+    }
+}
+
 /// The rows of a lookup, which are written one by one. `note` is told the position of each id and whether it has a row.
-pub(super) struct Answer<'a, N> {
+pub(super) struct Answer<'a, O, N> {
     files: &'a Files,
     missing: &'a Missing,
     ids: &'a [Id],
-    /// `[N, D]`.
-    out: &'a mut [f32],
-    dim: usize,
+    out: &'a mut O,
     note: N,
     without: usize,
 }
 
-impl<'a, N: FnMut(usize, bool)> Answer<'a, N> {
-    pub(super) fn new(
-        (files, missing): (&'a Files, &'a Missing),
-        ids: &'a [Id],
-        (out, dim): (&'a mut [f32], usize),
-        note: N,
-    ) -> Self {
-        Self { files, missing, ids, out, dim, note, without: 0 }
+impl<'a, O: Output, N: FnMut(usize, bool)> Answer<'a, O, N> {
+    pub(super) fn new((files, missing): (&'a Files, &'a Missing), ids: &'a [Id], out: &'a mut O, note: N) -> Self {
+        Self { files, missing, ids, out, note, without: 0 }
     }
 
     /// How many ids without a row were written.
@@ -34,15 +125,19 @@ impl<'a, N: FnMut(usize, bool)> Answer<'a, N> {
         self.without
     }
 
+    /// Whether [`Answer::copy`] may be used for files of float32.
+    pub(super) fn is_float32(&self) -> bool {
+        self.out.is_float32()
+    }
+
     /// Write the row of the id at a position, from the bytes that a file has of it; `None` where the id has no row.
     pub(super) fn put(&mut self, position: usize, row: Option<&[u8]>) {
-        let to = &mut self.out[position * self.dim..][..self.dim];
         (self.note)(position, row.is_some());
         if let Some(bytes) = row {
-            self.files.read(bytes, to);
+            self.out.put(self.files, position, bytes);
         } else {
             self.without += 1;
-            self.missing.fill(self.ids[position], to);
+            self.out.put_missing(self.missing, position, self.ids[position]);
         }
     }
 
@@ -50,7 +145,7 @@ impl<'a, N: FnMut(usize, bool)> Answer<'a, N> {
     #[inline(always)]
     #[allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
     pub(super) fn copy(&mut self, position: usize, row: &[u8]) {
-        let to: &mut [u8] = bytemuck::cast_slice_mut(&mut self.out[position * self.dim..][..self.dim]);
+        let Some(to) = self.out.float32(position) else { return self.put(position, Some(row)) };
         let (lines, rest) = row.as_chunks::<COPIED_BYTES>();
         let (to_lines, to_rest) = to.as_chunks_mut::<COPIED_BYTES>();
         for (to, from) in to_lines.iter_mut().zip(lines) {

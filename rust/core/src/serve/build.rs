@@ -55,13 +55,15 @@ pub(super) fn build_index(
     if rows > stored {
         return Err(wrong(stored));
     }
-    let mut building = Building { files, index: RowIndex::with_room_for(rows)?, left: HashSet::default(), rows };
+    let mut building =
+        Building { files, link: 0, index: RowIndex::with_room_for(rows)?, left: HashSet::default(), rows };
     for (number, (reader, _)) in links.iter().enumerate().rev() {
         let newer: Vec<&Sweep> = links[number + 1..].iter().flat_map(|(_, sweeps)| sweeps.iter()).collect();
+        building.link = number;
         let (mut file, mut dead) = (files.first_of(number), Vec::new());
         reader.read_columns(&mut |rows| {
             wait()?;
-            if !building.add(file, rows, &newer, &mut dead) {
+            if !building.add(file, rows, &newer, &mut dead)? {
                 return Err(wrong(building.rows + 1));
             }
             file += 1;
@@ -80,11 +82,24 @@ pub(super) fn build_index(
 
 struct Building<'a> {
     files: &'a Files,
+    /// The number of the checkpoint that is read.
+    link: usize,
     index: RowIndex,
     /// Ids that left since the checkpoints that are still to be read.
     left: HashSet<Id, IdHash>,
     /// How many rows there are to be.
     rows: u64,
+}
+
+/// `Corruption` where an id that a checkpoint of the chain has, by its number, has another place in the same checkpoint.
+pub(super) fn check_is_once(files: &Files, link: usize, place: Place, id: Id) -> Result<()> {
+    match files.find(place) {
+        Some((file, number, _)) if files.link_of(number) == link => {
+            let what = format!("how often id {id} is in the checkpoint");
+            Err(Error::corruption(file.mapping().path(), 0, &what, "once", "in two files"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// How many ids ahead the line of an id is asked for.
@@ -93,7 +108,9 @@ const AHEAD: usize = 24;
 impl Building<'_> {
     /// Add the rows of a file that no newer checkpoint has or took, and the ids of those that a newer sweep took to `dead`. `false` where there
     /// are more rows than there are to be.
-    fn add(&mut self, file: usize, rows: &RowColumns<'_>, newer: &[&Sweep], dead: &mut Vec<Id>) -> bool {
+    ///
+    /// Errors: `Corruption` where the checkpoint has an id twice.
+    fn add(&mut self, file: usize, rows: &RowColumns<'_>, newer: &[&Sweep], dead: &mut Vec<Id>) -> Result<bool> {
         let dim = rows.parts[0].len() / rows.len().max(1);
         for (row, &id) in rows.ids.iter().enumerate() {
             if let Some(&later) = rows.ids.get(row + AHEAD) {
@@ -105,13 +122,19 @@ impl Building<'_> {
             }
             if newer.iter().any(|sweep| sweep.kills(&rows.header(row), weights)) {
                 dead.push(id);
-            } else if self.index.len() < self.rows {
-                self.index.insert_new(id, self.files.place(file, row));
-            } else if self.index.get(id) == Place::NONE {
-                return false;
+                continue;
+            }
+            let has_room = self.index.len() < self.rows;
+            if has_room && self.index.insert_new(id, self.files.place(file, row)) {
+                continue;
+            }
+            // A newer checkpoint has the row, or so does this one in another file.
+            match self.index.get(id) {
+                Place::NONE => return Ok(false),
+                place => check_is_once(self.files, self.link, place, id)?,
             }
         }
-        true
+        Ok(true)
     }
 
     /// These ids have no row, whatever older checkpoints have.

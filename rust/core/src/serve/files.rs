@@ -31,7 +31,7 @@ impl Place {
 #[derive(Debug)]
 pub(super) struct RowFile {
     mapping: FileMapping,
-    rows: usize,
+    pub(super) rows: usize,
     ids: usize,
     last_steps: usize,
     weights: usize,

@@ -2,7 +2,7 @@
 
 #![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
 
-use super::answer::Answer;
+use super::answer::{Answer, Output};
 use super::faults::major_faults;
 use super::files::{Files, Place, RowFile, Spot};
 use super::index::RowIndex;
@@ -45,14 +45,14 @@ impl Faults {
 }
 
 /// Copies the float32 rows of places, of positions from `first` on, all of which are near.
-struct CopyRows<'a, 'b, N> {
+struct CopyRows<'a, 'b, O, N> {
     gather: &'a Gather<'a>,
     first: usize,
     slots: &'a [CacheSlot],
-    answer: &'a mut Answer<'b, N>,
+    answer: &'a mut Answer<'b, O, N>,
 }
 
-impl<N: FnMut(usize, bool)> Job for CopyRows<'_, '_, N> {
+impl<O: Output, N: FnMut(usize, bool)> Job for CopyRows<'_, '_, O, N> {
     type Output = ();
 
     #[inline(always)]
@@ -109,10 +109,14 @@ impl<'a> Gather<'a> {
     }
 
     /// Write the row of each id to `answer`. Returns the rows whose pages are not surely in memory, which were not written.
-    pub(super) fn near_rows<N: FnMut(usize, bool)>(&self, ids: &[Id], answer: &mut Answer<'_, N>) -> Vec<Far> {
+    pub(super) fn near_rows<O: Output, N: FnMut(usize, bool)>(
+        &self,
+        ids: &[Id],
+        answer: &mut Answer<'_, O, N>,
+    ) -> Vec<Far> {
         let mut far: Vec<Far> = Vec::new();
         let mut slots = vec![NO_SLOT; ids.len().min(IDS_AT_ONCE)];
-        let is_plain = self.all_near && self.files.are_float32();
+        let is_plain = self.all_near && self.files.are_float32() && answer.is_float32();
         let mut faults = Faults::of(ids);
         for (number, ids) in ids.chunks(IDS_AT_ONCE).enumerate() {
             let (slots, first) = (&mut slots[..ids.len()], number * IDS_AT_ONCE);
@@ -133,12 +137,12 @@ impl<'a> Gather<'a> {
     }
 
     /// Leave the rows of places for later, for which the system is asked, and say at once where there is none.
-    fn leave<N: FnMut(usize, bool)>(
+    fn leave<O: Output, N: FnMut(usize, bool)>(
         &self,
         first: usize,
         slots: &[CacheSlot],
         far: &mut Vec<Far>,
-        answer: &mut Answer<'_, N>,
+        answer: &mut Answer<'_, O, N>,
     ) {
         for (at, &slot) in slots.iter().enumerate() {
             let (position, place) = (first + at, Place(slot));
@@ -152,12 +156,12 @@ impl<'a> Gather<'a> {
     }
 
     /// Write the rows of places that are near, of positions from `first` on, and add the others to `far`.
-    fn gather<N: FnMut(usize, bool)>(
+    fn gather<O: Output, N: FnMut(usize, bool)>(
         &self,
         first: usize,
         slots: &[CacheSlot],
         far: &mut Vec<Far>,
-        answer: &mut Answer<'_, N>,
+        answer: &mut Answer<'_, O, N>,
     ) {
         // The disk reads the rows that are far while those that are near are written.
         let which_are_far = self.ask_for_far(first, slots, far);
@@ -251,7 +255,11 @@ impl<'a> Gather<'a> {
 
     /// Write the rows that [`Gather::near_rows`] left, for all of which the system was asked.
     #[cold]
-    pub(super) fn far_rows<N: FnMut(usize, bool)>(&self, far: &[Far], answer: &mut Answer<'_, N>) -> Result<()> {
+    pub(super) fn far_rows<O: Output, N: FnMut(usize, bool)>(
+        &self,
+        far: &[Far],
+        answer: &mut Answer<'_, O, N>,
+    ) -> Result<()> {
         for (file, _, row) in far.iter().filter_map(|each| self.files.find(each.place)) {
             self.bring_in(file, row)?;
         }

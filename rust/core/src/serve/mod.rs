@@ -11,11 +11,12 @@
 //!
 //! The files, from the bottom up: `pages`, `faults` and `near` know which pages are in memory; `files` maps data files; `index` finds places; `build`
 //! makes an index; `overlay` has what changed since; `missing` says what an id without a row reads; `answer` is what a lookup writes; `gather` and `table` look ids up; `version` and
-//! `opening` open checkpoints; `source` says which is the next one; `serving` replaces versions, `follow`
+//! `opening` open checkpoints; `check` holds an index file against the rows; `source` says which is the next one; `serving` replaces versions, `follow`
 //! does so regularly, and `merge` makes their indexes anew.
 
 mod answer;
 mod build;
+mod check;
 mod faults;
 mod files;
 mod follow;
@@ -34,6 +35,7 @@ mod table;
 mod version;
 
 pub use crate::config::MissingRead;
+pub use check::check_index;
 pub use follow::Follower;
 pub use opening::{IndexMade, make_index};
 pub use serving::{Polled, ServeOptions, Serving};

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::files::Files;
-use super::index::read_index;
+use super::index::{INDEX_FILE, read_index};
 use super::table::ServedTable;
 use super::version::{
     Indexed, OpenedLink, Opening, Version, build_indexes, files_of, find_indexes, indexes_of_file, open_version,
@@ -23,7 +23,7 @@ const MOST_SWEEPS: usize = 8;
 /// Bytes of an index for each row, at least.
 const BYTES_OF_A_ROW: u64 = 17;
 /// How often a process looks whether another one has made the index that both need.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// How often an open begins again because a save removed the checkpoint that `LATEST` named.
 const OPENS: usize = 10;
 
@@ -43,14 +43,23 @@ pub struct IndexMade {
 /// Make the index of a checkpoint beside it, unless it is there: of the newest one, or of the one that `at` names. `wait` is called while the
 /// index is made, or waited for, and its error ends that: nothing was written then.
 ///
-/// Errors: those of [`Serving::open`]; `State` where `root` was opened to load from; that of `wait`.
+/// Errors: those of [`Serving::open`]; `State` where `root` was opened to load from; that of `wait`; `Storage` where the file cannot be
+/// written.
 pub fn make_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> Result<IndexMade> {
     root.check_to_save()?;
     let name = name_of(root, at)?;
     let chain = Chain::open(root, Latest { name })?;
     let opened = opened(chain.links().iter().rev())?;
     let files = files_of(&opened, Access::Scattered)?;
-    let (indexed, was_there) = make_or_take(&opened, &files, (Some(root), None), wait)?;
+    let (indexed, kept) = make_or_take(&opened, &files, (Some(root), None), wait)?;
+    let was_there = match kept {
+        Kept::WasThere => true,
+        Kept::Written => false,
+        // A server would use what it made all the same. Whoever asks for the file alone has nothing.
+        Kept::NotWritten(error) => {
+            return Err(error.context(format!("{INDEX_FILE} of checkpoint {name} was not written")));
+        }
+    };
     Ok(IndexMade {
         checkpoint: name,
         rows: indexed.indexes.iter().map(|index| index.len()).sum(),
@@ -73,7 +82,7 @@ pub(super) fn writable(root: &Directory) -> Option<Directory> {
     }
 }
 
-fn name_of(root: &Directory, at: Option<&str>) -> Result<CheckpointName> {
+pub(super) fn name_of(root: &Directory, at: Option<&str>) -> Result<CheckpointName> {
     let Some(at) = at else { return Ok(Latest::read(root)?.name) };
     let mut there = root.named::<CheckpointName>()?;
     there.sort_unstable();
@@ -139,44 +148,84 @@ pub(super) fn open_links(
     wait: &mut Wait<'_>,
 ) -> Result<Version> {
     let files = files_of(opened, if opening.preload { Access::Whole } else { Access::Scattered })?;
+    let mut unverified = opened.len();
     if let Some(indexed) = find_indexes(opened, &files) {
+        if opening.verify {
+            verify_rows(&opened[..indexed.links], wait)?;
+            unverified = 0;
+        }
         let version = open_version(opening, opened, files.clone(), &indexed, wait)?;
         if !version.tables.iter().any(|table| is_large(table)) {
             return Ok(version);
         }
     }
-    let indexed = make_or_take(opened, &files, (writable, opening.host_bytes), wait)?.0;
+    let (indexed, kept) = make_or_take(opened, &files, (writable, opening.host_bytes), wait)?;
+    if opening.verify && kept.was_there() {
+        verify_rows(&opened[..unverified], wait)?;
+    }
     open_version(opening, opened, files, &indexed, wait)
 }
 
-/// The indexes of all of a chain: those of the file beside the newest checkpoint, which is made if it is not there. The second is whether it was.
-/// Where nothing may be written, they take at most `most` bytes of this process's memory.
+/// Read the rows of checkpoints, without slots, and hold them against their checksums. `wait` is called for each file, and its error ends the
+/// work.
+fn verify_rows(opened: &[OpenedLink<'_>], wait: &mut Wait<'_>) -> Result<()> {
+    for reader in opened.iter().flat_map(|link| &link.readers) {
+        reader.read_columns(&mut |_| wait())?;
+        reader.read_tombstones(&mut |_| Ok(()))?;
+    }
+    Ok(())
+}
+
+/// What became of the file of indexes.
+#[derive(Debug)]
+pub(super) enum Kept {
+    /// It was there, and its indexes are used.
+    WasThere,
+    /// It was made.
+    Written,
+    /// It could not be written, and this is why. The indexes are in this process's own memory.
+    NotWritten(Error),
+}
+
+impl Kept {
+    fn was_there(&self) -> bool {
+        matches!(self, Self::WasThere)
+    }
+}
+
+/// The indexes of all of a chain: those of the file beside the newest checkpoint, which is made if it is not there. Where nothing may be written,
+/// they take at most `most` bytes of this process's memory.
 pub(super) fn make_or_take(
     opened: &[OpenedLink<'_>],
     files: &[Files],
     (writable, most): (Option<&Directory>, Option<u64>),
     wait: &mut Wait<'_>,
-) -> Result<(Indexed, bool)> {
+) -> Result<(Indexed, Kept)> {
     let newest = opened.last().expect("a chain has a checkpoint").link;
-    let Some(directory) = writable.map(|root| root.below(&newest.manifest().name)) else {
+    let name = &newest.manifest().name;
+    let Some(directory) = writable.map(|root| root.below(name)) else {
         check_private(newest, most)?;
-        return Ok((build_indexes(opened, files, wait)?, false));
+        let what = format!("nothing may be written beside checkpoint {name}");
+        let error = Error::new(Kind::Path, what).at(newest.directory().path());
+        return Ok((build_indexes(opened, files, wait)?, Kept::NotWritten(error)));
     };
     let _alone = match wait_for_lock(&directory, || take(&directory, opened, files), wait)? {
-        Waited::Taken(indexed) => return Ok((indexed, true)),
+        Waited::Taken(indexed) => return Ok((indexed, Kept::WasThere)),
         Waited::Locked(held) => held,
     };
     let indexed = build_indexes(opened, files, wait)?;
-    let written = write_indexes(&directory, newest.manifest(), files, &indexed);
-    match written.map(|_| take(&directory, opened, files)) {
-        Ok(Some(shared)) => Ok((shared, false)),
+    let written = write_indexes(&directory, newest.manifest(), files, &indexed).and_then(|_| {
+        let changed = || Error::corruption(&directory.join(INDEX_FILE), 0, "the file", "as it was written", "changed");
+        take(&directory, opened, files).ok_or_else(changed)
+    });
+    Ok(match written {
+        Ok(shared) => (shared, Kept::Written),
         // It serves as well from this process's own memory.
-        other => {
-            let why = other.err().map_or_else(|| "it was not as it was written".into(), |error| error.to_string());
-            tracing::warn!("the index of {} is not shared: {why}", newest.manifest().name);
-            Ok((indexed, false))
+        Err(error) => {
+            tracing::warn!("the index of {name} is not shared: {error}");
+            (indexed, Kept::NotWritten(error))
         }
-    }
+    })
 }
 
 /// `Capacity` where the indexes of a checkpoint, in this process's own memory, would pass a bound.

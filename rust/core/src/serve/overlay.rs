@@ -1,5 +1,6 @@
 //! What the deltas after an index changed: the newest place of each of their ids, and the rules of eviction that were applied since.
 
+use super::build::check_is_once;
 use super::files::{Files, Place};
 use crate::checkpoint::TableReader;
 use crate::error::{Error, Kind, Result};
@@ -41,24 +42,21 @@ impl Overlay {
     pub(super) fn add(&mut self, files: &Files, reader: &TableReader, sweeps: &[Sweep]) -> Result<()> {
         let places = &mut self.places;
         places.reserve((reader.rows() + reader.tombstones()) as usize)?;
+        let link = files.links().len() - 1;
         let mut set = |id: Id, place: Place| {
             if !places.insert_new(id, place.0) {
+                check_is_once(files, link, Place(places.get(id)), id)?;
                 places.replace(id, place.0);
             }
+            Ok(())
         };
         // An id with both a row and a tombstone in a delta is back.
-        reader.read_tombstones(&mut |ids| {
-            for &id in ids {
-                set(id, Place::TOMBSTONE);
-            }
-            Ok(())
-        })?;
-        let link = files.links().len() - 1;
+        reader.read_tombstones(&mut |ids| ids.iter().try_for_each(|&id| set(id, Place::TOMBSTONE)))?;
         let mut file = files.first_of(link);
         reader.read_columns(&mut |rows| {
             files.check_weights(rows.parts[0]).map_err(|row| cannot_hold(files, rows.ids[row]))?;
             for (row, &id) in rows.ids.iter().enumerate() {
-                set(id, files.place(file, row));
+                set(id, files.place(file, row))?;
             }
             file += 1;
             Ok(())

@@ -1,13 +1,13 @@
 //! A server's tables: which version is current, and how the next one takes its place.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
 
 use super::merge::{Merger, TakesIndexes};
-use super::opening::{first_version, writable};
+use super::opening::{LOOK_AGAIN, first_version, writable};
 use super::source::Source;
 use super::stats::{PollCounts, ServingStats};
 use super::table::{LookupCounts, ServedTable};
@@ -35,6 +35,9 @@ pub struct ServeOptions {
     pub missing: Option<MissingRead>,
     /// Whether the weights of all rows are read into memory before a checkpoint is served, in huge pages where the system has them.
     pub preload: bool,
+    /// Whether all rows are read and held against their checksums before a checkpoint is served. Without it that is done for deltas, and where an
+    /// index is made, and not for a checkpoint that has its index.
+    pub verify: bool,
 }
 
 /// What a look for a newer checkpoint found.
@@ -104,6 +107,7 @@ impl Serving {
             host_bytes: options.host_bytes,
             missing: options.missing,
             preload: options.preload,
+            verify: options.verify,
             counts: Arc::new(LookupCounts::default()),
             alive: Arc::new(()),
         };
@@ -157,12 +161,12 @@ impl Serving {
         self.poll_while(&mut || Ok(()))
     }
 
-    /// Does what [`Serving::poll`] does. `wait` is called while an index is made, or waited for, and its error ends that.
+    /// Does what [`Serving::poll`] does. `wait` is called while an index is made, or waited for, and while another thread looks. Its error ends that.
     ///
     /// Errors: those of [`Serving::poll`], and that of `wait`, which is neither counted nor logged.
     pub fn poll_while(&self, wait: &mut Wait<'_>) -> Result<Polled> {
         self.check_process()?;
-        let _alone = lock(&self.polling);
+        let _alone = lock_while(&self.polling, wait)?;
         self.polls.polls.fetch_add(1, Ordering::Relaxed);
         if self.options.at.is_some() {
             return Ok(Polled::Same);
@@ -347,6 +351,21 @@ fn check_memory(version: &Version, most: Option<u64>) -> Result<()> {
             Err(Error::new(Kind::Capacity, what))
         }
         _ => Ok(()),
+    }
+}
+
+/// Take a lock. While another thread has it, `wait` is called now and then, and its error ends the wait.
+fn lock_while<'a>(mutex: &'a Mutex<()>, wait: &mut Wait<'_>) -> Result<MutexGuard<'a, ()>> {
+    loop {
+        match mutex.try_lock() {
+            Ok(held) => return Ok(held),
+            // What a panic interrupts was not served yet.
+            Err(TryLockError::Poisoned(held)) => return Ok(held.into_inner()),
+            Err(TryLockError::WouldBlock) => {
+                wait()?;
+                std::thread::sleep(LOOK_AGAIN);
+            }
+        }
     }
 }
 

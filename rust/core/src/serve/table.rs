@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::answer::Answer;
+use super::answer::{Answer, Floats, Output, Stored};
 use super::files::Files;
 use super::gather::Gather;
 use super::index::RowIndex;
@@ -13,7 +13,7 @@ use super::overlay::Overlay;
 use crate::checkpoint::TableSpec;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::{TensorRows, forward_pooled};
-use crate::rows::RowLayout;
+use crate::rows::{Precision, RowLayout};
 use crate::types::{CacheSlot, Id};
 
 /// How the rows of a bag become one.
@@ -68,6 +68,11 @@ impl ServedTable {
         self.spec.dim as usize
     }
 
+    /// How the served files store weights.
+    pub fn precision(&self) -> Precision {
+        self.files.precision()
+    }
+
     /// How many rows the checkpoint says that the table has.
     pub fn rows(&self) -> u64 {
         self.rows
@@ -83,9 +88,27 @@ impl ServedTable {
     ///
     /// Errors: `Input` where lengths do not fit; `Corruption` and `Storage` where a row cannot be read.
     pub fn lookup(&self, ids: &[Id], out: &mut [f32], found: &mut [bool]) -> Result<usize> {
-        self.check_lengths(ids.len(), (out.len(), found.len()))?;
-        let missing = self.gather(ids, out, |position, has_row| found[position] = has_row)?;
-        Ok(missing)
+        self.check_lengths(ids.len(), self.dim(), (out.len(), found.len()))?;
+        let mut out = Floats { out, dim: self.dim() };
+        self.gather(ids, &mut out, |position, has_row| found[position] = has_row)
+    }
+
+    /// As [`ServedTable::lookup`], with rows as [`ServedTable::precision`] stores them: `out` has [`Precision::row_bytes`] for each id. Rows of a
+    /// trainer's deltas, and what ids without a row read, are stored so for it.
+    ///
+    /// Errors: also `Input` where an id without a row reads what the precision cannot hold.
+    pub fn lookup_stored(&self, ids: &[Id], out: &mut [u8], found: &mut [bool]) -> Result<usize> {
+        let precision = self.precision();
+        self.check_lengths(ids.len(), precision.row_bytes(self.dim()), (out.len(), found.len()))?;
+        let mut out = Stored { out, precision, row: vec![0.0; self.dim()], refused: None };
+        let missing = self.gather(ids, &mut out, |position, has_row| found[position] = has_row)?;
+        match out.refused {
+            None => Ok(missing),
+            Some(id) => Err(self.refused(&format!(
+                "id {id} has no row, and {} cannot hold what it reads: look it up as float32, or say by `missing` what else it reads",
+                precision.name()
+            ))),
+        }
     }
 
     /// Pool the rows of each bag: `out`, `[B, D]`, in row-major order. `offsets`, `[B + 1]`, say where in `ids` each bag starts and the last one
@@ -101,7 +124,7 @@ impl ServedTable {
         out: &mut [f32],
     ) -> Result<usize> {
         self.check_bags(ids.len(), offsets, weights)?;
-        self.check_lengths(offsets.len() - 1, (out.len(), offsets.len() - 1))?;
+        self.check_lengths(offsets.len() - 1, self.dim(), (out.len(), offsets.len() - 1))?;
         let (dim, mut missing, mut first) = (self.dim(), 0, 0);
         let mut rows: Vec<f32> = Vec::new();
         while first < offsets.len() - 1 {
@@ -111,7 +134,7 @@ impl ServedTable {
             let end = offsets[last] as usize;
             rows.clear();
             rows.resize((end - start) * dim, 0.0);
-            missing += self.gather(&ids[start..end], &mut rows, |_, _| ())?;
+            missing += self.gather(&ids[start..end], &mut Floats { out: &mut rows, dim }, |_, _| ())?;
             let bags: Vec<i64> = offsets[first..=last].iter().map(|&offset| offset - start as i64).collect();
             let weights = weights.map(|weights| &weights[start..end]);
             self.pool(&mut rows, &bags, pooling, weights, &mut out[first * dim..last * dim]);
@@ -136,10 +159,10 @@ impl ServedTable {
     }
 
     /// Write the row of each id to `out`. `note` is told the position of each id and whether it has a row. Returns how many have none.
-    fn gather(&self, ids: &[Id], out: &mut [f32], note: impl FnMut(usize, bool)) -> Result<usize> {
-        let dim = self.dim();
-        let gather = Gather::new(&self.files, (&self.index, &self.overlay), dim, self.near.generation(), ids.len());
-        let mut answer = Answer::new((&self.files, &self.missing), ids, (out, dim), note);
+    fn gather(&self, ids: &[Id], out: &mut impl Output, note: impl FnMut(usize, bool)) -> Result<usize> {
+        let of = (&*self.index, &self.overlay);
+        let gather = Gather::new(&self.files, of, self.dim(), self.near.generation(), ids.len());
+        let mut answer = Answer::new((&self.files, &self.missing), ids, out, note);
         let far_rows = self.near.watch(&self.files, || gather.near_rows(ids, &mut answer));
         if !far_rows.is_empty() {
             gather.far_rows(&far_rows, &mut answer)?;
@@ -161,11 +184,11 @@ impl ServedTable {
         Error::new(Kind::Input, format!("table {:?} of module {:?}: {what}", self.spec.table, self.spec.module))
     }
 
-    fn check_lengths(&self, rows: usize, (out, found): (usize, usize)) -> Result<()> {
-        if rows.checked_mul(self.dim()) != Some(out) || found != rows {
+    /// Check the room for so many rows of `width` elements, and for as many flags.
+    fn check_lengths(&self, rows: usize, width: usize, (out, found): (usize, usize)) -> Result<()> {
+        if rows.checked_mul(width) != Some(out) || found != rows {
             return Err(self.refused(&format!(
-                "the output of {rows} rows of {} columns has room for {out} numbers and {found} flags",
-                self.dim()
+                "the output of {rows} rows of {width} elements has room for {out} and for {found} flags"
             )));
         }
         Ok(())

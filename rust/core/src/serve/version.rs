@@ -106,6 +106,8 @@ pub(super) struct Opening {
     pub(super) missing: Option<MissingRead>,
     /// Whether the weights of all rows are read into memory before a version is served.
     pub(super) preload: bool,
+    /// Whether all rows are held against their checksums before a version is served.
+    pub(super) verify: bool,
     pub(super) counts: Arc<LookupCounts>,
     pub(super) alive: Arc<()>,
 }

@@ -21,6 +21,7 @@ mod missing_reads;
 mod round_trip;
 mod serving;
 mod serving_faults;
+mod serving_index;
 mod serving_memory;
 mod serving_source;
 mod serving_source_faults;

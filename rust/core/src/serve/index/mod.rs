@@ -48,11 +48,12 @@ impl RowIndex {
         }
     }
 
-    /// Add an id, unless it is there. There is room for as many as were asked for.
-    pub(super) fn insert_new(&mut self, id: Id, place: Place) {
-        if let Lines::Private(index) = &mut self.lines {
-            self.len += u64::from(index.insert_new(id, place.0));
-        }
+    /// Add an id, unless it is there. The result is whether it was added. There is room for as many as were asked for.
+    pub(super) fn insert_new(&mut self, id: Id, place: Place) -> bool {
+        let Lines::Private(index) = &mut self.lines else { return false };
+        let is_new = index.insert_new(id, place.0);
+        self.len += u64::from(is_new);
+        is_new
     }
 
     /// Start to load the line of an id into the processor's cache.
@@ -76,6 +77,11 @@ impl RowIndex {
             return slots.fill(NO_SLOT);
         }
         slots_of(hash, lines, ids, slots);
+    }
+
+    /// The ids in its lines.
+    pub(super) fn ids(&self) -> impl Iterator<Item = Id> {
+        self.parts().0.iter().flat_map(Line::ids_in_use).copied()
     }
 
     /// How many ids it has.

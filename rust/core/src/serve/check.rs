@@ -1,0 +1,64 @@
+//! Holds the index file of a checkpoint against the checkpoint.
+
+use super::files::{Files, Place};
+use super::index::{INDEX_FILE, RowIndex, read_index};
+use super::opening::{name_of, opened};
+use super::version::{build_indexes, files_of, indexes_of_file};
+use crate::checkpoint::{Chain, Directory, Latest, Wait};
+use crate::error::{Error, Result};
+use crate::io::Access;
+use crate::types::{CacheSlot, Id};
+
+/// How many ids are looked up together.
+const IDS_AT_ONCE: usize = 4096;
+
+/// Hold the index file of a checkpoint against its rows: of the newest checkpoint, or of the one that `at` names. The result is how many rows it
+/// has; `None` where there is no such file, or one that servers make anew because it is of another version or of other files. All rows are read
+/// and verified, and an index is made of them in this process's memory. `wait` is called meanwhile, and its error ends the work.
+///
+/// Errors: those of [`Serving::open`](super::Serving::open), `Corruption` where the file is damaged or says something else than the rows; that of
+/// `wait`.
+pub fn check_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> Result<Option<u64>> {
+    let name = name_of(root, at)?;
+    let directory = root.below(&name);
+    let Some(found) = read_index(&directory)? else { return Ok(None) };
+    let chain = Chain::open(root, Latest { name })?;
+    let opened = opened(chain.links().iter().rev())?;
+    let files = files_of(&opened, Access::Scattered)?;
+    let Some(found) = indexes_of_file(found, &opened, &files) else { return Ok(None) };
+    let right = build_indexes(&opened, &files, wait)?;
+    let mut rows = 0;
+    for ((found, right), files) in found.indexes.iter().zip(&right.indexes).zip(&files) {
+        if let Some(id) = first_difference(found, right, files) {
+            let (path, what) = (directory.join(INDEX_FILE), format!("the place of id {id}"));
+            return Err(Error::corruption(&path, 0, &what, "that of the rows", "another one"));
+        }
+        rows += found.len();
+    }
+    Ok(Some(rows))
+}
+
+/// An id that one of two indexes has at another place than the other one.
+fn first_difference(found: &RowIndex, right: &RowIndex, files: &Files) -> Option<Id> {
+    let (mut of_found, mut of_right) = (vec![0; IDS_AT_ONCE], vec![0; IDS_AT_ONCE]);
+    let ids = files.all().iter().flat_map(|file| (0..file.rows).map(|row| file.id(row)));
+    let mut differs = |ids: &[Id]| {
+        let (of_found, of_right): (&mut [CacheSlot], &mut [CacheSlot]) =
+            (&mut of_found[..ids.len()], &mut of_right[..ids.len()]);
+        found.get_batch(ids, of_found);
+        right.get_batch(ids, of_right);
+        ids.iter().zip(of_found.iter().zip(&*of_right)).find(|(_, (found, right))| found != right).map(|(id, _)| *id)
+    };
+    let mut some = Vec::with_capacity(IDS_AT_ONCE);
+    for id in ids {
+        some.push(id);
+        if some.len() == IDS_AT_ONCE {
+            if let Some(id) = differs(&some) {
+                return Some(id);
+            }
+            some.clear();
+        }
+    }
+    // What the files do not have at all must not be in the index either.
+    differs(&some).or_else(|| found.ids().find(|&id| right.get(id) == Place::NONE))
+}
