@@ -1,19 +1,18 @@
-//! Serving while disks fail, trainers are killed, and versions are swapped.
+//! Serving while disks fail, trainers are killed, and changes are merged.
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use embcache::checkpoint::{Parent, SaveOptions};
 use embcache::config::OptimizerKind;
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, PsyncEngine};
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
 use embcache::serve::{Polled, ServeOptions, Serving};
 use embcache::types::Id;
 use embcache::{Error, Kind};
 use embcache_tests::directory_in;
 
 use super::made::{ROOT, Table, memory, on, save, save_delta, save_with, stop_at_each_change};
-use super::serving::check;
+use super::served::check;
 
 const ENOSPC: i32 = 28;
 const EIO: i32 = 5;
@@ -140,74 +139,6 @@ fn a_read_that_fails_while_a_delta_is_opened_leaves_the_version_before() {
             }
         }
     }
-}
-
-/// Tables whose every weight is `number`.
-fn numbered(number: u64) -> Vec<Table> {
-    let mut tables = tables(number);
-    for (_, vector) in tables.iter_mut().flat_map(|table| table.rows.values_mut()) {
-        vector.fill(number as f32);
-    }
-    tables
-}
-
-/// Publish versions, whose every number is the version's, while threads look up all rows of all tables of the version that they hold.
-fn swap_under_load(engine: &Arc<dyn IoEngine>, root: &Path, versions: u64) {
-    let ids: Vec<Id> = numbered(0)[0].rows.keys().copied().collect();
-    let mut parent = save(engine, root, &numbered(1), 1, 2000, 1).expect("saved").identity;
-    let serving = Serving::open(directory_in(engine, root), ServeOptions::default()).expect("opened");
-    let done = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let look = || {
-            let (mut requests, mut last) = (0_u64, 0.0);
-            while !done.load(Ordering::Relaxed) || requests == 0 {
-                let version = serving.pin().expect("a version");
-                let mut numbers = Vec::new();
-                for table in version.tables() {
-                    let ids = &ids[..table.rows() as usize];
-                    let (mut out, mut found) = (vec![0.0; ids.len() * table.dim()], vec![false; ids.len()]);
-                    assert_eq!(table.lookup(ids, &mut out, &mut found).expect("served"), 0);
-                    numbers.extend(out);
-                }
-                assert!(
-                    numbers.iter().all(|number| number.to_bits() == numbers[0].to_bits()),
-                    "one version has one number: {numbers:?}"
-                );
-                assert!(numbers[0] >= last, "versions do not go back");
-                (last, requests) = (numbers[0], requests + 1);
-                // The trainer needs the processor too.
-                std::thread::sleep(std::time::Duration::from_micros(300));
-            }
-            requests
-        };
-        let threads: Vec<_> = (0..2).map(|_| scope.spawn(look)).collect();
-        for number in 2..=versions {
-            let (before, now) = (numbered(number - 1), numbered(number));
-            let published = if number % 12 == 0 {
-                save_with(engine, root, &now, (1, 2000), number, SaveOptions::default())
-            } else {
-                save_delta(engine, root, (&before, &now), (1, 2000), number, on(&parent))
-            };
-            parent = published.expect("saved").identity;
-            assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
-        }
-        done.store(true, Ordering::Relaxed);
-        assert!(threads.into_iter().map(|thread| thread.join().expect("no torn row")).sum::<u64>() > 3);
-    });
-    let stats = serving.stats();
-    assert_eq!((stats.swaps, stats.failed_polls), (versions - 1, 0));
-    assert_eq!(stats.versions, 2, "nobody holds older ones");
-}
-
-#[test]
-fn no_request_sees_two_versions_in_a_thousand_swaps() {
-    swap_under_load(&(Arc::new(memory()) as Arc<dyn IoEngine>), root(), 1001);
-}
-
-#[test]
-fn no_request_sees_two_versions_of_mapped_files() {
-    let dir = tempfile::tempdir().expect("a directory");
-    swap_under_load(&(Arc::new(PsyncEngine::new(false)) as Arc<dyn IoEngine>), dir.path(), 120);
 }
 
 #[test]

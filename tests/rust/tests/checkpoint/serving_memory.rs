@@ -12,7 +12,7 @@ use embcache::types::Id;
 use embcache_tests::directory_in;
 
 use super::made::{Table, on, save_delta, save_with};
-use super::serving::check;
+use super::served::check;
 
 const DELTAS: u64 = 1000;
 /// A full checkpoint comes after so many deltas.

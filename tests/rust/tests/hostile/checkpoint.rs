@@ -17,13 +17,13 @@ use crate::made::{ROOT, Table, memory, on, save, save_delta};
 use crate::mutate::{Files, apply, engine_of, files, steps};
 use crate::{check_error, fuzz};
 
-fn tables() -> Vec<Table> {
+pub(crate) fn tables() -> Vec<Table> {
     let ids: Vec<Id> = (-30..30).collect();
     vec![Table::new("m", "a", RowWiseAdagrad, 4, &ids, 1), Table::new("m", "b", Sgd, 2, &ids[..9], 2)]
 }
 
 /// The tables before the last checkpoint. Some rows were different, some have gone since, and some were not there yet.
-fn before() -> Vec<Table> {
+pub(crate) fn before() -> Vec<Table> {
     let mut before = tables();
     for table in &mut before {
         let changed: Vec<Id> = table.rows.keys().copied().filter(|id| id % 4 == 0).collect();
@@ -68,8 +68,16 @@ pub(crate) fn is_data(path: &Path) -> bool {
     path.extension().is_some_and(|found| found == "safetensors")
 }
 
+/// Put another header into a data file, whose data stay where they are.
+pub(crate) fn set_header(bytes: &mut [u8], header: &Value) {
+    let (start, end) = json(bytes).unwrap();
+    let text = header.to_string().into_bytes();
+    bytes[start..end].fill(b' ');
+    bytes[start..start + text.len()].copy_from_slice(&text);
+}
+
 /// The offset and the length of a tensor in a data file.
-fn tensor(header: &Value, data: usize, name: &str, len: usize) -> Option<(usize, usize)> {
+pub(crate) fn tensor(header: &Value, data: usize, name: &str, len: usize) -> Option<(usize, usize)> {
     let offset = |at: usize| header[name]["data_offsets"][at].as_u64().and_then(|at| usize::try_from(at).ok());
     let (start, end) = (data.checked_add(offset(0)?)?, data.checked_add(offset(1)?)?);
     (start <= end && end <= len).then_some((start, end))
@@ -164,7 +172,7 @@ pub(crate) fn reseal(files: &mut Files) {
 }
 
 /// A coordinator's manifest with its own checksum.
-fn sealed(manifest: &Value) -> Vec<u8> {
+pub(crate) fn sealed(manifest: &Value) -> Vec<u8> {
     let rendered = format!("{}\n", serde_json::to_string_pretty(manifest).unwrap());
     let body = rendered.strip_suffix("\n}\n").unwrap_or(&rendered);
     format!("{body},\n  \"xxh3\": {}\n}}\n", xxh3_64(rendered.as_bytes())).into_bytes()

@@ -22,6 +22,10 @@ mod missing_reads;
 mod mutate;
 mod named;
 mod segments;
+#[path = "../checkpoint/served.rs"]
+mod served;
+mod serving;
+mod serving_lies;
 mod ssd;
 
 use std::time::{Duration, Instant};

@@ -1,0 +1,185 @@
+//! Versions are swapped under load: each request is of one version, whose number all its rows carry, and has the rows that this version has.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::ScopedJoinHandle;
+use std::time::Duration;
+
+use embcache::checkpoint::{Changes, Parent, RankWriter, Save, SaveOptions};
+use embcache::config::OptimizerKind;
+use embcache::io::{IoEngine, PsyncEngine};
+use embcache::lifecycle::{Rule, Sweep};
+use embcache::serve::{Polled, ServeOptions, Serving, Version};
+use embcache::types::Id;
+use embcache_tests::directory_in;
+
+use super::made::{ROOT, Table, memory, on, save_with};
+use super::serving_faults::wait_for;
+
+const READERS: usize = 3;
+/// A full checkpoint is saved every so often. It begins a chain anew.
+const FULL_EVERY: u64 = 18;
+/// So many deltas, each with a sweep that covers no other, are one more than are held beside an index. They are merged.
+const DELTAS_TO_MERGE: u64 = 9;
+
+fn all_ids() -> Vec<Id> {
+    (0..90).map(|n| n * 77 - 2000).collect()
+}
+
+/// Whether a version has a row of an id. Each id leaves now and then, and comes back.
+fn has(number: u64, id: Id) -> bool {
+    !(id.unsigned_abs() + number).is_multiple_of(5)
+}
+
+/// The tables of a version. Every weight is its number.
+fn numbered(number: u64) -> Vec<Table> {
+    let ids: Vec<Id> = all_ids().into_iter().filter(|id| has(number, *id)).collect();
+    let mut tables = vec![
+        Table::new("m", "a", OptimizerKind::RowWiseAdagrad, 8, &ids, number),
+        Table::new("m", "b", OptimizerKind::Sgd, 3, &ids[..40], number),
+    ];
+    for (header, vector) in tables.iter_mut().flat_map(|table| table.rows.values_mut()) {
+        header.last_step = number;
+        vector.fill(number as f32);
+    }
+    tables
+}
+
+/// Save a version as a delta. Of the ids that left, every other one has a tombstone, and a sweep takes the rest.
+fn save_changes(engine: &Arc<dyn IoEngine>, root: &Path, number: u64, parent: &Parent) -> Parent {
+    let directory = directory_in(engine, root);
+    let save = Save::begin_with(&directory, number, on(parent)).expect("begun");
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("a writer");
+    let norm = Rule::NormBelow(1e9 - number as f64);
+    let sweeps = [Sweep { step: number - 1, rule: Rule::All(vec![Rule::LastStep(number - 1), norm]) }];
+    for (before, now) in numbered(number - 1).iter().zip(&numbered(number)) {
+        let buckets = now.buckets_of(0, 1);
+        let left = before.rows.keys().filter(|id| !now.rows.contains_key(id)).step_by(2).copied();
+        let left: Vec<Id> = left.collect();
+        let changes = Changes { left: &left, sweeps: &sweeps, total_rows: now.rows.len() as u64 };
+        let mut source = now.source(&buckets, 50);
+        writer.write_changes(now.spec.clone(), buckets, &mut source, changes).expect("written");
+    }
+    save.publish(&[writer.finish().expect("durable")], 1).expect("published").identity
+}
+
+/// Look all ids up in all tables of a version. The result is the number that the rows carry.
+fn look_up(version: &Version, ids: &[Id]) -> u64 {
+    let number = version.name().seq;
+    for table in version.tables() {
+        let dim = table.dim();
+        let (mut out, mut found) = (vec![f32::NAN; ids.len() * dim], vec![false; ids.len()]);
+        table.lookup(ids, &mut out, &mut found).expect("served");
+        let there = ids.iter().filter(|id| has(number, **id)).take(table.rows() as usize).count();
+        assert_eq!(found.iter().filter(|found| **found).count(), there, "rows of version {number}");
+        for ((id, found), row) in ids.iter().zip(found).zip(out.chunks(dim)) {
+            assert!(!found || has(number, *id), "id {id} is not in version {number}");
+            let is_of_it = row.iter().all(|weight| weight.to_bits() == (number as f32).to_bits());
+            assert_eq!(is_of_it, found, "id {id} in version {number}: {row:?}");
+        }
+    }
+    number
+}
+
+/// What a thread that looks rows up has seen.
+#[derive(Default)]
+struct Seen {
+    requests: AtomicU64,
+    versions: AtomicU64,
+    /// The version of its last request.
+    last: AtomicU64,
+}
+
+fn read_until(done: &AtomicBool, serving: &Serving, seen: &Seen) {
+    // The trainer needs the processor too. On Linux this is the priority of the thread; where it is refused the test takes longer.
+    let _ = rustix::process::setpriority_process(None, 10);
+    let ids = all_ids();
+    while !done.load(Ordering::Relaxed) {
+        let number = look_up(&serving.pin().expect("a version"), &ids);
+        let last = seen.last.load(Ordering::Relaxed);
+        assert!(number >= last, "versions do not go back");
+        seen.versions.fetch_add(u64::from(number > last), Ordering::Relaxed);
+        seen.requests.fetch_add(1, Ordering::Relaxed);
+        seen.last.store(number, Ordering::Release);
+    }
+}
+
+/// Ends the readers where the thread that publishes panics, too.
+struct Done<'a>(&'a AtomicBool);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Publish `versions` versions, while threads look up all rows of all tables of the version that they hold.
+fn swap_under_load(engine: &Arc<dyn IoEngine>, root: &Path, versions: u64) {
+    let full = |number| {
+        let options = SaveOptions { keep: 1, ..SaveOptions::default() };
+        save_with(engine, root, &numbered(number), (1, 2000), number, options).expect("saved").identity
+    };
+    let mut parent = full(1);
+    let serving = Serving::open(directory_in(engine, root), ServeOptions::default()).expect("opened");
+    let (done, seen): (_, [Seen; READERS]) = (AtomicBool::new(false), std::array::from_fn(|_| Seen::default()));
+    let (mut merges, mut waited) = (0, 0);
+    std::thread::scope(|scope| {
+        let ends = Done(&done);
+        let readers = seen.each_ref().map(|seen| scope.spawn(|| read_until(&done, &serving, seen)));
+        for number in 2..=versions {
+            let deltas = (number - 1) % FULL_EVERY;
+            parent = if deltas == 0 { full(number) } else { save_changes(engine, root, number, &parent) };
+            assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == number));
+            // In every other chain newer versions are served while deltas are merged.
+            if deltas == DELTAS_TO_MERGE && ((number - 1) / FULL_EVERY).is_multiple_of(2) {
+                wait_for(|| serving.stats().overlay_ids == 0, "the deltas are merged into an index");
+                merges += 1;
+            }
+            if deltas == FULL_EVERY - 2 {
+                // The thread that merges holds the version that it merges. The next chain has a merge of its own.
+                wait_for(|| serving.stats().versions == 2, "the merge has ended");
+            }
+            // Other swaps follow each other as they come.
+            if number % 3 == 0 || number == versions {
+                let is_seen = |seen: &Seen| seen.last.load(Ordering::Acquire) == number;
+                while !seen.iter().all(is_seen) {
+                    assert!(!readers.iter().any(ScopedJoinHandle::is_finished), "a reader has ended, see above");
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                waited += 1;
+            }
+        }
+        drop(ends);
+        for reader in readers {
+            reader.join().expect("no torn row");
+        }
+    });
+    for seen in &seen {
+        let (requests, versions) = (seen.requests.load(Ordering::Relaxed), seen.versions.load(Ordering::Relaxed));
+        assert!(requests >= versions && versions >= waited, "{requests} requests of {versions} versions");
+    }
+    assert!(merges >= versions / (2 * FULL_EVERY) && merges > 0, "{merges} merges");
+    assert!(waited >= versions / 3, "{waited} versions were waited for");
+    let stats = serving.stats();
+    assert_eq!((stats.swaps, stats.failed_polls), (versions - 1, 0));
+    assert_eq!(stats.versions, 2, "nobody holds older ones");
+}
+
+#[test]
+fn no_request_sees_two_versions_of_files_in_memory() {
+    swap_under_load(&(Arc::new(memory()) as Arc<dyn IoEngine>), Path::new(ROOT), 200);
+}
+
+#[test]
+fn no_request_sees_two_versions_in_a_thousand_swaps_of_mapped_files() {
+    // A disk in memory, where there is one: a thousand saves wait for a real one many times each.
+    let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a directory");
+    swap_under_load(&(Arc::new(PsyncEngine::new(false)) as Arc<dyn IoEngine>), dir.path(), 1001);
+}
+
+#[test]
+fn no_request_sees_two_versions_of_mapped_files_on_a_disk() {
+    let dir = tempfile::tempdir().expect("a directory");
+    swap_under_load(&(Arc::new(PsyncEngine::new(false)) as Arc<dyn IoEngine>), dir.path(), 60);
+}
