@@ -44,6 +44,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "dlrm.py": ("dlrm_step_ram10pct_zipf105",),
     "dlrm_async.py": ("save_async_step_slowdown",),
     "save_ram.py": ("save_extra_ram_bytes",),
+    "serving_python.py": ("serve_python_630k_rows_ms",),
     "serving_soak.py": ("serving_soak_p99_ms", "serving_soak_wrong_rows_with_faults", "serving_pss_of_four_over_one"),
     "train_100m.py": (
         "train_100m_rows_peak_rss_bytes",

@@ -201,7 +201,8 @@ pub struct FreshRows {
 impl FreshRows {
     /// Room for so many rows.
     pub fn new(rows: usize) -> Self {
-        let rows = vec![[0.0; DIM]; rows];
+        // `vec!` would write the zeros of so large an array, and the memory would no longer be fresh.
+        let rows = bytemuck::zeroed_vec(rows);
         huge_pages(&rows);
         Self { rows }
     }

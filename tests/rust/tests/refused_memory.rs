@@ -105,7 +105,7 @@ fn below_the_device() {
     for (salt, ids) in done.iter().enumerate() {
         rig.train(ids, BAG, salt as u32).unwrap();
     }
-    // The index doubles on the way to 300,000 rows, and takes several MiB in the end.
+    // The index grows on the way to 300,000 rows, and takes several MiB in the end.
     limit(Some(MIB * 5 / 4));
     let refused = loop {
         let ids = batch(done.len() as Id);

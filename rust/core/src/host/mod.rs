@@ -12,7 +12,7 @@ pub(crate) use access::{Idle, NoKernelWrites, Quiet};
 use crate::config::PolicyKind;
 use crate::error::{Error, Kind, Result};
 use crate::prefetch::{prefetch_address, prefetch_range};
-use crate::rows::{Arena, Decay, RowHeader, RowLayout, RowList, RowRef};
+use crate::rows::{Arena, DecayTo, RowHeader, RowLayout, RowList, RowRef};
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};
 
@@ -249,7 +249,7 @@ impl HostTier {
 
     /// Record a training step on a row, see [`RowHeader::touch`]. A kernel of another plan may be writing the row's values meanwhile.
     #[inline]
-    pub(crate) fn touch(&mut self, slot: CacheSlot, occurrences: u32, step: u64, epoch: u32, decay: &Decay) {
+    pub(crate) fn touch(&mut self, slot: CacheSlot, occurrences: u32, epoch: u32, decay: &mut DecayTo) {
         let header = self.arena.row(slot).header;
         // SAFETY: the slot is valid in the arena. The metadata is read and written field by field, through `&mut self` only; the scalar
         // slot, which a kernel may be writing, is not touched, and no reference to the whole header is made.
@@ -260,7 +260,7 @@ impl HostTier {
                 score: (&raw const (*header).score).read(),
                 ..RowHeader::default()
             };
-            meta.touch(occurrences, step, epoch, decay);
+            meta.touch(occurrences, epoch, decay);
             (&raw mut (*header).last_step).write(meta.last_step);
             (&raw mut (*header).count).write(meta.count);
             (&raw mut (*header).score).write(meta.score);

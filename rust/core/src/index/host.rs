@@ -118,7 +118,7 @@ impl Line {
 /// in its home line or, if that is full, in the next line that is not. Each line counts the ids that have passed it so. On removal ids move
 /// back towards their homes. So only full lines are passed, most look-ups touch one cache line, and most removals too.
 ///
-/// It starts small and doubles, up to the size for the capacity it was made for. Past that it grows by a quarter at a time. The
+/// It starts small and quadruples, up to the size for the capacity it was made for. Past that it grows by a quarter at a time. The
 /// home line is `hash * lines / 2^64` (Lemire, "Fast random integer generation in an interval", 2019), so any number of lines will
 /// do.
 ///
@@ -143,6 +143,9 @@ const FOLLOWING: usize = 2;
 /// It does so this many ids before their turn.
 const FOLLOWING_AHEAD: usize = 16;
 const LEAST_LINES: usize = 16;
+/// How much larger it gets each time, on the way to the size for its capacity. All ids are put into new lines then, which for each id happens a
+/// third of a time so, and once where it doubles.
+const GROWTH: usize = 4;
 
 impl HostIndex {
     /// An empty index. It will take `capacity` ids in at most `capacity` × [`HostIndex::bytes_per_entry`] bytes and a page.
@@ -339,7 +342,7 @@ impl HostIndex {
         let limit_of = |lines: usize| lines * WIDTH * 3 / 4;
         let mut lines = self.lines;
         while limit_of(lines) < ids {
-            lines = if lines < full { (lines * 2).clamp(LEAST_LINES, full) } else { lines + lines / 4 };
+            lines = if lines < full { (lines * GROWTH).clamp(LEAST_LINES, full) } else { lines + lines / 4 };
         }
         let mapping = Mapping::new(lines * size_of::<Line>())?;
         let limit = limit_of(lines);

@@ -86,6 +86,41 @@ impl Decay {
     }
 }
 
+/// Decays scores up to one step. The rows of a batch mostly have few last steps, and new ones have none, so what was computed for the row before
+/// is kept.
+#[derive(Clone, Debug)]
+pub struct DecayTo {
+    decay: Decay,
+    step: u64,
+    from: u64,
+    factor: f64,
+}
+
+impl DecayTo {
+    /// Up to `step`.
+    pub fn new(decay: Decay, step: u64) -> Self {
+        Self { decay, step, from: step, factor: 1.0 }
+    }
+
+    /// The step.
+    #[inline]
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// As [`Decay::of`], with the same bits.
+    #[inline]
+    pub fn of(&mut self, score: f32, from: u64) -> f32 {
+        if self.step <= from || score == 0.0 {
+            return score;
+        }
+        if from != self.from {
+            (self.from, self.factor) = (from, self.decay.factor(from, self.step));
+        }
+        (f64::from(score) * self.factor) as f32
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,6 +141,18 @@ mod tests {
             {
                 let left = decay(half_life).of(3.0, from, from + half_life * halvings);
                 assert_same(left, 3.0 * 0.5_f32.powi(halvings as i32), &format!("{half_life}, {from}, {halvings}"));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_kept_of_the_row_before_changes_no_bit() {
+        for half_life in [1, 7, 1000, Decay::LONGEST] {
+            let mut to = DecayTo::new(decay(half_life), 1000);
+            for from in [0, 0, 3, 3, 0, 999, 999, 1000, 1000, 2000, 999, 3] {
+                for score in [0.0, -0.0, 1.0, -3.5, f32::MAX, f32::MIN_POSITIVE] {
+                    assert_same(to.of(score, from), decay(half_life).of(score, from, 1000), "the same");
+                }
             }
         }
     }

@@ -7,9 +7,9 @@
 
 use serde::{Deserialize, Serialize};
 
-#[cfg(target_arch = "x86_64")]
-use super::philox::wide;
 use super::philox::{BLOCKS, Block, blocks_of};
+#[cfg(target_arch = "x86_64")]
+use super::philox::{avx2, wide};
 use super::quantile::{NORMAL_CDF_AT_TWO, normal_quantile};
 use crate::error::{Error, Kind, Result};
 use crate::simd::{Isa, Job};
@@ -138,6 +138,12 @@ impl RowBirth {
         if isa == Isa::Avx512 {
             // SAFETY: `isa` says that the processor has AVX-512 F.
             let blocks_of = |first, id, key| unsafe { wide::blocks_of(first, id, key) };
+            return isa.run(Fill { birth: self, id, weights, blocks_of });
+        }
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Avx2 {
+            // SAFETY: `isa` says that the processor has AVX2.
+            let blocks_of = |first, id, key| unsafe { avx2::blocks_of(first, id, key) };
             return isa.run(Fill { birth: self, id, weights, blocks_of });
         }
         isa.run(Fill { birth: self, id, weights, blocks_of });

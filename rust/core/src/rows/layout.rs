@@ -1,6 +1,6 @@
 //! How a row lies in memory.
 
-use super::decay::Decay;
+use super::decay::DecayTo;
 use crate::types::{Id, RowMeta};
 
 /// The values that a row has. Its vector part is `[D × (1 + vector_slots)]` float32 with `D` = `dim`, weights first.
@@ -63,13 +63,14 @@ impl RowHeader {
         self.modified_epoch = meta.modified_epoch;
     }
 
-    /// Record a training step that used the row `occurrences` times. What is left of the score since the row's last step grows by
+    /// Record the training step of `decay`, which used the row `occurrences` times. What is left of the score since the row's last step grows by
     /// `occurrences`. A step that is not after the last one, as where the step counter was set back, decays nothing.
-    pub fn touch(&mut self, occurrences: u32, step: u64, epoch: u32, decay: &Decay) {
-        let decayed = decay.of(self.score, self.last_step, step);
+    #[inline]
+    pub fn touch(&mut self, occurrences: u32, epoch: u32, decay: &mut DecayTo) {
+        let decayed = decay.of(self.score, self.last_step);
         self.score = decayed + occurrences as f32;
         self.count = self.count.saturating_add(occurrences);
-        self.last_step = step;
+        self.last_step = decay.step();
         self.modified_epoch = epoch;
     }
 }
@@ -123,13 +124,14 @@ unsafe impl Sync for RowMut {}
 
 #[cfg(test)]
 mod tests {
+    use super::super::decay::Decay;
     use super::*;
 
     #[test]
     fn a_score_decays_since_the_last_step_and_grows_by_the_occurrences() {
         let after = |last_step, step| {
             let mut row = RowHeader { score: 8.0, last_step, ..RowHeader::default() };
-            row.touch(1, step, 0, &Decay::new(100).expect("in range"));
+            row.touch(1, 0, &mut DecayTo::new(Decay::new(100).expect("in range"), step));
             row.score
         };
         assert_eq!(after(7, 7).to_bits(), 9.0_f32.to_bits());

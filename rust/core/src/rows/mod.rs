@@ -13,7 +13,7 @@ mod precision;
 mod quantile;
 
 pub use arena::Arena;
-pub use decay::Decay;
+pub use decay::{Decay, DecayTo};
 pub use init::{Initializer, RowBirth};
 pub use layout::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
 pub use list::RowList;

@@ -7,6 +7,10 @@ pub(crate) type Block = [u32; 4];
 
 /// The number of blocks that are computed at once, in the lanes of vector registers.
 pub(super) const BLOCKS: usize = 16;
+/// What the first and the third word are multiplied by in each round.
+const TIMES: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
+/// What the words of the key grow by after each round.
+const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 
 /// The random blocks of the counters `(first, 0, low half of id, high half of id)`, and of those whose first word is one more each.
 #[inline(always)]
@@ -31,12 +35,12 @@ fn philox4x32_10(counters: &[Block; BLOCKS], key: [u32; 2]) -> [Block; BLOCKS] {
         }
     }
     for round in 0..10_u32 {
-        let key_0 = key[0].wrapping_add(round.wrapping_mul(0x9e37_79b9));
-        let key_1 = key[1].wrapping_add(round.wrapping_mul(0xbb67_ae85));
+        let key_0 = key[0].wrapping_add(round.wrapping_mul(WEYL[0]));
+        let key_1 = key[1].wrapping_add(round.wrapping_mul(WEYL[1]));
         let [words_0, words_1, words_2, words_3] = words;
         for block in 0..BLOCKS {
-            let product_0 = u64::from(words_0[block]) * 0xd251_1f53;
-            let product_1 = u64::from(words_2[block]) * 0xcd9e_8d57;
+            let product_0 = u64::from(words_0[block]) * u64::from(TIMES[0]);
+            let product_1 = u64::from(words_2[block]) * u64::from(TIMES[1]);
             words[0][block] = (product_1 >> 32) as u32 ^ words_1[block] ^ key_0;
             words[1][block] = product_1 as u32;
             words[2][block] = (product_0 >> 32) as u32 ^ words_3[block] ^ key_1;
@@ -53,6 +57,82 @@ fn philox4x32_10(counters: &[Block; BLOCKS], key: [u32; 2]) -> [Block; BLOCKS] {
 }
 
 #[cfg(target_arch = "x86_64")]
+pub(super) mod avx2 {
+    //! The same with AVX2.
+
+    use std::arch::x86_64::{
+        __m256i, _mm256_add_epi32, _mm256_blend_epi32, _mm256_mul_epu32, _mm256_set_epi64x, _mm256_set1_epi32,
+        _mm256_setzero_si256, _mm256_shuffle_epi32, _mm256_slli_epi64, _mm256_unpackhi_epi64, _mm256_unpacklo_epi64,
+        _mm256_xor_si256,
+    };
+
+    use super::{BLOCKS, Block, TIMES, WEYL};
+
+    /// The numbers of the blocks that a register has, each in 64 bits, so that [`by_block`] leaves them in order.
+    const ORDER: [i64; 4] = [0, 2, 1, 3];
+    /// Registers for each word of all blocks.
+    const REGISTERS: usize = BLOCKS / ORDER.len();
+
+    /// As [`super::blocks_of`].
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(in super::super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [Block; BLOCKS] {
+        let mut blocks = [[_mm256_setzero_si256(); 2]; REGISTERS];
+        for (number, blocks) in blocks.iter_mut().enumerate() {
+            let [a, b, c, d] = ORDER;
+            let order = _mm256_set_epi64x(d, c, b, a);
+            let from = _mm256_set1_epi32((first as i32).wrapping_add((number * ORDER.len()) as i32));
+            let counters = [
+                _mm256_add_epi32(order, from),
+                _mm256_setzero_si256(),
+                _mm256_set1_epi32(id as i32),
+                _mm256_set1_epi32((id >> 32) as i32),
+            ];
+            *blocks = by_block(rounds(counters, key));
+        }
+        // SAFETY: both are 256 bytes, of which any are valid.
+        unsafe { std::mem::transmute::<[[__m256i; 2]; REGISTERS], [Block; BLOCKS]>(blocks) }
+    }
+
+    /// The words after ten rounds. A word is in the lower half of its 64 bits, because products read that half alone. The upper half has
+    /// anything.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn rounds(mut words: [__m256i; 4], key: [u32; 2]) -> [__m256i; 4] {
+        let times = TIMES.map(|times| _mm256_set1_epi32(times as i32));
+        let weyl = WEYL.map(|weyl| _mm256_set1_epi32(weyl as i32));
+        let mut key = key.map(|key| _mm256_set1_epi32(key as i32));
+        for _ in 0..10 {
+            let (product_0, product_1) = (_mm256_mul_epu32(words[0], times[0]), _mm256_mul_epu32(words[2], times[1]));
+            words = [
+                _mm256_xor_si256(_mm256_xor_si256(words[1], key[0]), upper(product_1)),
+                product_1,
+                _mm256_xor_si256(_mm256_xor_si256(words[3], key[1]), upper(product_0)),
+                product_0,
+            ];
+            key = [_mm256_add_epi32(key[0], weyl[0]), _mm256_add_epi32(key[1], weyl[1])];
+        }
+        words
+    }
+
+    /// The upper halves of products, in the lower ones.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn upper(product: __m256i) -> __m256i {
+        _mm256_shuffle_epi32::<0xf5>(product)
+    }
+
+    /// The blocks, whose words were by their positions in the block.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn by_block([a, b, c, d]: [__m256i; 4]) -> [__m256i; 2] {
+        let pair = |low, high| _mm256_blend_epi32::<0xaa>(low, _mm256_slli_epi64::<32>(high));
+        let (ab, cd) = (pair(a, b), pair(c, d));
+        [_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd)]
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
 pub(super) mod wide {
     //! The same with AVX-512.
 
@@ -63,7 +143,7 @@ pub(super) mod wide {
         _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
     };
 
-    use super::{BLOCKS, Block};
+    use super::{BLOCKS, Block, TIMES, WEYL};
 
     /// The lanes of odd numbers.
     const ODD: u16 = 0xaaaa;
@@ -82,10 +162,10 @@ pub(super) mod wide {
             _mm512_set1_epi32(id as i32),
             _mm512_set1_epi32((id >> 32) as i32),
         ];
-        let (times_0, times_1) = (_mm512_set1_epi32(0xd251_1f53_u32 as i32), _mm512_set1_epi32(0xcd9e_8d57_u32 as i32));
+        let (times_0, times_1) = (_mm512_set1_epi32(TIMES[0] as i32), _mm512_set1_epi32(TIMES[1] as i32));
         for round in 0..10_u32 {
-            let key_0 = _mm512_set1_epi32(key[0].wrapping_add(round.wrapping_mul(0x9e37_79b9)) as i32);
-            let key_1 = _mm512_set1_epi32(key[1].wrapping_add(round.wrapping_mul(0xbb67_ae85)) as i32);
+            let key_0 = _mm512_set1_epi32(key[0].wrapping_add(round.wrapping_mul(WEYL[0])) as i32);
+            let key_1 = _mm512_set1_epi32(key[1].wrapping_add(round.wrapping_mul(WEYL[1])) as i32);
             let (high_0, low_0) = product(words[0], times_0);
             let (high_1, low_1) = product(words[2], times_1);
             words = [
@@ -151,10 +231,10 @@ pub(super) mod wide {
 pub(crate) fn word(counter: Block, key: [u32; 2]) -> u32 {
     let [mut a, mut b, mut c, mut d] = counter;
     for round in 0..10_u32 {
-        let key_0 = key[0].wrapping_add(round.wrapping_mul(0x9e37_79b9));
-        let key_1 = key[1].wrapping_add(round.wrapping_mul(0xbb67_ae85));
-        let product_0 = u64::from(a) * 0xd251_1f53;
-        let product_1 = u64::from(c) * 0xcd9e_8d57;
+        let key_0 = key[0].wrapping_add(round.wrapping_mul(WEYL[0]));
+        let key_1 = key[1].wrapping_add(round.wrapping_mul(WEYL[1]));
+        let product_0 = u64::from(a) * u64::from(TIMES[0]);
+        let product_1 = u64::from(c) * u64::from(TIMES[1]);
         (a, b, c, d) = (
             (product_1 >> 32) as u32 ^ b ^ key_0,
             product_1 as u32,

@@ -20,7 +20,7 @@ const IDS_AT_ONCE: usize = 4096;
 /// `wait`.
 pub fn check_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> Result<Option<u64>> {
     let name = name_of(root, at)?;
-    let directory = root.below(&name);
+    let directory = root.below(name);
     let Some(found) = read_index(&directory)? else { return Ok(None) };
     let chain = Chain::open(root, Latest { name })?;
     let opened = opened(chain.links().iter().rev())?;

@@ -6,6 +6,7 @@ use super::hold::Hold;
 use super::{Residency, SLOTS_AHEAD};
 use crate::cache::rows::DeviceTensors;
 use crate::host::NoKernelWrites;
+use crate::rows::DecayTo;
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
@@ -49,7 +50,7 @@ impl Residency {
         starts: &[u32],
         positions: impl Iterator<Item = usize> + Clone,
     ) -> Born {
-        let (step, epoch, decay) = (self.step, self.epoch, self.base.decay);
+        let (epoch, mut decay) = (self.epoch, DecayTo::new(self.base.decay, self.step));
         let mut born = Born::default();
         let mut ahead = positions.clone().skip(SLOTS_AHEAD);
         for position in positions {
@@ -70,10 +71,10 @@ impl Residency {
             }
             let occurrences = starts[position + 1] - starts[position];
             let tier: &mut SlotMap = if let Some(device) = &mut self.device {
-                device.header_mut(slot).touch(occurrences, step, epoch, &decay);
+                device.header_mut(slot).touch(occurrences, epoch, &mut decay);
                 &mut device.slots
             } else {
-                self.host.touch(slot, occurrences, step, epoch, &decay);
+                self.host.touch(slot, occurrences, epoch, &mut decay);
                 &mut self.host.slots
             };
             let row = tier.state(slot);
