@@ -76,8 +76,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "serve_open_10m_seconds": "from opening until the first request is answered, an index beside, nothing in the page cache",
         "serve_index_10m_seconds": "the index made, nothing in the page cache",
         "serve_delta_1m_visible_seconds": "from the rename of `LATEST` until a request sees a delta of 1M rows, one look a second",
-        "serve_python_630k_rows_ms": "median time of a request through Python, of 2,000 zipf105 ids, 630k rows in memory",
         "serve_delta_p99_over_before": "99th percentile of the time of a request meanwhile / before, ten looks a second",
+        "serve_python_630k_rows_ms": "median time of a request through Python, of 2,000 zipf105 ids, 630k rows in memory",
     },
     "Servers of a trainer that saves a delta every 2 s for 10 minutes, rows expiring, every row checked": {
         "serving_soak_p99_ms": "99th percentile of requests of 1,000 ids in two tables, four processes, median of windows of 5 s",

@@ -9,7 +9,7 @@ are. A bench that was never measured is left out of the tables.
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from catalog import GROWTH, KEY, SECTIONS
@@ -31,6 +31,12 @@ Unless said otherwise: ids drawn with exponent 1.05 over 10M ids (*zipf105*), sc
 163,840 ids (8192 bags of 20); rows of 64 float32; one thread; at least 20 batches a round; reads with `O_DIRECT`. `k`, `M` and `G`
 are powers of 1000.
 """
+# A row of the soak of servers, and the plots that such a run draws beside results.json, by their names in docs/.
+SOAK = "serving_soak_p99_ms"
+OVER_TIME = {
+    "benchmarks-serving.svg": "Times of requests while a trainer saves every 2 s",
+    "benchmarks-serving-faults.svg": "Times of requests while the trainer, its files and the disk fail",
+}
 # Finds the commit and the day of a row's measurement in its setting.
 WHEN = ("commit", "date")
 # The marks in README.md between which the table is written.
@@ -147,7 +153,8 @@ def grows(rows: dict[str, Row]) -> bool:
     return any(len(rows.keys() & {*names.values()}) > 1 for names in GROWTH.values())
 
 
-def document(rows: dict[str, Row]) -> str:
+def document(rows: dict[str, Row], over_time: Sequence[str]) -> str:
+    """The page. `over_time` are the plots of `OVER_TIME` that there are, by their names in docs/."""
     parts = [HEAD]
     parts.append("![Ratios to the limits and the rivals](benchmarks-ratios.svg)\n")
     for title, section in SECTIONS.items():
@@ -157,6 +164,9 @@ def document(rows: dict[str, Row]) -> str:
         parts += ["## Others\n", *table(rows, others), ""]
     if grows(rows):
         parts.append("## Growth\n\n![Rates by rows of the table](benchmarks-growth.svg)\n")
+    if over_time:
+        parts.append("## Servers over time\n")
+        parts += [f"![{OVER_TIME[plot]}]({plot})\n" for plot in over_time]
     ends = {
         "Limits": limits(rows),
         "Rivals": rivals(rows),
@@ -167,6 +177,16 @@ def document(rows: dict[str, Row]) -> str:
         if listed := [*lines]:
             parts += [f"## {title}\n", *listed, ""]
     return "\n".join(parts)
+
+
+def keep_plots(measured: Sequence[Row], folder: Path, docs: Path) -> list[str]:
+    """Take along the plots of a soak that was measured. Returns the names of all that there are now."""
+    if any(row["name"] == SOAK for row in measured):
+        for plot in OVER_TIME:
+            made = folder / plot.replace("benchmarks-serving", "serving_soak").replace("-", "_")
+            if made.exists():
+                (docs / plot).write_text(made.read_text(encoding="utf-8"), encoding="utf-8")
+    return [plot for plot in OVER_TIME if (docs / plot).exists()]
 
 
 def day(row: Row) -> str:
@@ -192,7 +212,8 @@ def main() -> int:
     rows = {name: found[name] for name in [*ordered, *sorted(found.keys() - {*ordered})]}
     readme: Path = options.root / "README.md"
     readme.write_text(with_key_figures(readme.read_text(), rows))
-    (docs / "benchmarks.md").write_text(document(rows))
+    plots = keep_plots(measured, options.results.parent, docs)
+    (docs / "benchmarks.md").write_text(document(rows, plots))
     (docs / "benchmarks-ratios.svg").write_text(ratios_plot(rows))
     if grows(rows):
         (docs / "benchmarks-growth.svg").write_text(growth_plot(rows))

@@ -38,6 +38,8 @@ MINUTES_AGAINST = 130
 # Seconds for one bench, and for a program that prints several rows.
 BENCH_SECONDS = 300.0
 PROGRAM_SECONDS = 1200.0
+# Two soaks of ten minutes.
+SOAK_SECONDS = 1800.0
 # The scripts beside this file, each with the rows that it prints. A script is given the names of the wanted rows, and --smoke.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "advise.py": ("advised_reads_of_best_split", "advised_step_of_best_split"),
@@ -177,7 +179,9 @@ class Printing:
         return rows_of([*self.command, *names, *(["--smoke"] if smoke else [])], seconds, self.env)
 
 
-def printing_job(ours: Printing, theirs: Printing | None, names: tuple[str, ...], tree: str) -> Job:
+def printing_job(
+    ours: Printing, theirs: Printing | None, names: tuple[str, ...], tree: str, seconds: float = PROGRAM_SECONDS
+) -> Job:
     def rows(smoke: bool, seconds: float) -> Iterator[Row]:
         made = {}
         for each in ours.rows(names, smoke, seconds):
@@ -186,7 +190,7 @@ def printing_job(ours: Printing, theirs: Printing | None, names: tuple[str, ...]
         for each in theirs.rows(names, smoke, seconds) if theirs else ():
             yield against(made[each["name"]], tree, [made[each["name"]]["value"]], [each["value"]])
 
-    return Job(names, PROGRAM_SECONDS, rows)
+    return Job(names, seconds, rows)
 
 
 def printing_jobs(found: dict[str, Program], wanted: set[str], other: Other | None) -> Iterator[Job]:
@@ -202,7 +206,8 @@ def printing_jobs(found: dict[str, Program], wanted: set[str], other: Other | No
         if names:
             here, there = (str(root / "benches" / "python" / script) for root in (ROOT, other.root if other else ROOT))
             theirs = Printing([sys.executable, there], other.env) if other else None
-            yield printing_job(Printing([sys.executable, here]), theirs, names, tree)
+            seconds = SOAK_SECONDS if script == "serving_soak.py" else PROGRAM_SECONDS
+            yield printing_job(Printing([sys.executable, here]), theirs, names, tree, seconds)
 
 
 def jobs(found: dict[str, Program], wanted: set[str], other: Other | None) -> list[Job]:

@@ -1,4 +1,4 @@
-"""Measures one request through Python, of the size for which HugeCTR's HPS published its times: 2,000 ids of a table of 630k rows.
+"""Measures one request through Python, of the size for which the HPS of HugeCTR published its times: 2,000 ids of 630k rows.
 
     python benches/python/serving_python.py [NAME ...] [--smoke]
 

@@ -63,7 +63,7 @@ def test_what_cannot_be_stored_or_is_no_dtype_is_refused(ckpt: Path, capsys: pyt
         item = version["item"]
         assert item.lookup([1, 777])[1, 0] == 1e6
         assert item.lookup([1], torch.float16).dtype == torch.float16
-        with pytest.raises(InputError, match="id 777 has no row, and fp16 cannot hold what it reads"):
+        with pytest.raises(InputError, match="fp16 cannot hold what id 777 reads"):
             item.lookup([1, 777], torch.float16)
         with pytest.raises(InputError, match=r"gives torch.float32 or torch.float16, as its rows are stored"):
             item.lookup([1], torch.bfloat16)
@@ -82,6 +82,12 @@ def test_a_table_says_what_its_last_lookup_in_this_thread_found(ckpt: Path) -> N
             _ = version["item"].found
         rows = version["item"].lookup([1, 99, 2])
         assert version["item"].found is rows.found
+        assert version.tables[0].found is rows.found
+        with pytest.raises(InputError):
+            version["item"].lookup([[1]])
+        with pytest.raises(StateError, match="call lookup before found"):
+            _ = version["item"].found
+        version["item"].lookup([1, 99, 2])
         others: list[list[bool]] = []
 
         def looks_up() -> None:
@@ -126,6 +132,19 @@ def test_a_checkpoint_with_an_index_is_verified_where_that_is_asked_for(
         assert served(tables.pin(), [1]) == {1: [30.0] * 4}
     with pytest.raises(ConfigError, match="verify='yes'"):
         serving.open(ckpt, verify="yes")  # type: ignore[arg-type]
+
+
+def test_what_an_index_covers_is_verified_beneath_a_delta(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, saver, first = two_saves(ckpt)
+    command(capsys, "index", ckpt)
+    publish(table, saver, ckpt, 30.0)
+    with serving.open(ckpt, verify=True) as tables:
+        assert served(tables.pin(), [1, 3]) == {1: [30.0] * 4, 3: [3.0] * 4}
+    flip_a_weight(ckpt / first)
+    with pytest.raises(CorruptionError):
+        serving.open(ckpt, verify=True)
+    with serving.open(ckpt) as tables:
+        assert served(tables.pin(), [1]) == {1: [30.0] * 4}
 
 
 def test_verify_holds_the_index_against_the_rows(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,7 +189,8 @@ def open(  # noqa: A001  # the specification's name: serving.open
             Give it where they fit there: no lookup waits for the disk then, and lookups are faster. False: rows are read as they
             are asked for.
         verify: read all rows and hold them against their checksums before a checkpoint is served, as a load does. False: that is
-            done with deltas, and by the process that makes the index, and a checkpoint that has its index is served unread.
+            done by the process that makes an index, and for deltas that the index does not cover. What has its index is served
+            unread.
 
     Raises:
         PathError: there is no such directory, no checkpoint in it, or not the one that `at` names; or `path` is a checkpoint

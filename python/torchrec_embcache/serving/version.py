@@ -38,6 +38,8 @@ _PINNED: ContextVar[tuple[Version, ...]] = ContextVar("pinned versions", default
 class Rows(Tensor):
     """The rows of N ids: a tensor [N, D] on the CPU, and `found`, bool [N], which says of each id whether it has a row.
 
+    As they are stored in int8 they are [N, D + 4].
+
     Where `found` is False the row is what ids without one read. What torch computes from it is a plain tensor.
 
     Examples:
@@ -125,11 +127,13 @@ class Table:
         """Of each id of this thread's last `lookup` in this table whether it has a row: bool [N]. The rows have the same.
 
         Raises:
-            StateError: there was no such lookup.
+            StateError: there was no such lookup, or it failed.
         """
         found: Tensor | None = getattr(self._last, "found", None)
         if found is None:
-            raise StateError(f"this thread has looked nothing up in table {self.name!r} yet: call lookup before found")
+            raise StateError(
+                f"this thread has no lookup in table {self.name!r} that succeeded: call lookup before found"
+            )
         return found
 
     def lookup(self, ids: Ids, dtype: torch.dtype = torch.float32) -> Rows:
@@ -158,6 +162,7 @@ class Table:
             ...     version["item"].lookup(torch.tensor([7, 8])).tolist()
             [[1.0, 2.0], [0.5, 0.5]]
         """
+        self._last.found = None
         if dtype == torch.float32:
             rows = self.rows_of(_flat("ids", ids))
         elif dtype == self.dtype:
@@ -264,6 +269,7 @@ class Version(ClosedByWith):
         self.of = of
         self._held = _Held(native)
         self.name = self._held.name
+        self._tables: dict[tuple[str, str], Table] = {}
         self._named: dict[str, Table] = {}
         self._by_pair: dict[tuple[str, str], Table] | None = None
 
@@ -286,10 +292,14 @@ class Version(ClosedByWith):
         """Every table by the path of its module and its name."""
         native, found = self._held.ready(), self._by_pair
         if found is None:
-            found = {(table.module, table.name): Table(self._held, table) for table in native.tables()}
+            found = {(table.module, table.name): self._one(table) for table in native.tables()}
             self._by_pair = found
             self._keep_nothing_after_close()
         return found
+
+    def _one(self, table: _native.ServedTable) -> Table:
+        """One object for a table, whatever names it."""
+        return self._tables.setdefault((table.module, table.name), Table(self._held, table))
 
     def __getitem__(self, name: str) -> Table:
         """A table by its name, or by "module/name". `MismatchError`, which lists the tables, where there is none or several."""
@@ -297,7 +307,7 @@ class Version(ClosedByWith):
         if found is None:
             if not isinstance(name, str):
                 raise InputError(f"a table is named by text, not by {name!r}: give its name")
-            found = self._named[name] = Table(self._held, self._held.ready().table(name))
+            found = self._named[name] = self._one(self._held.ready().table(name))
             self._keep_nothing_after_close()
         return found
 
@@ -309,6 +319,7 @@ class Version(ClosedByWith):
     def close(self) -> None:
         """Let the version go; harmless twice. Its tables refuse use from then on."""
         self._held.native = None
+        self._tables.clear()
         self._named.clear()
         self._by_pair = None
 

@@ -5,12 +5,11 @@
 use std::arch::x86_64::{_mm512_cmpeq_epi64_mask, _mm512_load_si512, _mm512_set1_epi64};
 use std::hint::select_unpredictable;
 
-use self::ahead::slots_ahead;
+pub(crate) use self::ahead::slots_of;
 use super::hash::IdHash;
 use crate::error::Result;
 use crate::mapping::Mapping;
 use crate::prefetch::prefetch;
-use crate::simd::Isa;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Entries of a line.
@@ -79,9 +78,9 @@ impl Line {
         self.tags[WIDTH]
     }
 
-    /// The ids of the entries in use.
-    pub(crate) fn ids_in_use(&self) -> &[Id] {
-        &self.ids[..self.len()]
+    /// The ids of the entries that a search finds, which in a damaged line may come after free ones.
+    pub(crate) fn ids_in_use(&self) -> impl Iterator<Item = Id> {
+        self.ids.iter().zip(&self.tags).filter(|(_, tag)| **tag != 0).map(|(id, _)| *id)
     }
 
     /// The number of entries in use.
@@ -118,7 +117,7 @@ impl Line {
 /// in its home line or, if that is full, in the next line that is not. Each line counts the ids that have passed it so. On removal ids move
 /// back towards their homes. So only full lines are passed, most look-ups touch one cache line, and most removals too.
 ///
-/// It starts small and quadruples, up to the size for the capacity it was made for. Past that it grows by a quarter at a time. The
+/// It starts small and grows fourfold each time, up to the size for the capacity it was made for. Past that it grows by a quarter at a time. The
 /// home line is `hash * lines / 2^64` (Lemire, "Fast random integer generation in an interval", 2019), so any number of lines will
 /// do.
 ///
@@ -132,6 +131,8 @@ pub struct HostIndex {
     limit: usize,
     len: usize,
     capacity: usize,
+    /// How much larger it gets each time, on the way to the size for its capacity.
+    growth: usize,
     /// Random for each index, so that nobody can choose ids that collide.
     hash: IdHash,
 }
@@ -143,19 +144,24 @@ const FOLLOWING: usize = 2;
 /// It does so this many ids before their turn.
 const FOLLOWING_AHEAD: usize = 16;
 const LEAST_LINES: usize = 16;
-/// How much larger it gets each time, on the way to the size for its capacity. All ids are put into new lines then, which for each id happens a
-/// third of a time so, and once where it doubles.
+/// The growth of an index that has a capacity. All ids are put into new lines each time: in all a third of a move for each id, and one where it
+/// doubles.
 const GROWTH: usize = 4;
 
 impl HostIndex {
     /// An empty index. It will take `capacity` ids in at most `capacity` × [`HostIndex::bytes_per_entry`] bytes and a page.
     pub fn new(capacity: usize) -> Self {
-        Self { mapping: None, lines: 0, limit: 0, len: 0, capacity, hash: IdHash::random() }
+        Self { mapping: None, lines: 0, limit: 0, len: 0, capacity, growth: GROWTH, hash: IdHash::random() }
+    }
+
+    /// An empty index for any number of ids, which doubles: it takes at most twice the memory that it needs.
+    pub fn unbounded() -> Self {
+        Self { growth: 2, ..Self::new(1 << 32) }
     }
 
     /// The same ids and slots in memory of its own. `Kind::Memory` where the system refuses.
     pub fn copied(&self) -> Result<Self> {
-        let mut copy = Self { mapping: None, lines: 0, limit: 0, len: 0, capacity: self.capacity, hash: self.hash };
+        let mut copy = Self { hash: self.hash, growth: self.growth, ..Self::new(self.capacity) };
         if self.len > 0 {
             copy.mapping = Some(Mapping::new(self.bytes())?);
             (copy.lines, copy.limit, copy.len) = (self.lines, self.limit, self.len);
@@ -342,12 +348,12 @@ impl HostIndex {
         let limit_of = |lines: usize| lines * WIDTH * 3 / 4;
         let mut lines = self.lines;
         while limit_of(lines) < ids {
-            lines = if lines < full { (lines * GROWTH).clamp(LEAST_LINES, full) } else { lines + lines / 4 };
+            lines = if lines < full { (lines * self.growth).clamp(LEAST_LINES, full) } else { lines + lines / 4 };
         }
         let mapping = Mapping::new(lines * size_of::<Line>())?;
         let limit = limit_of(lines);
-        let (capacity, hash) = (self.capacity, self.hash);
-        let grown = Self { mapping: Some(mapping), lines, limit, len: self.len, capacity, hash };
+        let (capacity, growth, hash) = (self.capacity, self.growth, self.hash);
+        let grown = Self { mapping: Some(mapping), lines, limit, len: self.len, capacity, growth, hash };
         let old = std::mem::replace(self, grown);
         // Homes have the order of hashes, so this walks both the old lines and the new ones from front to back.
         for line in old.lines() {
@@ -386,24 +392,6 @@ fn slot_from(lines: &[Line], mut line: usize, id: Id) -> CacheSlot {
         }
         line = following(line, lines.len());
     }
-}
-
-/// Write the slot of `ids[i]` to `slots[i]`, or `NO_SLOT` where the lines, of which there is one at least, lack the id. Lines are prefetched.
-/// They may come from a file. Whatever they hold, this ends where one of them says that no id has passed it.
-pub(crate) fn slots_of(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
-    match Isa::best() {
-        // SAFETY: `Isa::best` found that the processor has AVX-512 F.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { slots_at_once(hash, lines, ids, slots) },
-        _ => slots_ahead(hash, lines, ids, slots, Line::tag),
-    }
-}
-
-/// Does what [`slots_ahead`] does, with AVX-512.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn slots_at_once(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
-    slots_ahead(hash, lines, ids, slots, |line, id| line.tag_at_once(id));
 }
 
 /// The first id past `line` that has passed it: its line and its entry. There is one.

@@ -215,7 +215,7 @@ impl Rule {
                 Self::ScoreBelow { below: before, half_life: half_life_before },
                 // A score below 0, from a damaged file, rises.
             ) => below >= before && *before > 0.0 && half_life == half_life_before,
-            // As `takes` has it: a bound below 0, from a damaged file, is that of its square.
+            // As `takes` has it: a bound below 0, from a damaged file, acts as its absolute value.
             (Self::NormBelow(now), Self::NormBelow(before)) => now * now >= before * before,
             // A score only falls, down to 0, so a row that stood below the cut stays below it.
             (Self::Below { cut, half_life }, Self::Below { cut: before, half_life: half_life_before }) => {
@@ -315,8 +315,11 @@ mod tests {
             Rule::LastStep(60),
             score(0.5),
             score(1.5),
+            score(-0.25),
+            score(0.0),
             Rule::NormBelow(0.5),
             Rule::NormBelow(1.5),
+            Rule::NormBelow(-0.7),
             Rule::Any(vec![Rule::LastStep(30), score(0.5)]),
             Rule::Any(vec![Rule::LastStep(60), score(1.5), Rule::NormBelow(0.5)]),
             Rule::All(vec![Rule::LastStep(30), score(0.5)]),

@@ -86,8 +86,8 @@ impl Decay {
     }
 }
 
-/// Decays scores up to one step. The rows of a batch mostly have few last steps, and new ones have none, so what was computed for the row before
-/// is kept.
+/// Decays scores up to one step. Rows that follow each other in a batch often have the same last step, so the factor of the row before is kept.
+/// A new row has the score 0, which needs no factor.
 #[derive(Clone, Debug)]
 pub struct DecayTo {
     decay: Decay,
@@ -150,10 +150,11 @@ mod tests {
         for half_life in [1, 7, 1000, Decay::LONGEST] {
             let mut to = DecayTo::new(decay(half_life), 1000);
             for from in [0, 0, 3, 3, 0, 999, 999, 1000, 1000, 2000, 999, 3] {
-                for score in [0.0, -0.0, 1.0, -3.5, f32::MAX, f32::MIN_POSITIVE] {
+                for score in [0.0, -0.0, 1.0, -3.5, f32::MAX, f32::MIN_POSITIVE, f32::INFINITY, f32::NAN] {
                     assert_same(to.of(score, from), decay(half_life).of(score, from, 1000), "the same");
                 }
             }
+            assert_same(DecayTo::new(decay(half_life), 0).of(5.0, 0), 5.0, "step 0");
         }
     }
 

@@ -263,6 +263,29 @@ mod tests {
         );
     }
 
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn registers_have_the_same_blocks() {
+        use crate::simd::Isa;
+
+        let mut word = 1_u64;
+        for first in [0, 7, 1 << 31, u32::MAX - 16, u32::MAX - 7, u32::MAX] {
+            for _ in 0..50 {
+                word = crate::types::hash_id(word as i64);
+                let (id, key) = (word, [(word >> 7) as u32, (word >> 29) as u32]);
+                let expected = blocks_of(first, id, key);
+                if Isa::all().contains(&Isa::Avx2) {
+                    // SAFETY: the processor has AVX2.
+                    assert_eq!(unsafe { avx2::blocks_of(first, id, key) }, expected, "{first} {id} {key:?}");
+                }
+                if Isa::all().contains(&Isa::Avx512) {
+                    // SAFETY: the processor has AVX-512 F.
+                    assert_eq!(unsafe { wide::blocks_of(first, id, key) }, expected, "{first} {id} {key:?}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn one_word_is_the_first_of_its_block() {
         assert_eq!(word([0; 4], [0; 2]), 0x6627_e8d5);

@@ -63,21 +63,23 @@ pub(super) struct Stored<'a> {
     pub(super) precision: Precision,
     /// One row as float32.
     pub(super) row: Vec<f32>,
-    /// An id without a row that reads what the precision cannot hold.
-    pub(super) refused: Option<Id>,
+    /// The position of a row that the precision cannot hold.
+    pub(super) refused: Option<usize>,
 }
 
 impl Stored<'_> {
-    /// Store the row that is in `self.row`. The result is whether the precision can hold it.
-    fn store(&mut self, position: usize) -> bool {
+    /// Store the row that is in `self.row`.
+    fn store(&mut self, position: usize) {
         let bytes = self.precision.row_bytes(self.row.len());
         let to = &mut self.out[position * bytes..][..bytes];
-        self.precision.store(&self.row, self.row.len(), to).is_ok()
+        if self.precision.store(&self.row, self.row.len(), to).is_err() {
+            self.refused.get_or_insert(position);
+        }
     }
 }
 
 impl Output for Stored<'_> {
-    fn put(&mut self, files: &Files, position: usize, row: &[u8]) {
+    fn put(&mut self, _: &Files, position: usize, row: &[u8]) {
         let bytes = self.precision.row_bytes(self.row.len());
         if row.len() == bytes {
             self.out[position * bytes..][..bytes].copy_from_slice(row);
@@ -85,15 +87,12 @@ impl Output for Stored<'_> {
         }
         // A row of a trainer's delta, which is held against the precision before the delta is served.
         Precision::Fp32.load(row, &mut self.row);
-        let is_stored = self.store(position);
-        debug_assert!(is_stored && files.precision() == self.precision, "the delta was checked");
+        self.store(position);
     }
 
     fn put_missing(&mut self, missing: &Missing, position: usize, id: Id) {
         missing.fill(id, &mut self.row);
-        if !self.store(position) {
-            self.refused.get_or_insert(id);
-        }
+        self.store(position);
     }
 
     fn float32(&mut self, _: usize) -> Option<&mut [u8]> {

@@ -7,7 +7,7 @@ use super::version::{build_indexes, files_of, indexes_of_file};
 use crate::checkpoint::{Chain, Directory, Latest, Wait};
 use crate::error::{Error, Result};
 use crate::io::Access;
-use crate::types::{CacheSlot, Id};
+use crate::types::Id;
 
 /// How many ids are looked up together.
 const IDS_AT_ONCE: usize = 4096;
@@ -28,9 +28,13 @@ pub fn check_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> R
     let Some(found) = indexes_of_file(found, &opened, &files) else { return Ok(None) };
     let right = build_indexes(&opened, &files, wait)?;
     let mut rows = 0;
+    let path = directory.join(INDEX_FILE);
     for ((found, right), files) in found.indexes.iter().zip(&right.indexes).zip(&files) {
-        if let Some(id) = first_difference(found, right, files) {
-            let (path, what) = (directory.join(INDEX_FILE), format!("the place of id {id}"));
+        if found.len() != right.len() {
+            return Err(Error::corruption(&path, 0, "the number of ids", right.len(), found.len()));
+        }
+        if let Some(id) = first_difference(found, right, files, wait)? {
+            let what = format!("the place of id {id}");
             return Err(Error::corruption(&path, 0, &what, "that of the rows", "another one"));
         }
         rows += found.len();
@@ -38,27 +42,24 @@ pub fn check_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> R
     Ok(Some(rows))
 }
 
-/// An id that one of two indexes has at another place than the other one.
-fn first_difference(found: &RowIndex, right: &RowIndex, files: &Files) -> Option<Id> {
+/// An id that one of two indexes has at another place than the other one. `wait` is called for some ids each time.
+fn first_difference(found: &RowIndex, right: &RowIndex, files: &Files, wait: &mut Wait<'_>) -> Result<Option<Id>> {
     let (mut of_found, mut of_right) = (vec![0; IDS_AT_ONCE], vec![0; IDS_AT_ONCE]);
-    let ids = files.all().iter().flat_map(|file| (0..file.rows).map(|row| file.id(row)));
-    let mut differs = |ids: &[Id]| {
-        let (of_found, of_right): (&mut [CacheSlot], &mut [CacheSlot]) =
-            (&mut of_found[..ids.len()], &mut of_right[..ids.len()]);
-        found.get_batch(ids, of_found);
-        right.get_batch(ids, of_right);
-        ids.iter().zip(of_found.iter().zip(&*of_right)).find(|(_, (found, right))| found != right).map(|(id, _)| *id)
-    };
-    let mut some = Vec::with_capacity(IDS_AT_ONCE);
-    for id in ids {
-        some.push(id);
-        if some.len() == IDS_AT_ONCE {
-            if let Some(id) = differs(&some) {
-                return Some(id);
+    for file in files.all() {
+        // What the mapping does not have in memory would be read page by page, and a file that was cut would end the process.
+        file.mapping().bring_in(&(file.ids..file.ids + file.rows * size_of::<Id>()))?;
+        let ids: Vec<Id> = (0..file.rows).map(|row| file.id(row)).collect();
+        for ids in ids.chunks(IDS_AT_ONCE) {
+            wait()?;
+            let (of_found, of_right) = (&mut of_found[..ids.len()], &mut of_right[..ids.len()]);
+            found.get_batch(ids, of_found);
+            right.get_batch(ids, of_right);
+            let differs = ids.iter().zip(of_found.iter().zip(&*of_right)).find(|(_, (found, right))| found != right);
+            if let Some((id, _)) = differs {
+                return Ok(Some(*id));
             }
-            some.clear();
         }
     }
     // What the files do not have at all must not be in the index either.
-    differs(&some).or_else(|| found.ids().find(|&id| right.get(id) == Place::NONE))
+    Ok(found.ids().find(|&id| right.get(id) == Place::NONE))
 }

@@ -32,7 +32,7 @@ impl Place {
 pub(super) struct RowFile {
     mapping: FileMapping,
     pub(super) rows: usize,
-    ids: usize,
+    pub(super) ids: usize,
     last_steps: usize,
     weights: usize,
     scores: usize,

@@ -148,27 +148,27 @@ pub(super) fn open_links(
     wait: &mut Wait<'_>,
 ) -> Result<Version> {
     let files = files_of(opened, if opening.preload { Access::Whole } else { Access::Scattered })?;
-    let mut unverified = opened.len();
     if let Some(indexed) = find_indexes(opened, &files) {
-        if opening.verify {
-            verify_rows(&opened[..indexed.links], wait)?;
-            unverified = 0;
-        }
         let version = open_version(opening, opened, files.clone(), &indexed, wait)?;
         if !version.tables.iter().any(|table| is_large(table)) {
+            // The deltas after the index were verified when they were added to the overlays.
+            verify_rows(&opened[..indexed.links], opening, wait)?;
             return Ok(version);
         }
     }
     let (indexed, kept) = make_or_take(opened, &files, (writable, opening.host_bytes), wait)?;
-    if opening.verify && kept.was_there() {
-        verify_rows(&opened[..unverified], wait)?;
+    if kept.was_there() {
+        verify_rows(opened, opening, wait)?;
     }
     open_version(opening, opened, files, &indexed, wait)
 }
 
-/// Read the rows of checkpoints, without slots, and hold them against their checksums. `wait` is called for each file, and its error ends the
-/// work.
-fn verify_rows(opened: &[OpenedLink<'_>], wait: &mut Wait<'_>) -> Result<()> {
+/// Where that is asked for, read the rows of checkpoints, without slots, and hold them against their checksums. `wait` is called for each file,
+/// and its error ends the work.
+fn verify_rows(opened: &[OpenedLink<'_>], opening: &Opening, wait: &mut Wait<'_>) -> Result<()> {
+    if !opening.verify {
+        return Ok(());
+    }
     for reader in opened.iter().flat_map(|link| &link.readers) {
         reader.read_columns(&mut |_| wait())?;
         reader.read_tombstones(&mut |_| Ok(()))?;
@@ -216,7 +216,7 @@ pub(super) fn make_or_take(
     let indexed = build_indexes(opened, files, wait)?;
     let written = write_indexes(&directory, newest.manifest(), files, &indexed).and_then(|_| {
         let changed = || Error::corruption(&directory.join(INDEX_FILE), 0, "the file", "as it was written", "changed");
-        take(&directory, opened, files).ok_or_else(changed)
+        read_index(&directory)?.and_then(|found| indexes_of_file(found, opened, files)).ok_or_else(changed)
     });
     Ok(match written {
         Ok(shared) => (shared, Kept::Written),

@@ -29,7 +29,7 @@ pub(super) struct Overlay {
 impl Overlay {
     /// Of no deltas.
     pub(super) fn empty() -> Self {
-        Self { places: HostIndex::new(1 << 32), sweeps: Vec::new() }
+        Self { places: HostIndex::unbounded(), sweeps: Vec::new() }
     }
 
     /// A copy, to which deltas can be added.

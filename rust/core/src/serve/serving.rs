@@ -35,8 +35,8 @@ pub struct ServeOptions {
     pub missing: Option<MissingRead>,
     /// Whether the weights of all rows are read into memory before a checkpoint is served, in huge pages where the system has them.
     pub preload: bool,
-    /// Whether all rows are read and held against their checksums before a checkpoint is served. Without it that is done for deltas, and where an
-    /// index is made, and not for a checkpoint that has its index.
+    /// Whether all rows are read and held against their checksums before a checkpoint is served. Without it that is done where an index is made,
+    /// and for deltas that the index does not cover.
     pub verify: bool,
 }
 
@@ -94,7 +94,7 @@ impl Serving {
         Self::open_while(root, options, &mut || Ok(()))
     }
 
-    /// Does what [`Serving::open`] does. `wait` is called while an index is made, or waited for, and its error ends that.
+    /// Does what [`Serving::open`] does. `wait` is called while an index is made, or waited for, and while rows are read. Its error ends that.
     ///
     /// Errors: those of [`Serving::open`], and that of `wait`.
     pub fn open_while(root: Directory, options: ServeOptions, wait: &mut Wait<'_>) -> Result<Arc<Self>> {
@@ -128,7 +128,12 @@ impl Serving {
         });
         if serving.options.source.is_some() {
             // Where the trainer's checkpoints cannot be served, that is counted and logged, and this one serves.
-            let _ = serving.poll_while(wait);
+            let mut ended = Ok(());
+            let _ = serving.poll_while(&mut || {
+                ended = wait();
+                ended.clone()
+            });
+            ended?;
         }
         Ok(serving)
     }
@@ -161,7 +166,8 @@ impl Serving {
         self.poll_while(&mut || Ok(()))
     }
 
-    /// Does what [`Serving::poll`] does. `wait` is called while an index is made, or waited for, and while another thread looks. Its error ends that.
+    /// Does what [`Serving::poll`] does. `wait` is called while an index is made, or waited for, while rows are read, and while another thread
+    /// looks. Its error ends that.
     ///
     /// Errors: those of [`Serving::poll`], and that of `wait`, which is neither counted nor logged.
     pub fn poll_while(&self, wait: &mut Wait<'_>) -> Result<Polled> {

@@ -104,9 +104,10 @@ impl ServedTable {
         let missing = self.gather(ids, &mut out, |position, has_row| found[position] = has_row)?;
         match out.refused {
             None => Ok(missing),
-            Some(id) => Err(self.refused(&format!(
-                "id {id} has no row, and {} cannot hold what it reads: look it up as float32, or say by `missing` what else it reads",
-                precision.name()
+            Some(position) => Err(self.refused(&format!(
+                "{} cannot hold what id {} reads: look it up as float32, or say by `missing` what else an id without a row reads",
+                precision.name(),
+                ids[position]
             ))),
         }
     }

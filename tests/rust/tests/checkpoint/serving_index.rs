@@ -31,6 +31,11 @@ fn indexed() -> (tempfile::TempDir, Arc<dyn IoEngine>, PathBuf) {
 
 /// The index with its lines changed, and every checksum made right again.
 fn lie(index: &Path, change: impl FnOnce(&mut [u8])) {
+    lie_of_ids(index, 0, change);
+}
+
+/// As [`lie`], with a number of ids that is so much too large.
+fn lie_of_ids(index: &Path, more: usize, change: impl FnOnce(&mut [u8])) {
     let mut file = std::fs::read(index).expect("an index");
     let length = u64::from_le_bytes(file[..8].try_into().expect("eight bytes")) as usize;
     let text = String::from_utf8(file[8..8 + length].to_vec()).expect("text");
@@ -41,7 +46,9 @@ fn lie(index: &Path, change: impl FnOnce(&mut [u8])) {
     change(&mut file[lines.clone()]);
     let crc = |crc: usize| format!("\"crc32c\": {crc}");
     let now = crc32c::crc32c(&file[lines]) as usize;
-    let changed = text.replace(&crc(number("crc32c")), &crc(now));
+    let len = |len: usize| format!("\"len\": {len}");
+    let changed =
+        text.replace(&crc(number("crc32c")), &crc(now)).replace(&len(number("len")), &len(number("len") + more));
     let body = changed[..changed.rfind(",\n  \"xxh3\": ").expect("a sealed header")].to_owned();
     let seal = xxhash_rust::xxh3::xxh3_64(format!("{body}\n}}\n").as_bytes());
     let sealed = format!("{body},\n  \"xxh3\": {seal}\n}}\n");
@@ -79,9 +86,28 @@ fn point_nowhere(lines: &mut [u8]) {
     lines[place(line, 0)].copy_from_slice(&u32::MAX.to_le_bytes());
 }
 
+fn add_an_id(lines: &mut [u8]) {
+    add_an_id_after(lines, 0);
+}
+
+fn add_an_id_behind_a_gap(lines: &mut [u8]) {
+    add_an_id_after(lines, 1);
+}
+
+/// Add an id that no file has to a line of one id, after so many free entries.
+fn add_an_id_after(lines: &mut [u8], gap: usize) {
+    let is_free = |line: &usize, entry: usize| lines[place(*line, entry)].iter().all(|byte| *byte == 0);
+    let has_room = |line: &usize| !is_free(line, 0) && is_free(line, 1) && is_free(line, 2);
+    let line = (0..lines.len() / LINE).find(has_room).expect("a line of one id");
+    let id = line * LINE + (1 + gap) * 8;
+    lines[id..id + 8].copy_from_slice(&999_999_937_i64.to_le_bytes());
+    lines.copy_within(place(line, 0), place(line, 1 + gap).start);
+}
+
 #[test]
 fn an_index_that_lies_with_right_checksums_is_told() {
-    for change in [swap_places, change_an_id, point_nowhere] {
+    let lies: [fn(&mut [u8]); 5] = [swap_places, change_an_id, point_nowhere, add_an_id, add_an_id_behind_a_gap];
+    for change in lies {
         let (dir, engine, index) = indexed();
         let check = || check_index(&directory_in(&engine, dir.path()), None, &mut || Ok(()));
         assert_eq!(check().expect("it is right"), Some(500));
@@ -92,6 +118,10 @@ fn an_index_that_lies_with_right_checksums_is_told() {
         assert_eq!(error.kind(), Kind::Corruption);
         assert!(error.to_string().contains("the place of id"), "{error}");
     }
+    let (dir, engine, index) = indexed();
+    lie_of_ids(&index, 1, |_| ());
+    let error = check_index(&directory_in(&engine, dir.path()), None, &mut || Ok(())).expect_err("it lies");
+    assert!(error.to_string().contains("the number of ids should be 500"), "{error}");
 }
 
 #[test]

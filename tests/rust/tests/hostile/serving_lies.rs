@@ -300,14 +300,17 @@ fn say_twice(files: &mut Files) {
 }
 
 #[test]
-fn a_delta_that_has_an_id_in_two_files_is_refused_or_is_the_same_to_all_servers() {
+fn a_delta_that_has_an_id_in_two_files_is_refused_by_all_servers() {
     // There is a row less, where the number of rows is to be right.
     for more in [0, -1] {
         let met = meet(&with(|files| {
             say_twice(files);
             miscount(files, more);
         }));
-        let served: Vec<Served> = [met.polled, met.opened, met.anew].into_iter().filter_map(Result::ok).collect();
-        assert!(served.windows(2).all(|pair| pair[0] == pair[1]), "servers differ, with {more} rows more");
+        for result in [met.polled, met.opened, met.anew] {
+            let error = result.expect_err("no server knows which of the two rows counts");
+            assert_eq!(error.kind(), Kind::Corruption, "{error}");
+            assert!(error.to_string().contains("how often id"), "{error}, with {more} rows more");
+        }
     }
 }

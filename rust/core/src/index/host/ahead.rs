@@ -5,6 +5,7 @@ use std::hint::select_unpredictable;
 use super::super::hash::IdHash;
 use super::{Line, following, home};
 use crate::prefetch::prefetch;
+use crate::simd::Isa;
 use crate::types::{CacheSlot, Id};
 
 /// [`slots_ahead`] prefetches the line of an id this many ids before its turn.
@@ -17,6 +18,24 @@ const ASKED_AGAIN: usize = 16;
 const PAST: usize = 64;
 /// [`slots_past`] asks again for a line this many ids before its turn.
 const PAST_AGAIN: usize = 6;
+
+/// Write the slot of `ids[i]` to `slots[i]`, or `NO_SLOT` where the lines, of which there is one at least, lack the id. Lines are prefetched.
+/// They may come from a file. Whatever they hold, this ends where one of them says that no id has passed it.
+pub(crate) fn slots_of(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
+    match Isa::best() {
+        // SAFETY: `Isa::best` found that the processor has AVX-512 F.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => unsafe { slots_at_once(hash, lines, ids, slots) },
+        _ => slots_ahead(hash, lines, ids, slots, Line::tag),
+    }
+}
+
+/// Does what [`slots_ahead`] does, with AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn slots_at_once(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
+    slots_ahead(hash, lines, ids, slots, |line, id| line.tag_at_once(id));
+}
 
 /// Look up `ids`, with `NO_SLOT` for absent ones. `tag_of` looks an id up in one line. Lines are prefetched [`AHEAD`] ids ahead.
 #[inline(always)]

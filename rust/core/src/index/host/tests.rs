@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
+use super::ahead::slots_ahead;
 use super::*;
 
 /// Every id must be in its home line, or behind full lines, each of which counts it.

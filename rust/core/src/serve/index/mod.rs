@@ -81,7 +81,7 @@ impl RowIndex {
 
     /// The ids in its lines.
     pub(super) fn ids(&self) -> impl Iterator<Item = Id> {
-        self.parts().0.iter().flat_map(Line::ids_in_use).copied()
+        self.parts().0.iter().flat_map(Line::ids_in_use)
     }
 
     /// How many ids it has.
