@@ -273,6 +273,9 @@ def verify(path: str) -> Report:
     if index is not None:
         data["index"] = index
         lines.insert(0, f"the index for servers: {index['error'] or 'whole'}")
+        if index["error"]:
+            file = os.path.join(opened.root, opened.name, "serve.idx")
+            notes.append(f"remove {file}: servers, or `embcache index`, make it anew")
     return Report(data, [grid], lines, 0 if whole else FOUND, notes=notes)
 
 
