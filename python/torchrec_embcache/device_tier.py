@@ -6,7 +6,7 @@ Shapes: n rows, D a table's width, V = D * (1 + vector slots), S cache slots of 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from . import _native
 if TYPE_CHECKING:
     from ._native import DeviceArrays, FetchedRows, GatheredRows
 
-__all__ = ["DeviceTier"]
+__all__ = ["DeviceTier", "RowMoves", "TorchMoves"]
 
 
 def _current_stream(device: torch.device) -> Any:
@@ -34,6 +34,43 @@ def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
     return made
 
 
+class RowMoves(Protocol):
+    """Copies rows between the cache slots of a tier and contiguous tensors on its device: vectors [n, V] and scalars [n]."""
+
+    @property
+    def kernels(self) -> str:
+        """The name of the kernels that the tier is for; see `TableStats.kernels`."""
+
+    def gather(self, tier: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows in cache slots int64 [n], which are on the CPU. Their scalars are zeros where there is no scalar slot."""
+
+    def scatter(self, tier: DeviceTier, slots: Tensor, vectors: Tensor, scalars: Tensor) -> None:
+        """Put rows into different cache slots int64 [n], which are on the CPU."""
+
+
+class TorchMoves:
+    """Moves by torch's operators, on any device, for the kernels that are named."""
+
+    def __init__(self, kernels: str = "torch") -> None:
+        self.kernels = kernels
+
+    def gather(self, tier: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RowMoves`."""
+        index = slots.to(tier.device)
+        vectors = torch.cat([part.index_select(0, index) for part in (tier.weights, *tier.vector_slots)], 1)
+        if tier.scalars is None:
+            return vectors, torch.zeros(len(slots))
+        return vectors, tier.scalars.index_select(0, index)
+
+    def scatter(self, tier: DeviceTier, slots: Tensor, vectors: Tensor, scalars: Tensor) -> None:
+        """See `RowMoves`."""
+        index = slots.to(tier.device)
+        for number, part in enumerate((tier.weights, *tier.vector_slots)):
+            part.index_copy_(0, index, vectors[:, number * tier.dim : (number + 1) * tier.dim])
+        if tier.scalars is not None:
+            tier.scalars.index_copy_(0, index, scalars)
+
+
 class DeviceTier:
     """The rows of one table that are on the device: weights [S, D], vector slots [S, D] each, scalar slot [S]; all float32.
 
@@ -41,15 +78,23 @@ class DeviceTier:
     change, and the tensors are replaced by larger ones, within `Plan.exclusively` only.
     """
 
-    def __init__(self, dim: int, vector_slots: int, scalar_slot: bool, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, dim: int, vector_slots: int, scalar_slot: bool, capacity: int, device: torch.device, moves: RowMoves
+    ) -> None:
         self.dim = dim
         self.capacity = capacity
         self.device = device
+        self._moves = moves
         with torch.inference_mode(False):  # a table may be opened by an evaluation, and trained later
             self.weights = torch.zeros(capacity, dim, device=device)
             self.vector_slots = [torch.zeros(capacity, dim, device=device) for _ in range(vector_slots)]
             self.scalars = torch.zeros(capacity, device=device) if scalar_slot else None
         self._stream = _current_stream(device)
+
+    @property
+    def kernels(self) -> str:
+        """The name of the kernels that run on the rows."""
+        return self._moves.kernels
 
     def changes(self) -> None:
         """Note that rows are about to change on the caller's stream, so that `gather` waits for what runs there."""
@@ -75,12 +120,8 @@ class DeviceTier:
         """
         try:
             with _on(self._stream, self.device), torch.no_grad():
-                index = torch.from_numpy(slots).to(self.device)
-                parts = [part.index_select(0, index) for part in (self.weights, *self.vector_slots)]
-                vectors = torch.cat(parts, 1).cpu().numpy()
-                if self.scalars is None:
-                    return _native.GatheredRows(vectors, np.zeros(len(slots), np.float32))
-                return _native.GatheredRows(vectors, self.scalars.index_select(0, index).cpu().numpy())
+                vectors, scalars = self._moves.gather(self, torch.from_numpy(slots))
+                return _native.GatheredRows(vectors.cpu().numpy(), scalars.cpu().numpy())
         except RuntimeError as error:
             # On the CPU torch has no exception class for it.
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
@@ -92,12 +133,8 @@ class DeviceTier:
         if len(fetched.slots) == 0:
             return
         self.changes()
-        index = torch.from_numpy(fetched.slots).to(self.device)
-        values = torch.from_numpy(fetched.vectors).to(self.device)
-        for number, part in enumerate((self.weights, *self.vector_slots)):
-            part.index_copy_(0, index, values[:, number * self.dim : (number + 1) * self.dim])
-        if self.scalars is not None:
-            self.scalars.index_copy_(0, index, torch.from_numpy(fetched.scalars).to(self.device))
+        vectors, scalars = (torch.from_numpy(part).to(self.device) for part in (fetched.vectors, fetched.scalars))
+        self._moves.scatter(self, torch.from_numpy(fetched.slots), vectors, scalars)
 
     def arrays(self) -> DeviceArrays:
         """The tensors as numpy arrays of the same memory, for the core's kernels on the CPU."""

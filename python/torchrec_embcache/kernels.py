@@ -2,7 +2,7 @@
 
 `CoreBackend` runs the Rust core's kernels on the CPU, on the host tier's rows in place or on a device tier of CPU tensors.
 `TorchBackend` runs torch ops over the cache slots of a device tier, on any device. The two agree to float tolerance. Each alone
-gives the same bits whatever the sizes of the tiers.
+gives the same bits whatever the sizes of the tiers. `triton_backend` has a third, with the bits of the core's; `backends` chooses.
 
 Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids, U distinct rows of a table, D a table's width,
 V = D * (1 + vector slots), C columns of the pooled output (the features' widths, in feature order), S cache slots of a device tier.
@@ -38,7 +38,6 @@ __all__ = [
     "Pooled",
     "TorchBackend",
     "kernel_threads",
-    "make_backend",
 ]
 
 
@@ -380,23 +379,3 @@ def _segment_sum(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | 
     """[n, D]: the sum of `rows[index[i]] * weights[i]` over each segment `starts[k]:starts[k + 1]` of i. `starts` is [n + 1]."""
     with torch.no_grad():
         return embedding_bag(index, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True)
-
-
-def make_backend(
-    tables: Sequence[KernelTable], feature_tables: Sequence[int], device: torch.device, name: str | None
-) -> KernelBackend:
-    """The backend `name`, "core" or "torch".
-
-    None: what the variable `EMBCACHE_KERNELS` says; without it the core's on the CPU and torch's on other devices. `ConfigError`
-    where the backend is not known or cannot run these tables.
-    """
-    name = name or os.environ.get("EMBCACHE_KERNELS") or ("core" if device.type == "cpu" else "torch")
-    if name not in ("core", "torch"):
-        raise ConfigError(f"EMBCACHE_KERNELS={name!r} is not known: use 'core' or 'torch', or unset it")
-    if name == "core":
-        if device.type != "cpu":
-            raise ConfigError(f"the kernels 'core' run on the CPU and the device is {device}: use 'torch'")
-        return CoreBackend(tables, feature_tables, device)
-    if any(table.tier is None for table in tables):
-        raise ConfigError("the kernels 'torch' need a device tier: set TierBudgets.device_bytes")
-    return TorchBackend(tables, feature_tables, device)

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _native, lifetime
+from .backends import make_backend
 from .bags import check_offsets
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts
-from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
+from .kernels import KernelBackend, Pooled, kernel_threads
 from .lookahead import IdBatch, Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
 from .shared_rows import OtherRankFailedError, SharedSums, sums_of

@@ -259,6 +259,7 @@ class TableStats:
     - `row_wait`: how long the forward of each batch waited until all of its rows had their slots: for reads from SSD, for room, and
       for the table's lock. Tables of one forward wait one after the other, so that their waits add up.
     - `lock_held`: how long the table's lock was held, each time that it was.
+    - `kernels`: what runs on the rows: "core", "triton" or "torch".
     - `admission`: the counters of admission; None where every id gets a row.
     - `eviction`: the counters of eviction by rule; None where no rule takes rows, and without `on_evict`.
     - `device`, `host`, `ssd`: the counters of each tier; None for a tier that the table does not have.
@@ -271,8 +272,8 @@ class TableStats:
         ... )
         >>> item(torch.tensor([[7, 8], [7, 9]])).sum().backward()
         >>> stats = item.stats()
-        >>> stats.rows, stats.step, stats.overflow_plans, stats.ssd
-        (3, 1, 0, None)
+        >>> stats.rows, stats.step, stats.overflow_plans, stats.kernels, stats.ssd
+        (3, 1, 0, 'core', None)
     """
 
     rows: int
@@ -282,6 +283,7 @@ class TableStats:
     dropped_rows: int
     row_wait: Histogram
     lock_held: Histogram
+    kernels: str
     admission: AdmissionStats | None
     eviction: EvictionStats | None
     device: TierStats | None
@@ -289,9 +291,10 @@ class TableStats:
     ssd: SsdStats | None
 
     @classmethod
-    def of(cls, native: _native.TableStats) -> Self:
-        """From the core's counters."""
+    def of(cls, native: _native.TableStats, kernels: str) -> Self:
+        """From the core's counters and the name of the kernels."""
         tiers: dict[str, Any] = {
+            "kernels": kernels,
             "row_wait": Histogram.of(native.row_wait),
             "lock_held": Histogram.of(native.lock_held),
             "admission": AdmissionStats.of(native.admission) if native.admission is not None else None,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _native, disk, lifetime, publish
+from .backends import make_tier
 from .buckets import BucketHash, buckets_of
 from .collective import world_size as ranks_of_process
 from .config import Reopen, bucket_range, check_int
@@ -192,10 +193,9 @@ class TableShard:
     def _made_tier(self) -> DeviceTier | None:
         if self.device_rows is None:
             return None
-        spec = self.spec
-        check_device_memory(self.settings, spec, self.device_rows)
+        check_device_memory(self.settings, self.spec, self.device_rows)
         try:
-            return DeviceTier(self.dim, spec.vector_slots, spec.scalar_slot(), self.device_rows, self.device)
+            return make_tier(self.dim, self.spec, self.device_rows, self.device)
         except RuntimeError as cause:
             raise HostMemoryError(
                 f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} cannot be had on {self.device}: give "
@@ -300,7 +300,7 @@ class TableShard:
 
     def stats(self) -> TableStats:
         """The counters of the table and of its tiers."""
-        return TableStats.of(self.native.stats())
+        return TableStats.of(self.native.stats(), self._tier.kernels if self._tier is not None else "core")
 
     def export(self, chunk_rows: int = 65_536) -> RowExport:
         """Every row of every tier; see `CacheTable.export`."""

@@ -12,6 +12,9 @@ import pytest
 # The same as in the Makefile. Without byte code every process that is started would compile torch again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Triton decides when it is imported. Without a driver its kernels run in its interpreter, on CPU tensors.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ["TRITON_INTERPRET"] = "1"
 # A shell makes background processes ignore Ctrl-C, and the processes that tests start inherit that. Some tests end these by Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,11 +24,11 @@ from torchrec_embcache import TierBudgets  # noqa: E402
 from world import World  # noqa: E402
 
 
-@pytest.fixture(params=["in_place", "device_tier", "torch_kernels"])
+@pytest.fixture(params=["in_place", "device_tier", "torch_kernels", "triton_kernels"])
 def backend(request, monkeypatch):
     """The settings of a table, for each way in which kernels run on the CPU."""
-    if request.param == "torch_kernels":
-        monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
+    if request.param in ("torch_kernels", "triton_kernels"):
+        monkeypatch.setenv("EMBCACHE_KERNELS", request.param.removesuffix("_kernels"))
     if request.param == "in_place":
         return {"tiers": AMPLE}
     return {"tiers": TierBudgets(host_bytes="16MiB", device_bytes="64KiB")}

@@ -9,7 +9,7 @@ import torch
 from tables import Contents, make_bag, ssd_tiers, train
 from torchrec_embcache import TierBudgets, initializers, optimizers
 from torchrec_embcache.cache import internals
-from torchrec_embcache.device_tier import DeviceTier
+from torchrec_embcache.device_tier import DeviceTier, TorchMoves
 from torchrec_embcache.exceptions import EmbCacheError, StateError
 from torchrec_embcache.lookup import LookupGroup
 
@@ -95,7 +95,7 @@ class Pair:
 
 @pytest.mark.filterwarnings("ignore:table '[ab]'.* did not fit")
 @pytest.mark.parametrize("tiers", ["host", "ssd"])
-@pytest.mark.parametrize("kernels", ["core", "torch"])
+@pytest.mark.parametrize("kernels", ["core", "torch", "triton"])
 def test_memory_that_torch_refuses_at_any_call_of_a_step_changes_no_row_or_makes_the_tables_refuse_use(
     kernels, tiers, tmp_path, monkeypatch
 ):
@@ -106,7 +106,9 @@ def test_memory_that_torch_refuses_at_any_call_of_a_step_changes_no_row_or_makes
     expected.train(GIVEN_UP)
     after = expected.contents()
     outcomes = {"as before": 0, "refused": 0}
-    for passing in range(1000):
+    # A step in Triton's interpreter takes seconds. Its stride has no divisor in common with the calls of a launch.
+    every = 7 if kernels == "triton" else 1
+    for passing in range(0, 1000, every):
         pair = Pair(tmp_path / str(passing), tiers).trained()
         refusing.left, refusing.failed = passing, False
         try:
@@ -133,13 +135,13 @@ def test_memory_that_torch_refuses_at_any_call_of_a_step_changes_no_row_or_makes
             outcomes["as before"] += 1
         pair.close()
     assert not refusing.failed, "the step has more calls than the test tries"
-    assert outcomes["as before"] > 10
+    assert outcomes["as before"] > (5 if kernels == "triton" else 10)
     # Three parts of each table change once the update has begun.
     assert outcomes["refused"] == (6 if kernels == "torch" else 0)
 
 
 def test_a_device_tier_that_cannot_grow_is_as_before(monkeypatch):
-    tier = DeviceTier(2, 2, True, 4, torch.device("cpu"))
+    tier = DeviceTier(2, 2, True, 4, torch.device("cpu"), TorchMoves())
     refusing = Refusing(monkeypatch)
     shapes = [part.shape for part in (tier.weights, *tier.vector_slots, tier.scalars)]
     for passing in range(8):
@@ -153,7 +155,7 @@ def test_a_device_tier_that_cannot_grow_is_as_before(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
-@pytest.mark.parametrize("kernels", ["core", "torch"])
+@pytest.mark.parametrize("kernels", ["core", "torch", "triton"])
 def test_a_device_tier_that_was_opened_or_grew_in_inference_mode_is_trained_later(kernels, monkeypatch):
     monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
     with make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB")) as bag:

@@ -66,7 +66,7 @@ def check(life, chunk):
         assert torch.equal(chunk.slots["sum"][at], total), f"id {chunk.ids[at]}: another slot than after {count} steps"
 
 
-@pytest.fixture(params=["core", "torch"])
+@pytest.fixture(params=["core", "torch", "triton"])
 def kernels(request, monkeypatch):
     monkeypatch.setenv("EMBCACHE_KERNELS", request.param)
     return request.param
@@ -74,7 +74,7 @@ def kernels(request, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 def test_rows_are_whole_while_a_thread_trains_and_others_read_export_and_flush(kernels, life, tmp_path):
-    del kernels
+    steps = STEPS // 8 if kernels == "triton" else STEPS  # one in Triton's interpreter takes long
     with made(tmp_path) as bag:
         train(bag, torch.arange(IDS))
         done = threading.Event()
@@ -109,7 +109,7 @@ def test_rows_are_whole_while_a_thread_trains_and_others_read_export_and_flush(k
             thread.start()
         try:
             generator = torch.Generator().manual_seed(3)
-            for _ in range(STEPS):
+            for _ in range(steps):
                 train(bag, torch.randperm(IDS, generator=generator)[:18])
                 if failures:
                     break

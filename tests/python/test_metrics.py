@@ -48,6 +48,8 @@ def test_a_counter_has_one_name_everywhere(kind):
     ours = {field.name for field in fields(kind)}
     if kind is SsdStats:
         ours = ours - {field.name for field in fields(TierStats)} | {"tier"}
+    if kind is TableStats:
+        ours -= {"kernels"}  # which the core does not know
     assert attributes(native) == ours == in_stub(kind.__name__)
 
 

@@ -150,7 +150,7 @@ def expected(metric: Metric, value: Any, own: tuple[str, str]) -> dict[tuple[str
             found[(f"{metric.name}_bucket", labels(*own, le=repr(bound / 1e9)))] = below
         return found
     if metric.kind == "text":
-        return {(metric.name, labels(*own, io_engine=value)): 1.0}
+        return {(metric.name, labels(*own, **{metric.path.rpartition(".")[2]: value})): 1.0}
     if metric.label is not None:
         return {(metric.name, labels(*own, **{metric.label: name})): number for name, number in value.items()}
     return {(metric.name, labels(*own)): value / 1e9 if metric.path.endswith("_ns") else float(value)}

@@ -59,6 +59,7 @@ _SHARD = _BASE | {
     "device_tier",
     "torch_updates",
     "kernels",
+    "backends",
     "rows",
     "telling",
     "owners",
@@ -97,6 +98,9 @@ PYTHON_IMPORTS: dict[str, set[str]] = {
     "gradients": {"exceptions"},
     "torch_updates": {"exceptions", "config", "hyperparameters", "optimizers", "device_tier"},
     "kernels": _BASE | {"device_tier", "torch_updates"},
+    "triton_kernels": {"exceptions", "hyperparameters", "device_tier"},
+    "triton_backend": _BASE | {"device_tier", "torch_updates", "kernels", "triton_kernels"},
+    "backends": _BASE | {"device_tier", "torch_updates", "kernels", "triton_backend", "triton_kernels"},
     "rows": {"exceptions", "config", "optimizers"},
     "owners": {"exceptions", "config", "optimizers", "collective", "buckets", "rows"},
     "table_settings": {
@@ -170,6 +174,7 @@ RESERVED = {
         "owners",
         "device_tier",
         "kernels",
+        "triton_backend",
         "lookahead",
         "lookup",
         "publish",
@@ -184,6 +189,7 @@ RESERVED = {
         "cli",
     },
     "torch.distributed.checkpoint": {"dcp", "cli"},
+    "triton": {"triton_kernels"},
     "megatron": {"megatron"},
     "lightning": {"lightning"},
     "prometheus_client": {"monitoring", "cli"},
@@ -191,12 +197,7 @@ RESERVED = {
     "matplotlib": {"plotting"},
 }
 SKIPPED = {
-    ".git",
-    ".venv",
-    "target",
-    "dist",
-    "__pycache__",
-    *(".hypothesis", ".mypy_cache", ".ruff_cache", ".pytest_cache"),
+    *(".git", ".venv", "target", "dist", "__pycache__", ".hypothesis", ".mypy_cache", ".ruff_cache", ".pytest_cache"),
 }
 
 

@@ -89,6 +89,7 @@ METRICS: tuple[Metric, ...] = (
         "histogram",
         "How long the table's lock was held, each time that it was.",
     ),
+    Metric("kernels", "embcache_kernels_info", "text", "What runs on the rows: core, triton or torch."),
     *_tier("device", "on the device"),
     *_tier("host", "in host RAM"),
     *_tier("ssd", "on SSD"),

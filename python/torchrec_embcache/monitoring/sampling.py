@@ -13,7 +13,7 @@ from torch import nn
 from torchrec_embcache.cache import internals
 from torchrec_embcache.collective import rank as own_rank
 from torchrec_embcache.exceptions import EmbCacheError, InputError
-from torchrec_embcache.metrics import Histogram, TableStats
+from torchrec_embcache.metrics import Histogram
 from torchrec_embcache.table_names import shown
 from torchrec_embcache.whole_model import cache_modules
 
@@ -124,11 +124,12 @@ class Sampler:
         rank = own_rank()
         for path, module in cache_modules(model).items():
             for name, table in module.tables.items():
-                native = internals(table).native_or_none
+                shard = internals(table)
+                native = shard.native_or_none
                 if native is None or native.is_closed():
                     continue
                 try:
-                    stats = TableStats.of(native.stats())
+                    stats = shard.stats()
                 except EmbCacheError:
                     continue  # it was closed meanwhile, is torn, or is the parent's of a forked child
                 yield TableSample(path, name, rank, dict(flat(stats)))

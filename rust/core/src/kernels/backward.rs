@@ -23,10 +23,13 @@ use crate::types::{CacheSlot, NO_SLOT};
 const ROWS_AHEAD: usize = 8;
 /// A row is prefetched this many occurrences before its dot product.
 const OCCURRENCES_AHEAD: usize = 12;
+/// So many gradients of a row are summed one after another. The sums of such parts are then summed one after another. So several programs of
+/// a GPU can sum those of a frequent row, and give the same bits.
+const OCCURRENCES_OF_A_PART: usize = 256;
 /// The cost of updating a distinct row besides summing its occurrences, in occurrences. The row comes from memory.
 const ROW_COST: u64 = 4;
 
-/// Sum each distinct row's gradient in the order of its occurrences, and then update the row once.
+/// Sum each distinct row's gradient in the order of its occurrences, by parts of 256, and then update the row once.
 ///
 /// # Safety
 /// Every slot of `index` is valid in `rows` and occurs in `index` once, and nobody else uses these rows during the call. The
@@ -231,12 +234,29 @@ impl Source {
     unsafe fn sum_columns<C: Columns>(&self, occurrences: &[u32], at: usize, count: usize, sum: *mut f32) {
         // SAFETY: by the caller's promise each occurrence is in the gradient, and `sum` has room for `C` from `at` on.
         unsafe {
+            let (first, others) = occurrences.split_at(occurrences.len().min(OCCURRENCES_OF_A_PART));
+            let mut columns: C = self.sum_part(first, at, count);
+            for part in others.chunks(OCCURRENCES_OF_A_PART) {
+                columns = columns.plus(self.sum_part(part, at, count));
+            }
+            columns.store(sum.add(at), C::FLOATS);
+        }
+    }
+
+    /// The sum of the gradients of `occurrences`, one after another, in `count` columns from column `at` on.
+    ///
+    /// # Safety
+    /// That of [`Source::columns`] for each occurrence, of which there is one at least.
+    #[inline(always)]
+    unsafe fn sum_part<C: Columns>(&self, occurrences: &[u32], at: usize, count: usize) -> C {
+        // SAFETY: by the caller's promise each occurrence is in the gradient.
+        unsafe {
             // The sum starts with the first gradient and not with zero, so that the gradient of a single occurrence keeps its bits.
             let mut columns: C = self.columns(occurrences[0], at, count);
             for &position in &occurrences[1..] {
                 columns = columns.plus(self.columns(position, at, count));
             }
-            columns.store(sum.add(at), C::FLOATS);
+            columns
         }
     }
 

@@ -45,6 +45,33 @@ fn instruction_sets_and_thread_counts_change_no_bit() {
 }
 
 #[test]
+fn a_frequent_rows_gradients_are_summed_by_parts_of_256() {
+    for (count, dim) in [(255, 3), (256, 65), (257, 3), (600, 16), (1025, 100)] {
+        let table = Table::new(RowLayout { dim, vector_slots: 0, scalar_slot: false }, 2, 9);
+        let before = table.values();
+        let grad = floats(10, count * dim);
+        let occurrences: Vec<u32> = (0..count as u32).rev().collect();
+        let in_turn = |some: &[u32], column: usize| {
+            let one = |position: &u32| grad[*position as usize * dim + column];
+            some[1..].iter().fold(one(&some[0]), |sum, position| sum + one(position))
+        };
+        let expected: Vec<u32> = (0..dim)
+            .map(|column| {
+                let parts: Vec<f32> = occurrences.chunks(256).map(|part| in_turn(part, column)).collect();
+                let sum = parts[1..].iter().fold(parts[0], |sum, part| sum + part);
+                (before[1][column] - 0.5 * sum).to_bits()
+            })
+            .collect();
+        let index = TransposedIndex { slots: vec![1], starts: vec![0, count as u32], occurrences };
+        let numbers = Hyperparameters { lr: 0.5, ..Hyperparameters::default() };
+        let step = OptimizerStep { kind: OptimizerKind::Sgd, hyperparameters: numbers, step: 1 };
+        // SAFETY: the table has slot 1 and one user, and each occurrence has `dim` floats.
+        unsafe { backward(&table.store(), &index, &Gradient::Sequence { grad: &grad }, &step, 1) };
+        assert_eq!(bits(&[table.values()[1][..dim].to_vec()]), expected, "{count} × {dim}");
+    }
+}
+
+#[test]
 fn tensors_and_arena_rows_change_no_bit() {
     for kind in OptimizerKind::ALL {
         for dim in [3, 20, 64] {

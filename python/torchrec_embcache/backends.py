@@ -1,0 +1,80 @@
+"""The choice of what runs on the rows of device tiers: the kernels of a lookup, and the moves of a tier."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from .device_tier import DeviceTier, RowMoves, TorchMoves
+from .exceptions import ConfigError
+from .kernels import CoreBackend, KernelBackend, KernelTable, TorchBackend
+from .optimizers import OptimizerSpec
+
+__all__ = ["make_backend", "make_tier"]
+
+
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _chosen_kernels(device: torch.device, name: str | None) -> str:
+    """The name of the kernels: what is given, else what `EMBCACHE_KERNELS` says, else what is usual for the device."""
+    name = name or os.environ.get("EMBCACHE_KERNELS") or _usual_kernels(device)
+    if name not in ("core", "triton", "torch"):
+        raise ConfigError(f"EMBCACHE_KERNELS={name!r} is not known: use 'core', 'triton' or 'torch', or unset it")
+    return name
+
+
+def _usual_kernels(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "core"
+    return "triton" if device.type == "cuda" and _has_triton() else "torch"
+
+
+def _triton_backend(device: torch.device) -> ModuleType:
+    """The module of Triton's kernels. `ConfigError` where they cannot run."""
+    if not _has_triton():
+        raise ConfigError(
+            "the kernels 'triton' need triton, which is not installed: pip install triton, or use 'torch'"
+        )
+    # It is imported where it is wanted, because triton takes a second and need not be installed.
+    from . import triton_backend
+
+    if device.type == "cpu" and not triton_backend.IS_INTERPRETED:
+        raise ConfigError(
+            "the kernels 'triton' run on the CPU in Triton's interpreter alone, which is for tests: set TRITON_INTERPRET=1 before "
+            "Python starts, or use 'core'"
+        )
+    return triton_backend
+
+
+def make_tier(dim: int, spec: OptimizerSpec, rows: int, device: torch.device) -> DeviceTier:
+    """The device tier of a table of width `dim` with room for `rows` rows. Triton moves its rows where its kernels are Triton's."""
+    kernels = _chosen_kernels(device, None)
+    moves: RowMoves = _triton_backend(device).TritonMoves() if kernels == "triton" else TorchMoves(kernels)
+    return DeviceTier(dim, spec.vector_slots, spec.scalar_slot(), rows, device, moves)
+
+
+def make_backend(
+    tables: Sequence[KernelTable], feature_tables: Sequence[int], device: torch.device, name: str | None
+) -> KernelBackend:
+    """The backend `name`: "core", "triton" or "torch".
+
+    None: what the variable `EMBCACHE_KERNELS` says; without it the core's on the CPU, and on other devices Triton's where triton is
+    installed, else torch's. `ConfigError` where the backend is not known or cannot run these tables.
+    """
+    name = _chosen_kernels(device, name)
+    if name == "core":
+        if device.type != "cpu":
+            raise ConfigError(f"the kernels 'core' run on the CPU and the device is {device}: use 'triton' or 'torch'")
+        return CoreBackend(tables, feature_tables, device)
+    if any(table.tier is None for table in tables):
+        raise ConfigError(f"the kernels {name!r} need a device tier: set TierBudgets.device_bytes")
+    if name == "torch":
+        return TorchBackend(tables, feature_tables, device)
+    backend: KernelBackend = _triton_backend(device).TritonBackend(tables, feature_tables, device)
+    return backend

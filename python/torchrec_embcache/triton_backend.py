@@ -1,0 +1,304 @@
+"""The kernel backend whose kernels are Triton's, over the cache slots of device tiers.
+
+Importing this module imports triton. `backends` says what to do where that is not installed. Shapes are those of `kernels`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .hyperparameters import Hyperparameters
+from .kernels import KernelBackend, KernelTable, Pooled
+from .shared_rows import SharedSums, exact_sums
+from .triton_kernels import launch
+from .triton_kernels.parts import OCCURRENCES_OF_A_PART, parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._native import Plan
+    from .device_tier import DeviceTier
+
+__all__ = ["IS_INTERPRETED", "TritonBackend", "TritonMoves"]
+
+# Whether the kernels run in Triton's interpreter, on CPU tensors.
+IS_INTERPRETED: bool = launch.IS_INTERPRETED
+
+
+class TritonMoves:
+    """The moves of a device tier by one kernel each; see `RowMoves`."""
+
+    kernels = "triton"
+
+    def gather(self, tier: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RowMoves`."""
+        return launch.gather_rows(tier, slots.numpy())
+
+    def scatter(self, tier: DeviceTier, slots: Tensor, vectors: Tensor, scalars: Tensor) -> None:
+        """See `RowMoves`."""
+        launch.scatter_rows(tier, slots.numpy(), vectors, scalars)
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Tables of a lookup that have one width and one optimizer, so that a launch updates the rows of all of them."""
+
+    kind: str
+    dim: int
+    tables: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Frequent:
+    """Rows with so many occurrences that their gradients are summed by parts: sums of parts first, and then the sums of these.
+
+    `parts` are ranges of a batch's occurrences. `rows`: the rows, whose occurrences are numbers of parts.
+    """
+
+    parts: launch.Ranges
+    rows: launch.Rows
+    count: int
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The distinct rows of tables that are alike, of which there are `count`. Those that are `frequent` are updated apart.
+
+    `refused`: for each table with a shared row, the rows of refused ids, which are not updated.
+    """
+
+    alike: _Alike
+    rows: launch.Rows
+    count: int
+    frequent: _Frequent | None
+    refused: dict[int, _Frequent]
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The update of `count` rows by their gradients."""
+
+    alike: _Alike
+    rows: launch.Rows
+    gradients: launch.Gradients
+    count: int
+
+    def run(self, tiers: Tensor, numbers: Tensor) -> None:
+        """Update the rows."""
+        self._run(tiers, numbers, self.count)
+
+    def compile(self, tiers: Tensor, numbers: Tensor) -> None:
+        """Have the kernel compiled, if it is not. Nothing runs."""
+        self._run(tiers, numbers, 0)
+
+    def _run(self, tiers: Tensor, numbers: Tensor, count: int) -> None:
+        alike = self.alike
+        launch.update(alike.kind, alike.dim, tiers, numbers, self.rows, self.gradients, count=count)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A pooled batch on the device. `members`: for each width the features of that width.
+
+    The kernels are given the addresses of the rows in `kept`, which must live until they are launched.
+    """
+
+    bags: launch.Bags
+    features: Tensor
+    slots: Tensor
+    members: dict[int, Tensor]
+    kept: list[Tensor]
+
+
+class TritonBackend(KernelBackend):
+    """Triton's kernels on CUDA, and in Triton's interpreter on the CPU. Every table has a device tier."""
+
+    name = "triton"
+
+    def __init__(self, tables: Sequence[KernelTable], feature_tables: Sequence[int], device: torch.device) -> None:
+        super().__init__(tables, feature_tables, device)
+        dims = [tables[table].dim for table in feature_tables]
+        self._columns = np.cumsum([0, *dims])
+        self._aligned = 4 if all(dim % 4 == 0 for dim in dims) else 1
+        # Features of one width have one launch.
+        self._members = {dim: [f for f, other in enumerate(dims) if other == dim] for dim in dict.fromkeys(dims)}
+        kinds = [(table.spec.kind, table.dim) for table in tables]
+        self._alike = [
+            _Alike(*kind, tuple(number for number, other in enumerate(kinds) if other == kind))
+            for kind in dict.fromkeys(kinds)
+        ]
+
+    def _tier(self, table: int) -> DeviceTier:
+        tier = self.tables[table].tier
+        assert tier is not None, "make_backend refuses tables without a device tier"
+        return tier
+
+    def _features(self, plan: Plan, mean: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[Tensor]]:
+        """What the kernels are told of each feature, int64 [F, 4], and the tensors that it has addresses of."""
+        absent: dict[int, Tensor] = {}
+        for table in dict.fromkeys(self.feature_tables):
+            row = plan.absent_row(table)
+            if row is not None:
+                absent[table] = torch.from_numpy(row).to(self.device)
+        weights = {table: launch.tier_addresses(self._tier(table))[0] for table in dict.fromkeys(self.feature_tables)}
+        features = [
+            [weights[table], absent[table].data_ptr() if table in absent else 0, int(column), int(averaged)]
+            for table, column, averaged in zip(self.feature_tables, self._columns[:-1], mean, strict=True)
+        ]
+        return np.array(features, np.int64), list(absent.values())
+
+    def _slots(self, plan: Plan) -> list[NDArray[np.int64]]:
+        return [plan.slots(feature) for feature in range(len(self.feature_tables))]
+
+    def _sent(self, plan: Plan, pooled: Pooled) -> _Batch:
+        features, kept = self._features(plan, pooled.mean)
+        slots = np.concatenate(self._slots(plan)).astype(np.int32)
+        members = [np.array(of_width, np.int32) for of_width in self._members.values()]
+        sent = launch.send(self.device, [features, pooled.offsets.astype(np.int32), slots, *members])
+        bags = launch.Bags(sent[1], pooled.weights, pooled.bags, self.columns, self._aligned)
+        return _Batch(bags, sent[0], sent[2], dict(zip(self._members, sent[3:], strict=True)), kept)
+
+    def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
+        """See `KernelBackend`."""
+        batch = self._sent(plan, pooled)
+        out = torch.empty(pooled.bags, self.columns, device=self.device)
+        for dim, members in batch.members.items():
+            launch.pool(dim, members, batch.features, batch.slots, batch.bags, out)
+        return out
+
+    def forward_sequence(self, plan: Plan, count: int) -> Tensor:
+        """See `KernelBackend`."""
+        features, _kept = self._features(plan, np.zeros(len(self.feature_tables), np.bool_))
+        slots = self._slots(plan)
+        lengths = [len(of_feature) for of_feature in slots]
+        starts = np.cumsum([0, *lengths], dtype=np.int32)
+        sent = launch.send(self.device, [features, np.concatenate(slots).astype(np.int32), starts])
+        dim = self.tables[0].dim
+        out = torch.empty(count, dim, device=self.device)
+        launch.read_sequence(dim, sent[0], sent[1], sent[2], max(lengths), out)
+        return out
+
+    def backward_pooled(
+        self,
+        plan: Plan,
+        pooled: Pooled,
+        grad: Tensor,
+        hyperparameters: NDArray[np.float64],
+        shared: SharedSums,
+        weight_grad: bool,
+    ) -> Tensor | None:
+        """See `KernelBackend`."""
+        batch, grad, occurrences = self._sent(plan, pooled), grad.contiguous(), int(pooled.offsets[-1])
+        scaled = pooled.weights is not None or bool(pooled.mean.any())
+        gradients = launch.find_gradients(batch.features, batch.bags, occurrences, grad, scaled)
+        out = torch.empty(occurrences, device=self.device) if weight_grad else None
+        if out is not None:
+            for dim, members in batch.members.items():
+                launch.fill_weight_gradients(dim, members, batch.features, batch.slots, batch.bags, grad, out)
+        self._update_and_commit(plan, gradients, hyperparameters, shared)
+        return out
+
+    def backward_sequence(
+        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
+    ) -> None:
+        """See `KernelBackend`."""
+        self._update_and_commit(plan, launch.Gradients(grad.contiguous()), hyperparameters, shared)
+
+    def _update_and_commit(
+        self, plan: Plan, gradients: launch.Gradients, hyperparameters: NDArray[np.float64], shared: SharedSums
+    ) -> None:
+        """Update and commit before anybody else copies rows, so that nobody sees a row with new weights and old metadata.
+
+        What needs memory comes first, for all tables. So until `begin_update` an error leaves every row as it was.
+        """
+        updates = [self._distinct(plan, alike) for alike in self._alike]
+        self._train_shared(plan, lambda: self._refused_sums(updates, gradients), hyperparameters, shared)
+        ready = [_launches(update, gradients) for update in updates]
+
+        def work() -> None:
+            numbers = [self._numbers(update.alike, hyperparameters) for update in updates]
+            given = [(each, *of_update) for each_of, of_update in zip(ready, numbers, strict=True) for each in each_of]
+            for each, tiers, values in given:
+                each.compile(tiers, values)
+            plan.begin_update()
+            for each, tiers, values in given:
+                each.run(tiers, values)
+            plan.commit()
+
+        plan.exclusively(work)
+
+    def _distinct(self, plan: Plan, alike: _Alike) -> _Update:
+        """The distinct rows of tables that are alike, on the device."""
+        of_tables = [plan.transposed(table) for table in alike.tables]
+        counts = [len(rows.slots) for rows in of_tables]
+        tables = np.repeat(np.arange(len(alike.tables)), counts)
+        slots = np.concatenate([rows.slots for rows in of_tables])
+        firsts = np.cumsum([0, *(len(rows.occurrences) for rows in of_tables)])
+        starts = np.concatenate(
+            [*(rows.starts[:-1] + first for rows, first in zip(of_tables, firsts, strict=False)), firsts[-1:]]
+        )
+        occurrences = np.concatenate([rows.occurrences for rows in of_tables])
+        lengths = np.diff(starts)
+        frequent = np.flatnonzero((lengths > OCCURRENCES_OF_A_PART) & (slots >= 0))
+        once = slots.copy()
+        once[frequent] = -1
+        rows = launch.Rows(
+            *launch.send(self.device, [array.astype(np.int32) for array in (tables, once, starts, occurrences)])
+        )
+        refused = {
+            table: np.flatnonzero((tables == number) & (slots < 0) & (lengths > 0))
+            for number, table in enumerate(alike.tables)
+            if table in self.sharing
+        }
+
+        def by_parts(numbers: NDArray[np.int64]) -> _Frequent:
+            parts = parts_of(starts[numbers], starts[numbers + 1])
+            of_parts = np.arange(len(parts.begins))
+            arrays = (parts.begins, parts.ends, tables[numbers], slots[numbers], parts.starts, of_parts)
+            sent = launch.send(self.device, [array.astype(np.int32) for array in arrays])
+            return _Frequent(launch.Ranges(*sent[:2]), launch.Rows(*sent[2:]), len(numbers))
+
+        apart = by_parts(frequent) if len(frequent) else None
+        return _Update(alike, rows, len(slots), apart, {table: by_parts(numbers) for table, numbers in refused.items()})
+
+    def _refused_sums(self, updates: Sequence[_Update], gradients: launch.Gradients) -> Tensor:
+        """The sums of the gradients of refused ids, for each table in which these share a row."""
+        sums = {}
+        for update in updates:
+            dim = update.alike.dim
+            for table, refused in update.refused.items():
+                of_parts = launch.sum_gradients(dim, refused.parts, update.rows.occurrences, gradients)
+                ranges = launch.Ranges(refused.rows.starts[:-1], refused.rows.starts[1:])
+                sums[table] = exact_sums(launch.sum_gradients(dim, ranges, refused.rows.occurrences, of_parts).grad)
+        return torch.cat([sums[table] for table in self.sharing])
+
+    def _numbers(self, alike: _Alike, hyperparameters: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+        """The addresses of the tables' tiers, int64 [T, 4], and the numbers of their updates, float32 [T, 9], on the device.
+
+        The tensors are looked up when nobody can replace them by larger ones: an update of the tensors from before would be lost.
+        """
+        tiers, numbers = [], []
+        for table in alike.tables:
+            tier = self._tier(table)
+            tier.changes()
+            tiers.append(launch.tier_addresses(tier))
+            given = Hyperparameters(*hyperparameters[table].tolist())
+            numbers.append(launch.update_numbers(alike.kind, given, self.tables[table].native.step() + 1))
+        addresses, values = launch.send(self.device, [np.array(tiers, np.int64), np.array(numbers, np.float32)])
+        return addresses, values
+
+
+def _launches(update: _Update, gradients: launch.Gradients) -> list[_Launch]:
+    """The launches that update the rows of tables that are alike, once for all and once for those that are frequent."""
+    of_rows = [(update.rows, gradients, update.count)]
+    if update.frequent is not None:
+        frequent = update.frequent
+        of_parts = launch.sum_gradients(update.alike.dim, frequent.parts, update.rows.occurrences, gradients)
+        of_rows.append((frequent.rows, of_parts, frequent.count))
+    return [_Launch(update.alike, *each) for each in of_rows]

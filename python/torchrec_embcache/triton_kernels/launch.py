@@ -1,0 +1,309 @@
+"""What the kernels are given, and their launches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .gradients import gradient_places, gradient_sums
+from .lookups import pooled_rows, sequence_rows, weight_gradients
+from .moves import move_rows
+from .updates import update_by_columns, update_by_rows
+
+if TYPE_CHECKING:
+    from torchrec_embcache.device_tier import DeviceTier
+    from torchrec_embcache.hyperparameters import Hyperparameters
+
+__all__ = [
+    "BY_ROWS",
+    "EXACT",
+    "IS_INTERPRETED",
+    "Bags",
+    "Columns",
+    "Gradients",
+    "Ranges",
+    "Rows",
+    "fill_weight_gradients",
+    "find_gradients",
+    "gather_rows",
+    "pool",
+    "read_sequence",
+    "scatter_rows",
+    "send",
+    "sum_gradients",
+    "tier_addresses",
+    "update",
+    "update_numbers",
+]
+
+# Triton decides it where a kernel is declared.
+IS_INTERPRETED = not isinstance(move_rows, triton.JITFunction)
+
+# The optimizers that need a sum over a row.
+BY_ROWS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")
+
+# The widest part of a row that a program holds in registers.
+_WIDEST_BLOCK = 1024
+# Floats that a program copies where rows are short.
+_COPIED = 1024
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How a program takes the D columns of a row: `blocks` times `block` of them, by so many warps."""
+
+    dim: int
+
+    @property
+    def block(self) -> int:
+        """Columns of a row that a program takes at once."""
+        return min(max(16, 1 << (self.dim - 1).bit_length()), _WIDEST_BLOCK)
+
+    @property
+    def blocks(self) -> int:
+        """So many blocks make a row."""
+        return -(-self.dim // self.block)
+
+    @property
+    def at_once(self) -> int:
+        """Rows that a program asks for before it adds up the first of them. More would not fit into a thread's registers."""
+        if IS_INTERPRETED:
+            return 2  # they come one after another in any case
+        return max(4, min(16, 1024 // self.block))
+
+    @property
+    def rows(self) -> int:
+        """Rows that a program copies."""
+        return max(1, _COPIED // self.block)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How kernels over one row are compiled."""
+        return {"num_warps": max(1, self.block // 128), **EXACT}
+
+
+# No multiplication is fused with an addition, because the core fuses none.
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The bags of a batch on the device.
+
+    `offsets` int32 [F * B + 1]; `weights` float32 [N] or None; `bags`: B; `columns`: C; `aligned`: 4 where it divides the widths of
+    all features, else 1.
+    """
+
+    offsets: Tensor
+    weights: Tensor | None
+    bags: int
+    columns: int
+    aligned: int
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a batch on the device: `grad` float32 [B, C], or [N, D] where the other two are None.
+
+    `places` int64 [N]: where in `grad` that of each occurrence begins. `scale` float32 [N]: its factor; None: 1. `aligned` divides
+    the places.
+    """
+
+    grad: Tensor
+    aligned: int = 1
+    places: Tensor | None = None
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of occurrences on the device, by where each begins and ends: both int32 [n]."""
+
+    begins: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The distinct rows of tables of one width, all int32 on the device.
+
+    `tables` [U]: the table of each among those of the launch. `slots` [U], -1 for a row that is not updated. The occurrences of row
+    u are `occurrences[starts[u]:starts[u + 1]]`.
+    """
+
+    tables: Tensor
+    slots: Tensor
+    starts: Tensor
+    occurrences: Tensor
+
+
+# The interpreter has one grid for all threads.
+_INTERPRETER = threading.RLock()
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches belong in here: Triton launches on the current device, and interprets one kernel at a time."""
+    made: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else _INTERPRETER
+    return made
+
+
+def send(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    """`arrays` [n] on the device, which one copy brings there. On CUDA it is queued on the caller's stream, and nobody waits."""
+    starts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)])
+    pin = device.type == "cuda"
+    staged = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=pin)
+    memory = staged.numpy()
+    for array, start in zip(arrays, starts, strict=False):
+        memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = staged.to(device, non_blocking=True)
+    types = [torch.from_numpy(array[:0]).dtype for array in arrays]
+    parts = zip(arrays, starts, types, strict=False)
+    return [there[start : start + array.nbytes].view(dtype) for array, start, dtype in parts]
+
+
+def tier_addresses(tier: DeviceTier) -> list[int]:
+    """The addresses of a tier's weights, its two vector slots, and its scalar slot, with 0 for what there is not.
+
+    A kernel is given these in place of tensors, so the allocator is told here that the caller's stream uses them.
+    """
+    parts = [tier.weights, *tier.vector_slots, *([tier.scalars] if tier.scalars is not None else [])]
+    if tier.device.type == "cuda":
+        for part in parts:
+            part.record_stream(torch.cuda.current_stream(tier.device))
+    vectors = [slot.data_ptr() for slot in tier.vector_slots]
+    scalars = tier.scalars.data_ptr() if tier.scalars is not None else 0
+    return [tier.weights.data_ptr(), *vectors, *[0] * (2 - len(vectors)), scalars]
+
+
+def pool(dim: int, members: Tensor, features: Tensor, slots: Tensor, bags: Bags, out: Tensor) -> None:
+    """Fill the columns that `members` [m], features of one width, have in `out` [B, C]."""
+    columns = Columns(dim)
+    weighted = bags.weights is not None
+    with _on(out.device):
+        pooled_rows[(bags.bags, len(members), columns.blocks)](
+            members, features, slots, bags.offsets, bags.weights if weighted else out, out, bags.bags, bags.columns,
+            D=dim, BLOCK=columns.block, ALIGNED=bags.aligned, WEIGHTED=weighted, AT_ONCE=columns.at_once, **columns.options,
+        )  # fmt: skip
+
+
+def read_sequence(dim: int, features: Tensor, slots: Tensor, starts: Tensor, longest: int, out: Tensor) -> None:
+    """Fill `out` [N, D] with the rows of all occurrences. `longest`: the most occurrences of a feature."""
+    columns = Columns(dim)
+    with _on(out.device):
+        sequence_rows[(-(-longest // columns.rows), len(starts) - 1, columns.blocks)](
+            features, slots, starts, out, D=dim, BLOCK=columns.block, ROWS=columns.rows, num_warps=4, **EXACT,
+        )  # fmt: skip
+
+
+def fill_weight_gradients(
+    dim: int, members: Tensor, features: Tensor, slots: Tensor, bags: Bags, grad: Tensor, out: Tensor
+) -> None:
+    """Fill what `members` [m], features of one width, have in the gradient `out` [N] of the per-sample weights."""
+    columns = Columns(dim)
+    with _on(out.device):
+        weight_gradients[(bags.bags, len(members))](
+            members, features, slots, bags.offsets, grad, out, bags.bags, bags.columns,
+            D=dim, BLOCK=columns.block, BLOCKS=columns.blocks, ALIGNED=bags.aligned, **columns.options,
+        )  # fmt: skip
+
+
+def find_gradients(features: Tensor, bags: Bags, occurrences: int, grad: Tensor, scaled: bool) -> Gradients:
+    """Where the gradient of each of the occurrences lies in `grad` [B, C]. `scaled`: bags are weighted or averaged."""
+    places = torch.empty(occurrences, dtype=torch.int64, device=grad.device)
+    scale = torch.empty(occurrences if scaled else 0, device=grad.device)
+    weighted = bags.weights is not None
+    with _on(grad.device):
+        gradient_places[(bags.bags, len(features) // 4)](
+            features, bags.offsets, bags.weights if weighted else grad, places, scale, bags.bags, bags.columns,
+            SCALED=scaled, WEIGHTED=weighted, BLOCK=32, num_warps=1, **EXACT,
+        )  # fmt: skip
+    return Gradients(grad, bags.aligned, places, scale if scaled else None)
+
+
+def _of(gradients: Gradients) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
+    """The arguments and the flags of a kernel that reads gradients."""
+    grad, places, scale = gradients.grad, gradients.places, gradients.scale
+    flags = {"ALIGNED": gradients.aligned, "POOLED": places is not None, "SCALED": scale is not None}
+    return (grad, places if places is not None else grad, scale if scale is not None else grad), flags
+
+
+def sum_gradients(dim: int, ranges: Ranges, occurrences: Tensor, gradients: Gradients) -> Gradients:
+    """The sums of the gradients of each range of `occurrences`, int32 [N'], each of which has one at least: [n, D]."""
+    columns = Columns(dim)
+    out = torch.empty(len(ranges.begins), dim, device=occurrences.device)
+    arguments, flags = _of(gradients)
+    with _on(out.device):
+        gradient_sums[(len(out), columns.blocks)](
+            ranges.begins, ranges.ends, occurrences, *arguments, out,
+            D=dim, BLOCK=columns.block, AT_ONCE=columns.at_once, **flags, **columns.options,
+        )  # fmt: skip
+    return Gradients(out)
+
+
+def update(
+    kind: str, dim: int, tiers: Tensor, numbers: Tensor, rows: Rows, gradients: Gradients, *, count: int
+) -> None:
+    """Update the first `count` rows by the optimizer `kind`. 0 rows: the kernel is compiled, and nothing runs."""
+    columns = Columns(dim)
+    arguments, flags = _of(gradients)
+    kernel = update_by_rows if kind in BY_ROWS else update_by_columns
+    with _on(rows.slots.device):
+        kernel[(count,)](
+            tiers, numbers, rows.tables, rows.slots, rows.starts, rows.occurrences, *arguments,
+            KIND=kind, D=dim, BLOCK=columns.block, BLOCKS=columns.blocks, AT_ONCE=columns.at_once, **flags, **columns.options,
+        )  # fmt: skip
+
+
+def _move(tier: DeviceTier, slots: NDArray[np.int64], vectors: Tensor, scalars: Tensor, *, into_slots: bool) -> None:
+    columns, parts = Columns(tier.dim), 1 + len(tier.vector_slots)
+    addresses, places = send(tier.device, [np.array(tier_addresses(tier), np.int64), slots.astype(np.int32)])
+    with _on(tier.device):
+        move_rows[(-(-len(slots) // columns.rows), columns.blocks, parts)](
+            addresses, places, vectors, scalars, len(slots), D=tier.dim, PARTS=parts, HAS_SCALAR=tier.scalars is not None,
+            INTO_SLOTS=into_slots, BLOCK=columns.block, ROWS=columns.rows, num_warps=4, **EXACT,
+        )  # fmt: skip
+
+
+def gather_rows(tier: DeviceTier, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """The rows in cache slots [n]: their vectors [n, V], and their scalars [n], which are zeros where rows have none."""
+    vectors = torch.empty(len(slots), tier.dim * (1 + len(tier.vector_slots)), device=tier.device)
+    scalars = (torch.zeros if tier.scalars is None else torch.empty)(len(slots), device=tier.device)
+    _move(tier, slots, vectors, scalars, into_slots=False)
+    return vectors, scalars
+
+
+def scatter_rows(tier: DeviceTier, slots: NDArray[np.int64], vectors: Tensor, scalars: Tensor) -> None:
+    """Put rows into different cache slots [n], from `vectors` [n, V] and `scalars` [n]."""
+    _move(tier, slots, vectors, scalars, into_slots=True)
+
+
+def update_numbers(kind: str, given: Hyperparameters, step: int) -> list[float]:
+    """The numbers of an update as the kernels take them. What depends on the step is computed in float64, as in the core.
+
+    `step` is the table's step counter, which is 1 at the first update.
+    """
+    if kind == "ftrl":
+        return [given.lr, 0.0, given.weight_decay, 1.0 / given.lr, given.beta, given.l1, given.l2, 0.0, 0.0]
+    fresh = [1.0 - given.beta1, 1.0 - given.beta2]
+    corrections = [1.0 / (1.0 - _power(beta, step)) for beta in (given.beta1, given.beta2)]
+    return [given.lr, given.eps, given.weight_decay, given.beta1, given.beta2, *fresh, *corrections]
+
+
+def _power(base: float, exponent: int) -> float:
+    """`base` to the power of `exponent`, by the repeated squaring of the core."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result

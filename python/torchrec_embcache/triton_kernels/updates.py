@@ -1,0 +1,263 @@
+"""The backward by distinct row, with the optimizer fused into it.
+
+`numbers` is float32 [T, 9], in the order of `launch.update_numbers`. The formulas are those of the core's `kernels::optimizer`.
+"""
+
+import triton
+import triton.language as tl
+
+from .gradients import row_gradient
+from .lanes import add_to_lanes, float_pointer, sum_of_lanes
+
+__all__ = ["update_by_columns", "update_by_rows"]
+
+
+@triton.jit
+def _decayed(gradient, weights, decay):
+    return tl.where(decay == 0.0, gradient, gradient + decay * weights)
+
+
+@triton.jit
+def _over_or_zero(values, divisor):
+    is_zero = divisor == 0.0
+    return tl.where(is_zero, 0.0, tl.math.div_rn(values, tl.where(is_zero, 1.0, divisor)))
+
+
+@triton.jit
+def _adagrad(w, g, sums, lr, eps):
+    sums = sums + g * g
+    return w - tl.math.div_rn(lr * g, tl.math.sqrt_rn(sums) + eps), sums
+
+
+@triton.jit
+def _ftrl(w, g, z, before, per_lr, beta, l1, l2):
+    n = before + g * g
+    root = tl.math.sqrt_rn(n)
+    sigma = (root - tl.math.sqrt_rn(before)) * per_lr
+    z = z + (g - sigma * w)
+    divisor = (beta + root) * per_lr + l2
+    shrunk = tl.where(tl.abs(z) <= l1, 0.0, z - tl.where(z < 0.0, -l1, l1))
+    return _over_or_zero(0.0 - shrunk, divisor), z, n
+
+
+@triton.jit
+def _moments(g, first, second, numbers):
+    """The moments with the gradient taken in."""
+    beta1, beta2 = tl.load(numbers + 3), tl.load(numbers + 4)
+    fresh1, fresh2 = tl.load(numbers + 5), tl.load(numbers + 6)
+    return beta1 * first + fresh1 * g, beta2 * second + fresh2 * (g * g)
+
+
+@triton.jit
+def _root_of_second(second, numbers):
+    """The root of the second moment, corrected for its start at zeros, plus `eps`."""
+    return tl.math.sqrt_rn(second * tl.load(numbers + 8)) + tl.load(numbers + 1)
+
+
+@triton.jit
+def _lamb_direction(first, second, w, numbers):
+    direction = _over_or_zero(first * tl.load(numbers + 7), _root_of_second(second, numbers))
+    return _decayed(direction, w, tl.load(numbers + 2))
+
+
+@triton.jit
+def _by_columns(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.constexpr):
+    """Update some columns of a row by an optimizer that needs no sum over the row. Returns the new weights."""
+    lr, eps, decay = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    if KIND != "adamw":
+        g = _decayed(g, w, decay)
+    if KIND == "sgd":
+        new = w - lr * g
+    elif KIND == "adagrad":
+        new, sums = _adagrad(w, g, tl.load(first_slot + at, mask=inside, other=0.0), lr, eps)
+        tl.store(first_slot + at, sums, mask=inside)
+    else:
+        first = tl.load(first_slot + at, mask=inside, other=0.0)
+        second = tl.load(second_slot + at, mask=inside, other=0.0)
+        if KIND == "ftrl":
+            l1, l2 = tl.load(numbers + 5), tl.load(numbers + 6)
+            new, first, second = _ftrl(w, g, first, second, tl.load(numbers + 3), tl.load(numbers + 4), l1, l2)
+        else:
+            first, second = _moments(g, first, second, numbers)
+            direction = tl.math.div_rn(first * tl.load(numbers + 7), _root_of_second(second, numbers))
+            if KIND == "adamw":
+                direction = _decayed(direction, w, decay)
+            new = w - lr * direction
+        tl.store(first_slot + at, first, mask=inside)
+        tl.store(second_slot + at, second, mask=inside)
+    return new
+
+
+@triton.jit
+def _rowwise_multiplier(scalars, slot, mean_of_squares, numbers, KIND: tl.constexpr):
+    """Update the row's scalar slot, and return what its gradient, or its first moment, is multiplied by."""
+    before = tl.load(scalars + slot)
+    if KIND == "rowwise_adagrad":
+        after = before + mean_of_squares
+        multiplier = tl.math.div_rn(tl.load(numbers), tl.math.sqrt_rn(after) + tl.load(numbers + 1))
+    else:
+        after = tl.load(numbers + 4) * before + tl.load(numbers + 6) * mean_of_squares
+        multiplier = tl.math.div_rn(tl.load(numbers + 7), _root_of_second(after, numbers))
+    tl.debug_barrier()  # every thread has read what is overwritten
+    tl.store(scalars + slot, after)
+    return multiplier
+
+
+@triton.jit
+def _by_row(w, g, multiplier, first_slot, at, inside, numbers, KIND: tl.constexpr):
+    """Update some columns of a row by an optimizer with one scalar a row. Returns the new weights."""
+    decay = tl.load(numbers + 2)
+    if KIND == "rowwise_adagrad":
+        return w - multiplier * _decayed(g, w, decay)
+    else:
+        before = tl.load(first_slot + at, mask=inside, other=0.0)
+        first = tl.load(numbers + 3) * before + tl.load(numbers + 5) * g
+        tl.store(first_slot + at, first, mask=inside)
+        return w - tl.load(numbers) * _decayed(first * multiplier, w, decay)
+
+
+@triton.jit
+def _trust_ratio(of_weights, of_direction):
+    """The norm of the weights by that of the direction, from the sums of their squares; 1 where either is 0."""
+    either = (of_weights == 0.0) | (of_direction == 0.0)
+    norm = tl.math.sqrt_rn(tl.where(either, 1.0, of_direction))
+    return tl.where(either, 1.0, tl.math.div_rn(tl.math.sqrt_rn(of_weights), norm))
+
+
+@triton.jit
+def _tier(tiers, tables, row):
+    """The addresses of the weights, of the two vector slots and of the scalar slot, and the row's table."""
+    table = tl.load(tables + row)
+    first_slot, second_slot = float_pointer(tiers, table * 4 + 1), float_pointer(tiers, table * 4 + 2)
+    return float_pointer(tiers, table * 4), first_slot, second_slot, float_pointer(tiers, table * 4 + 3), table
+
+
+@triton.jit
+def update_by_columns(
+    tiers,  # int64 [T, 4]: for each table the addresses of its weights, its two vector slots, and its scalar slot
+    numbers,
+    tables,  # int32 [U]: the table of each distinct row
+    slots,  # int32 [U]: its cache slot; -1: the row is not updated
+    starts,  # int32 [U + 1]: where its occurrences begin
+    occurrences,  # int32 [N']
+    grad,  # float32 [B, C], or [N, D] where POOLED is false
+    places,  # int64 [N], as `gradients.gradient_places` fills them
+    scale,  # float32 [N], the same
+    KIND: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    POOLED: tl.constexpr,
+    SCALED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Sum each distinct row's gradient in the order of its occurrences, and update the row once. The grid is (U,).
+
+    This is for optimizers whose columns need nothing of each other.
+    """
+    row = tl.program_id(0)
+    slot, begin, end = tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(starts + row + 1)
+    if (slot < 0) | (begin == end):
+        return
+    weights, first_slot, second_slot, _scalars, table = _tier(tiers, tables, row)
+    for block in tl.static_range(BLOCKS):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside, at = columns < D, slot * D + columns
+        g = row_gradient(grad, places, scale, occurrences, begin, end, columns, D, ALIGNED, POOLED, SCALED, AT_ONCE)
+        w = tl.load(weights + at, mask=inside, other=0.0)
+        new = _by_columns(w, g, first_slot, second_slot, at, inside, numbers + table * 9, KIND)
+        tl.store(weights + at, new, mask=inside)
+
+
+@triton.jit
+def _of_sums(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.constexpr):
+    """What the optimizer sums the squares of over some columns of a row, and its moments there, which LAMB has updated."""
+    first, second = w, w
+    value = g
+    if KIND == "rowwise_adagrad":
+        value = _decayed(g, w, tl.load(numbers + 2))
+    elif KIND == "lamb":
+        first, second = (
+            tl.load(first_slot + at, mask=inside, other=0.0),
+            tl.load(second_slot + at, mask=inside, other=0.0),
+        )
+        first, second = _moments(g, first, second, numbers)
+        tl.store(first_slot + at, first, mask=inside)
+        tl.store(second_slot + at, second, mask=inside)
+        # Lanes behind the row's end count for nothing.
+        value = tl.where(inside, _lamb_direction(first, second, w, numbers), 0.0)
+    return value, first, second
+
+
+@triton.jit
+def _multiplier(scalars, slot, squares, squares_of_weights, numbers, KIND: tl.constexpr, D: tl.constexpr):
+    """What the second pass multiplies by, from the sums of the first. The scalar slot, where there is one, is updated."""
+    total = sum_of_lanes(squares)
+    if KIND == "lamb":
+        return tl.load(numbers) * _trust_ratio(sum_of_lanes(squares_of_weights), total)
+    else:
+        return _rowwise_multiplier(scalars, slot, tl.math.div_rn(total, tl.full((), D, tl.float32)), numbers, KIND)
+
+
+@triton.jit
+def update_by_rows(
+    tiers,
+    numbers,
+    tables,
+    slots,
+    starts,
+    occurrences,
+    grad,
+    places,
+    scale,
+    KIND: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    POOLED: tl.constexpr,
+    SCALED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Do what `update_by_columns` does, with its arguments, for optimizers that need sums over the row.
+
+    The sums come in a first pass. A row of up to BLOCK columns keeps what it read in registers. A wider one reads and sums its
+    gradient once more for the second pass.
+    """
+    row = tl.program_id(0)
+    slot, begin, end = tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(starts + row + 1)
+    if (slot < 0) | (begin == end):
+        return
+    weights, first_slot, second_slot, scalars, table = _tier(tiers, tables, row)
+    numbers += table * 9
+    squares, squares_of_weights = tl.zeros((16,), tl.float32), tl.zeros((16,), tl.float32)
+    for block in tl.static_range(BLOCKS):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside, at = columns < D, slot * D + columns
+        g = row_gradient(grad, places, scale, occurrences, begin, end, columns, D, ALIGNED, POOLED, SCALED, AT_ONCE)
+        w = tl.load(weights + at, mask=inside, other=0.0)
+        value, first, second = _of_sums(w, g, first_slot, second_slot, at, inside, numbers, KIND)
+        squares = add_to_lanes(squares, value * value, BLOCK // 16)
+        if KIND == "lamb":
+            squares_of_weights = add_to_lanes(squares_of_weights, w * w, BLOCK // 16)
+    multiplier = _multiplier(scalars, slot, squares, squares_of_weights, numbers, KIND, D)
+    if BLOCKS > 1:
+        tl.debug_barrier()  # what the second pass reads again may have been written by other threads
+    for block in tl.static_range(BLOCKS):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside, at = columns < D, slot * D + columns
+        if BLOCKS > 1:
+            w = tl.load(weights + at, mask=inside, other=0.0)
+            if KIND == "lamb":
+                first = tl.load(first_slot + at, mask=inside, other=0.0)
+                second = tl.load(second_slot + at, mask=inside, other=0.0)
+            else:
+                g = row_gradient(
+                    grad, places, scale, occurrences, begin, end, columns, D, ALIGNED, POOLED, SCALED, AT_ONCE
+                )
+        if KIND == "lamb":
+            new = w - multiplier * _lamb_direction(first, second, w, numbers)
+        else:
+            new = _by_row(w, g, multiplier, first_slot, at, inside, numbers, KIND)
+        tl.store(weights + at, new, mask=inside)
