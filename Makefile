@@ -29,10 +29,11 @@ DOCS := $(VENV)/.docs-$(shell cksum <requirements/docs.txt | tr ' ' -)
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-rust test-loom test-python fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
+.PHONY: help setup demo test test-rust test-loom test-python test-cuda bench-cuda fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row; a report in target/demo"
 	@echo "make test         the tests of the core and of the package"
+	@echo "make test-cuda    the tests of the kernels on a GPU, held against the core's on the CPU; make bench-cuda measures them"
 	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
 	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test"
 	@echo "make lint         format, lints, types, stubs, import directions"
@@ -66,6 +67,16 @@ demo: $(NATIVE)
 	@$(PY) examples/movielens_dlrm.py $(ARGS)
 
 test: test-rust test-loom test-python
+
+# What needs a GPU. Without one both say so, and fail.
+HAS_CUDA = $(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device is here, so nothing was done: torch.cuda.is_available() is False")'
+test-cuda: $(NATIVE)
+	@$(HAS_CUDA)
+	@$(PY) -m pytest -q tests/python/test_triton_kernels.py
+
+bench-cuda: $(NATIVE)
+	@$(HAS_CUDA)
+	@$(PY) benches/python/cuda.py
 
 test-rust: $(NATIVE)
 	@if cargo nextest --version >/dev/null 2>&1; then \

@@ -219,6 +219,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "exceptions.InputError",
             "exceptions.CapacityError",
             "exceptions.HostMemoryError",
+            "exceptions.DeviceMemoryError",
             "exceptions.StateError",
             "exceptions.StaleError",
             "exceptions.MismatchError",

@@ -5,7 +5,8 @@ Shapes: n rows, D a table's width, V = D * (1 + vector slots), S cache slots of 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _native
+from .exceptions import DeviceMemoryError, EmbCacheError
 
 if TYPE_CHECKING:
     from ._native import DeviceArrays, FetchedRows, GatheredRows
 
-__all__ = ["DeviceTier", "RowMoves", "TorchMoves"]
+__all__ = ["DeviceTier", "RowMoves", "TorchMoves", "is_out_of_memory", "memory_of"]
 
 
 def _current_stream(device: torch.device) -> Any:
@@ -32,6 +34,27 @@ def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
         torch.get_device_module(device).stream(stream) if stream is not None else nullcontext()
     )
     return made
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or numpy says that there is no memory. On the CPU torch has no exception class for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )
+
+
+@contextmanager
+def memory_of(tables: str, device: torch.device) -> Iterator[None]:
+    """Name the tables, and what to do, where `device` has no memory for them: `DeviceMemoryError`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as cause:
+        if isinstance(cause, EmbCacheError) or not is_out_of_memory(cause):
+            raise
+        raise DeviceMemoryError(
+            f"{device} has no memory for a step of {tables}: lower the budgets there, use smaller batches or free memory, and try "
+            f"the step again ({cause})"
+        ) from cause
 
 
 class RowMoves(Protocol):
@@ -123,8 +146,7 @@ class DeviceTier:
                 vectors, scalars = self._moves.gather(self, torch.from_numpy(slots))
                 return _native.GatheredRows(vectors.cpu().numpy(), scalars.cpu().numpy())
         except RuntimeError as error:
-            # On the CPU torch has no exception class for it.
-            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            if is_out_of_memory(error):
                 raise MemoryError(str(error)) from error
             raise
 

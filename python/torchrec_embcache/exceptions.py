@@ -6,10 +6,13 @@ them, too. A message names the field or argument, its value, and what to do.
 
 from typing import Any
 
+import torch
+
 __all__ = [
     "CapacityError",
     "ConfigError",
     "CorruptionError",
+    "DeviceMemoryError",
     "EmbCacheError",
     "EmbCacheWarning",
     "EvictionHookError",
@@ -138,6 +141,19 @@ class HostMemoryError(EmbCacheError, MemoryError):
             ...
         torchrec_embcache.exceptions.HostMemoryError: cannot map rows: the system refuses ... bytes of memory ...
         >>> resource.setrlimit(resource.RLIMIT_AS, before)
+    """
+
+
+class DeviceMemoryError(EmbCacheError, torch.OutOfMemoryError, MemoryError):
+    """The device of a table has no memory for a forward or a backward. Tables are as before, or refuse all use.
+
+    The device may be the CPU. This is torch's own error and Python's, too, for code that knows these alone.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache.exceptions import DeviceMemoryError
+        >>> issubclass(DeviceMemoryError, torch.OutOfMemoryError)
+        True
     """
 
 

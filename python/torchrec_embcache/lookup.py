@@ -25,6 +25,7 @@ from torch import Tensor
 from . import _native, lifetime
 from .backends import make_backend
 from .bags import check_offsets
+from .device_tier import memory_of
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads
@@ -147,7 +148,7 @@ class LookupGroup:
         if dropped:
             try:
                 warnings.warn(
-                    f"{dropped} prefetched batch(es) of {self._names()} are not the forward's and were dropped: prefetch in the "
+                    f"{dropped} prefetched batch(es) of {self.names()} are not the forward's and were dropped: prefetch in the "
                     "order of the forwards",
                     EmbCacheWarning,
                     stacklevel=2,
@@ -157,7 +158,8 @@ class LookupGroup:
                 raise
         return PlannedBatch(self, plan, train)
 
-    def _names(self) -> str:
+    def names(self) -> str:
+        """The names of the tables, for messages."""
         return ", ".join(repr(table.name) for table in self.tables)
 
     # ---- forward and backward
@@ -321,8 +323,9 @@ class _Batch(ABC):
 
     def forward(self) -> Tensor:
         """Wait for every row, then run the kernel."""
-        self.backend = self.planned.wait()
-        return self.run()
+        with memory_of(self.group.names(), self.group.device):
+            self.backend = self.planned.wait()
+            return self.run()
 
     @abstractmethod
     def run(self) -> Tensor:
@@ -419,7 +422,8 @@ class _FusedLookup(torch.autograd.Function):
             batch.check_backward()
             _ = ctx.saved_tensors  # raises where one was changed in place after the forward
             check_rows_are_to_be_updated(ctx.next_functions[0][0])
-            weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
+            with memory_of(batch.group.names(), batch.group.device):
+                weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
             batch.group.sweep_after_step()
         except Exception as caught:
             if after is None:

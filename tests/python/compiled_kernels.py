@@ -3,6 +3,7 @@
 test_triton_compiled.py runs it as a program of its own, because kernels are declared either for the interpreter or for a compiler.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -60,16 +61,21 @@ def kernels(dim: int) -> list[tuple[str, object, str, dict[str, object], int]]:
     ]
 
 
-def compiled(kernel, types: str, constants: dict[str, object], warps: int, generation: int) -> str:
-    """The PTX of a kernel, as the launches compile it where tensors are aligned to 16 bytes."""
+def compiled(
+    kernel, types: str, constants: dict[str, object], warps: int, generation: int, *, aligned: bool = True
+) -> str:
+    """The PTX of a kernel, as Triton compiles it where tensors are `aligned` to 16 bytes.
+
+    Where they are not, the numbers among the arguments are 1, of which Triton makes constants.
+    """
     names = kernel.arg_names
-    given = dict(zip(names, types, strict=False))
-    signature = {name: POINTERS.get(given[name], "i32") if name in given else "constexpr" for name in names}
+    given = {name: kind for name, kind in zip(names, types, strict=False) if aligned or kind != "n"}
+    ones = {} if aligned else {name: 1 for name, kind in zip(names, types, strict=False) if kind == "n"}
     source = ASTSource(
         fn=kernel,
-        signature=signature,
-        constexprs={name: constants[name] for name in names if name not in given},
-        attrs={(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types) if kind != "n"},
+        signature={name: POINTERS.get(given[name], "i32") if name in given else "constexpr" for name in names},
+        constexprs={name: {**constants, **ones}[name] for name in names if name not in given},
+        attrs={(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types) if aligned and kind != "n"},
     )
     made = triton.compile(
         source, target=GPUTarget("cuda", generation, 32), options={**launch.EXACT, "num_warps": warps}
@@ -94,14 +100,17 @@ def assembled(ptx: str, generation: int) -> dict[str, int]:
 def main(dims: list[int]) -> None:
     """Print what is known of each kernel for each width and generation."""
     found = []
-    for generation in GENERATIONS:
-        for dim in dims:
-            for name, kernel, types, constants, warps in kernels(dim):
-                ptx = compiled(kernel, types, constants, warps, generation)
+    for generation, dim in itertools.product(GENERATIONS, dims):
+        for name, kernel, types, constants, warps in kernels(dim):
+            # The widest one is also compiled in the other way, without weights and for sequences.
+            for aligned in (True, False) if dim == max(dims) else (True,):
+                flags = {} if aligned else {"ALIGNED": 1, "POOLED": False, "SCALED": False, "WEIGHTED": False}
+                ptx = compiled(kernel, types, {**constants, **flags}, warps, generation, aligned=aligned)
                 facts = {
                     "kernel": name,
                     "generation": generation,
                     "dim": dim,
+                    "aligned": aligned,
                     "arithmetic": sorted(set(ARITHMETIC.findall(ptx))),
                     "moves": sorted(set(MOVES.findall(ptx))),
                     "atomics": sorted(set(re.findall(r"\b(?:atom|red)\.[a-z0-9.]+", ptx))),

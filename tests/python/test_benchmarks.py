@@ -154,3 +154,13 @@ def test_a_row_against_another_tree_has_the_ratios_of_its_pairs_so_turned_that_a
     # The second turn is twice as fast as the first: that makes neither tree faster.
     first, second = [1.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 1.0]
     assert results.against(row("a_rate", 1.5), "abc1234", first, second)["against"]["ratio"] == pytest.approx(1)
+
+
+def test_the_bench_of_a_gpu_runs_in_tritons_interpreter():
+    command = [sys.executable, str(SCRIPTS / "cuda.py"), "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    names = ["cuda_forward_pooled", "cuda_train_rowwise_adagrad", "cuda_step_cache10pct_zipf105"]
+    assert [row["name"] for row in rows] == names
+    assert all(row["value"] > 0 for row in rows)

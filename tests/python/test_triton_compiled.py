@@ -17,27 +17,28 @@ COPIES = {"sequence_rows", "gather", "scatter"}
 
 @pytest.fixture(scope="module")
 def kernels():
-    """The facts of all kernels, by (kernel, generation, dim)."""
+    """The facts of all kernels, by (kernel, generation, dim, aligned)."""
     program = Path(__file__).parent / "compiled_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(program), *map(str, DIMS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    return {(facts["kernel"], facts["generation"], facts["dim"]): facts for facts in found}
+    return {(facts["kernel"], facts["generation"], facts["dim"], facts["aligned"]): facts for facts in found}
 
 
 def test_every_operation_rounds_as_ieee_says_and_none_is_fused(kernels):
     for place, facts in kernels.items():
         assert set(facts["arithmetic"]) <= EXACT, place
         assert not facts["atomics"], place
-        assert bool(facts["arithmetic"]) == (facts["kernel"] not in COPIES), place
+        if facts["aligned"]:
+            assert bool(facts["arithmetic"]) == (facts["kernel"] not in COPIES), place
 
 
 def test_the_operations_of_each_optimizer_are_those_of_its_formula(kernels):
-    roots = {name for (name, _, _), facts in kernels.items() if "sqrt.rn.f32" in facts["arithmetic"]}
+    roots = {name for (name, *_), facts in kernels.items() if "sqrt.rn.f32" in facts["arithmetic"]}
     assert roots == {"adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "ftrl", "lamb"}
-    divisions = {name for (name, _, _), facts in kernels.items() if "div.rn.f32" in facts["arithmetic"]}
+    divisions = {name for (name, *_), facts in kernels.items() if "div.rn.f32" in facts["arithmetic"]}
     assert divisions == {*roots, "pooled_rows", "weight_gradients", "gradient_places"}
 
 
@@ -47,8 +48,8 @@ def test_no_kernel_spills_registers(kernels):
 
 
 def test_rows_are_moved_many_bytes_at_a_time(kernels):
-    for (name, generation, dim), facts in kernels.items():
-        if name == "gradient_places" or dim % 4:
+    for (name, generation, dim, aligned), facts in kernels.items():
+        if name == "gradient_places" or dim % 4 or not aligned:
             continue
         # A row of 64 floats is that of one warp, two floats a thread, unless a program has several.
         wide = "v2" if dim == 64 and name not in COPIES else "v4"

@@ -1,4 +1,7 @@
-"""Triton's kernels, in its interpreter, give the bits of the core's kernels."""
+"""Triton's kernels give the bits of the core's kernels: on CUDA where there is a device, else in Triton's interpreter.
+
+`make test-cuda` runs this file on a GPU. The core's kernels run on the CPU beside it.
+"""
 
 import os
 import subprocess
@@ -17,6 +20,7 @@ from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.lookup import LookupGroup
 
 TIERS = TierBudgets(host_bytes="16MiB", device_bytes="1MiB")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DECAYED = {
     **OPTIMIZERS,
     "adam": optimizers.Adam(lr=0.1, weight_decay=0.03),
@@ -45,7 +49,12 @@ def on_each(run):
 
 
 def bits(tensor: torch.Tensor | None) -> bytes | None:
-    return None if tensor is None else tensor.detach().numpy().tobytes()
+    return None if tensor is None else tensor.detach().cpu().numpy().tobytes()
+
+
+def device() -> str:
+    """The device of the tables: the core's kernels run on the CPU."""
+    return "cpu" if os.environ["EMBCACHE_KERNELS"] == "core" else DEVICE
 
 
 class Tables:
@@ -53,7 +62,9 @@ class Tables:
 
     def __init__(self, widths, specs, **more) -> None:
         self.bags = [
-            make_bag(name=f"t{number}", embedding_dim=dim, optimizer=spec, **{"tiers": TIERS, **more})
+            make_bag(
+                name=f"t{number}", embedding_dim=dim, optimizer=spec, **{"tiers": TIERS, "device": device(), **more}
+            )
             for number, (dim, spec) in enumerate(zip(widths, specs, strict=True))
         ]
         self.features = [0, 0, *range(1, len(widths))]
@@ -69,11 +80,13 @@ class Tables:
         """One lookup of `bags`, those of feature after feature, with its backward."""
         ids = np.array([i for bag in bags for i in bag], np.int64)
         offsets = np.cumsum([0, *(len(bag) for bag in bags)])
-        weights = weights[: len(ids)].clone().requires_grad_() if weights is not None else None
+        weights = weights[: len(ids)].to(device(), copy=True).requires_grad_() if weights is not None else None
         out = self.group.pooled(ids, offsets, mean, weights, train=train, anchor=self.anchor)
         self.outs.append(bits(out))
         if train:
-            (out * (torch.linspace(-1, 2, out.numel()).view_as(out) if scale is None else scale)).sum().backward()
+            (
+                out * (torch.linspace(-1, 2, out.numel()).view(out.shape) if scale is None else scale).to(out.device)
+            ).sum().backward()
             self.outs.append(bits(weights.grad) if weights is not None else None)
 
     def everything(self):
@@ -241,7 +254,7 @@ def test_sequences_have_the_bits_of_the_core():
         for ids, splits in (([1, 2, 1, 5, 1, 5, 5], [0, 2, 4, 7]), ([3], [0, 0, 1, 1]), ([], [0, 0, 0, 0])):
             out = group.sequence(np.array(ids, np.int64), np.array(splits, np.int64), train=True, anchor=tables.anchor)
             tables.outs.append(bits(out))
-            (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+            (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.device)).sum().backward()
         return tables.everything()
 
     equal_on_each(run)
@@ -255,8 +268,8 @@ def test_rows_that_move_between_all_tiers_have_the_bits_of_the_core(kind, tmp_pa
     def run():
         directory = tmp_path / os.environ["EMBCACHE_KERNELS"]
         tiers = ssd_tiers(directory, host_bytes="2KiB", device_bytes="3KiB")
-        with make_bag(tiers=tiers, optimizer=OPTIMIZERS[kind], embedding_dim=5) as bag:
-            outs = [out.numpy().tobytes() for out in train(bag, batches, 2)]
+        with make_bag(tiers=tiers, optimizer=OPTIMIZERS[kind], embedding_dim=5, device=device()) as bag:
+            outs = [bits(out) for out in train(bag, batches, 2)]
             assert bag.stats().kernels == os.environ["EMBCACHE_KERNELS"]
             assert bag.stats().device.evictions > 10
             return outs, Contents.of(bag)
@@ -272,6 +285,7 @@ def test_a_row_that_refused_ids_share_has_the_bits_of_the_core():
             name="item",
             embedding_dim=6,
             tiers=TIERS,
+            device=device(),
             optimizer=DECAYED["rowwise_adagrad"],
             initializer=initializers.Uniform(-0.5, 0.5),
             admission=admission.Count(310),
@@ -283,7 +297,7 @@ def test_a_row_that_refused_ids_share_has_the_bits_of_the_core():
                 # One id is so frequent that its gradients are summed by parts. It gets a row in the second step.
                 out = table(torch.tensor([1, 2, 1, 3 + step, 9, *[9] * 300, 3 + step]))
                 outs.append(bits(out))
-                (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+                (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.device)).sum().backward()
             return outs, (table.table.shared_row().tobytes(), Contents.of(table))
 
     equal_on_each(run)
