@@ -103,7 +103,7 @@ def table(device: torch.device, sizes: Sizes, device_rows: int) -> EmbCacheEmbed
 
 def born(bag: EmbCacheEmbeddingBag, sizes: Sizes) -> EmbCacheEmbeddingBag:
     """The table with all of its rows."""
-    for ids in torch.arange(sizes.rows).split(sizes.bags * IDS_OF_A_BAG):
+    for ids in torch.split(torch.arange(sizes.rows), sizes.bags * IDS_OF_A_BAG):
         bag(ids.view(-1, 1)).sum().backward()
     return bag
 
