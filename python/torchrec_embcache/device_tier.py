@@ -16,17 +16,12 @@ from torch import Tensor
 
 from . import _native
 from .exceptions import DeviceMemoryError, EmbCacheError
+from .stream_order import StreamOrder, current_stream
 
 if TYPE_CHECKING:
     from ._native import DeviceArrays, FetchedRows, GatheredRows
 
 __all__ = ["DeviceTier", "RowMoves", "TorchMoves", "is_out_of_memory", "memory_of"]
-
-
-def _current_stream(device: torch.device) -> Any:
-    """The caller's stream on `device`; None where it has no streams."""
-    current = getattr(torch.get_device_module(device), "current_stream", None) if device.type != "cpu" else None
-    return current(device) if current is not None else None
 
 
 def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
@@ -112,16 +107,21 @@ class DeviceTier:
             self.weights = torch.zeros(capacity, dim, device=device)
             self.vector_slots = [torch.zeros(capacity, dim, device=device) for _ in range(vector_slots)]
             self.scalars = torch.zeros(capacity, device=device) if scalar_slot else None
-        self._stream = _current_stream(device)
+        self._order = StreamOrder()
+        self._order.write(current_stream(device))
 
     @property
     def kernels(self) -> str:
         """The name of the kernels that run on the rows."""
         return self._moves.kernels
 
+    def reads(self) -> None:
+        """Note that rows are about to be read on the caller's stream, which then waits for what changes them on others."""
+        self._order.read(current_stream(self.device))
+
     def changes(self) -> None:
-        """Note that rows are about to change on the caller's stream, so that `gather` waits for what runs there."""
-        self._stream = _current_stream(self.device)
+        """Note that rows are about to change on the caller's stream, which then waits for what uses them on others."""
+        self._order.write(current_stream(self.device))
 
     def ensure(self, slots: int) -> None:
         """Hold at least `slots` rows; those that are there keep their slots. On an error the tensors stay what they were."""
@@ -130,11 +130,17 @@ class DeviceTier:
             return
         more = max(more, self.weights.shape[0] // 8)
         self.changes()
+        for part in self.parts():
+            _used_here(part)
         with torch.inference_mode(False):
             weights = _grown(self.weights, more)
             vector_slots = [_grown(slot, more) for slot in self.vector_slots]
             scalars = _grown(self.scalars, more) if self.scalars is not None else None
         self.weights, self.vector_slots, self.scalars = weights, vector_slots, scalars
+
+    def parts(self) -> list[Tensor]:
+        """The weights, the vector slots, and the scalar slot if there is one."""
+        return [self.weights, *self.vector_slots, *([self.scalars] if self.scalars is not None else [])]
 
     def gather(self, slots: NDArray[np.int64]) -> GatheredRows:
         """The rows of cache slots [n], for the core. Their scalars are zeros where there is no scalar slot.
@@ -142,7 +148,8 @@ class DeviceTier:
         Raises `MemoryError` where torch has no memory.
         """
         try:
-            with _on(self._stream, self.device), torch.no_grad():
+            with _on(self._order.writer, self.device), torch.no_grad():
+                self.reads()
                 vectors, scalars = self._moves.gather(self, torch.from_numpy(slots))
                 return _native.GatheredRows(vectors.cpu().numpy(), scalars.cpu().numpy())
         except RuntimeError as error:
@@ -162,6 +169,13 @@ class DeviceTier:
         """The tensors as numpy arrays of the same memory, for the core's kernels on the CPU."""
         scalars = self.scalars.numpy() if self.scalars is not None else None
         return _native.DeviceArrays(self.weights.numpy(), [slot.numpy() for slot in self.vector_slots], scalars)
+
+
+def _used_here(tensor: Tensor) -> None:
+    """Tell torch's allocator that the caller's stream uses the tensor, so that its memory is not given away before that is done."""
+    stream: Any = current_stream(tensor.device)
+    if stream is not None:
+        tensor.record_stream(stream)
 
 
 def _grown(tensor: Tensor, more: int) -> Tensor:

@@ -217,6 +217,7 @@ class TorchBackend(KernelBackend):
         column = 0
         for feature, table in enumerate(self.feature_tables):
             tier = self._tier(table)
+            tier.reads()
             begin, end = feature * pooled.bags, (feature + 1) * pooled.bags
             offsets = pooled.offsets[begin : end + 1] - pooled.offsets[begin]
             weights = (
@@ -266,7 +267,9 @@ class TorchBackend(KernelBackend):
 
     def _rows_of(self, plan: Plan, table: int, slots: Tensor) -> Tensor:
         """What the occurrences in `slots` [n] read: [n, D]. -1 is an absent one."""
-        rows, absent = self._tier(table).weights.index_select(0, slots.clamp(min=0)), (slots < 0)[:, None]
+        tier = self._tier(table)
+        tier.reads()
+        rows, absent = tier.weights.index_select(0, slots.clamp(min=0)), (slots < 0)[:, None]
         row = self._absent_row(plan, table)
         return rows.masked_fill_(absent, 0.0) if row is None else torch.where(absent, row, rows)
 

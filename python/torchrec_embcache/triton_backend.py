@@ -146,7 +146,11 @@ class TritonBackend(KernelBackend):
             row = plan.absent_row(table)
             if row is not None:
                 absent[table] = torch.from_numpy(row).to(self.device)
-        weights = {table: launch.tier_addresses(self._tier(table))[0] for table in dict.fromkeys(self.feature_tables)}
+        weights = {}
+        for table in dict.fromkeys(self.feature_tables):
+            tier = self._tier(table)
+            tier.reads()
+            weights[table] = launch.tier_addresses(tier)[0]
         features = [
             [weights[table], absent[table].data_ptr() if table in absent else 0, int(column), int(averaged)]
             for table, column, averaged in zip(self.feature_tables, self._columns[:-1], mean, strict=True)

@@ -56,7 +56,7 @@ _BASE = {
     "resuming",
 }
 _SHARD = _BASE | {
-    "device_tier",
+    *("device_tier", "stream_order"),
     "torch_updates",
     "kernels",
     "backends",
@@ -71,9 +71,10 @@ _CACHE = _TABLE | {"bags", "lookahead", "lookup", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "sessions"}
 PYTHON_IMPORTS: dict[str, set[str]] = {
-    **{name: set() for name in ("agreement", "lookahead", "reports", "tracing")},
-    **{name: {"exceptions"} for name in ("collective", "device_tier", "gradients", "hyperparameters", "metrics")},
+    **{name: set() for name in ("agreement", "lookahead", "reports", "stream_order", "tracing")},
+    **{name: {"exceptions"} for name in ("collective", "gradients", "hyperparameters", "metrics")},
     **{name: {"exceptions"} for name in ("shared_rows", "under_way")},
+    "device_tier": {"exceptions", "stream_order"},
     "exceptions": set(),
     "closing": set(),
     "buckets": set(),
@@ -92,11 +93,11 @@ PYTHON_IMPORTS: dict[str, set[str]] = {
     "lifecycle": {"exceptions", "config", "admission", "agreement", "cuts", "eviction"},
     "lifecycle_configs": {"exceptions", "config", "admission", "agreement", "cuts", "eviction"},
     "optimizers": {"exceptions", "config", "hyperparameters"},
-    "torch_updates": {"exceptions", "config", "hyperparameters", "optimizers", "device_tier"},
-    "kernels": _BASE | {"device_tier", "torch_updates"},
-    "triton_kernels": {"exceptions", "hyperparameters", "device_tier"},
-    "triton_backend": _BASE | {"device_tier", "torch_updates", "kernels", "triton_kernels"},
-    "backends": _BASE | {"device_tier", "torch_updates", "kernels", "triton_backend", "triton_kernels"},
+    "torch_updates": {"exceptions", "config", "hyperparameters", "optimizers", "device_tier", "stream_order"},
+    "kernels": _BASE | {"device_tier", "stream_order", "torch_updates"},
+    "triton_kernels": {"exceptions", "hyperparameters", "device_tier", "stream_order"},
+    "triton_backend": _BASE | {"device_tier", "stream_order", "torch_updates", "kernels", "triton_kernels"},
+    "backends": _BASE | {"device_tier", "stream_order", "torch_updates", "kernels", "triton_backend", "triton_kernels"},
     "rows": {"exceptions", "config", "optimizers"},
     "owners": {"exceptions", "config", "optimizers", "collective", "buckets", "rows"},
     "table_settings": {
