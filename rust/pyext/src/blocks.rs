@@ -215,9 +215,10 @@ impl PyBlockSave {
         py.detach(|| {
             let save = lock(&self.save);
             let writer = ShardWriter::new(save.as_ref().ok_or_else(|| ended("save"))?, parallel, blocks);
-            *self.writer.write().unwrap_or_else(PoisonError::into_inner) = Some(writer.map_err(to_python)?);
+            *self.writer.write().unwrap_or_else(PoisonError::into_inner) = Some(writer?);
             Ok(())
         })
+        .map_err(to_python)
     }
 
     /// Add bytes to a block.

@@ -16,12 +16,13 @@ use crate::records::{
 };
 use crate::table::PyTable;
 
+/// Lock. The caller does not have the GIL, and does not ask for it before it unlocks: another thread that has it may wait for the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-pub(crate) fn ended(what: &str) -> PyErr {
-    to_python(Error::new(Kind::State, format!("the {what} has ended: make another")))
+pub(crate) fn ended(what: &str) -> Error {
+    Error::new(Kind::State, format!("the {what} has ended: make another"))
 }
 
 /// The name of the newest complete checkpoint of a directory.
@@ -82,21 +83,26 @@ impl PySave {
                 Ok((directory, part.name.parse()?, part.digest.into()))
             };
             let parts = parts.into_iter().map(part).collect::<embcache::Result<Vec<_>>>();
-            parts.and_then(|parts| save.adopt(rank, world_size, &parts)).map(Into::into).map_err(to_python)
+            save.adopt(rank, world_size, &parts?).map(Into::into)
         })
+        .map_err(to_python)
     }
 
     fn write_dense_metadata(&self, py: Python<'_>, metadata: &[u8]) -> PyResult<()> {
         py.detach(|| {
             let mut save = lock(&self.inner);
-            save.as_mut().ok_or_else(|| ended("save"))?.write_dense_metadata(metadata).map_err(to_python)
+            save.as_mut().ok_or_else(|| ended("save"))?.write_dense_metadata(metadata)
         })
+        .map_err(to_python)
     }
 
     fn publish(&self, py: Python<'_>, digests: Vec<PyDigest>, next_epoch: u32) -> PyResult<PyPublished> {
-        let save = lock(&self.inner).take().ok_or_else(|| ended("save"))?;
         let digests: Vec<RankDigest> = digests.into_iter().map(Into::into).collect();
-        py.detach(|| save.publish(&digests, next_epoch)).map(Into::into).map_err(to_python)
+        py.detach(|| {
+            let save = lock(&self.inner).take().ok_or_else(|| ended("save"))?;
+            save.publish(&digests, next_epoch).map(Into::into)
+        })
+        .map_err(to_python)
     }
 
     /// Remove what was written. Nothing happens where the save has ended: it was published, or its publication removed what it wrote.
@@ -117,7 +123,7 @@ impl PyWriter {
         py: Python<'_>,
         work: impl FnOnce(&mut RankWriter) -> embcache::Result<T> + Send,
     ) -> PyResult<T> {
-        py.detach(|| work(lock(&self.inner).as_mut().ok_or_else(|| ended("writer"))?).map_err(to_python))
+        py.detach(|| work(lock(&self.inner).as_mut().ok_or_else(|| ended("writer"))?)).map_err(to_python)
     }
 }
 
@@ -188,7 +194,8 @@ impl PyWriter {
     fn finish(&self, py: Python<'_>) -> PyResult<PyDigest> {
         py.detach(|| {
             let writer = lock(&self.inner).take().ok_or_else(|| ended("writer"))?;
-            writer.finish().map(Into::into).map_err(to_python)
+            writer.finish().map(Into::into)
         })
+        .map_err(to_python)
     }
 }

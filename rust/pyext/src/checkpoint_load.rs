@@ -159,6 +159,7 @@ impl PyReader {
 
     #[pyo3(signature = (module, table, bucket_begin, bucket_end, *, saved=None, segments=false, slots=true))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one request")]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned strings")]
     fn check_table(
         &self,
         py: Python<'_>,
@@ -178,10 +179,13 @@ impl PyReader {
             columns: if slots { Columns::All } else { Columns::WithoutSlots },
             segments: if segments { Segments::Open } else { Segments::Refuse },
         };
-        let source = py.detach(|| self.inner.check_table(&table.inner, &request)).map_err(to_python)?;
-        let rows = source.most_rows();
-        lock(&self.sources).insert((module, name), source);
-        Ok(rows)
+        py.detach(|| {
+            let source = self.inner.check_table(&table.inner, &request)?;
+            let rows = source.most_rows();
+            lock(&self.sources).insert((module.clone(), name.clone()), source);
+            Ok(rows)
+        })
+        .map_err(to_python)
     }
 
     /// The segments that the table is to be opened from, if `check_table` found that it is. They are given once.
@@ -219,7 +223,8 @@ impl PyReader {
 impl PyReader {
     /// What `check_table` made ready to read the rows of a table.
     fn rows_of(&self, module: String, table: String) -> PyResult<ChainReader> {
-        match lock(&self.sources).remove(&(module, table)) {
+        let source = lock(&self.sources).remove(&(module, table));
+        match source {
             Some(TableSource::Rows(reader)) => Ok(reader),
             _ => Err(to_python(Error::new(Kind::State, "check_table() comes before load_table(), once for each"))),
         }

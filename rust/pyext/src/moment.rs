@@ -65,7 +65,7 @@ impl PyMoment {
 
     fn write_table(&self, py: Python<'_>) -> PyResult<Option<PyTableWritten>> {
         let write = || lock(&self.inner).as_mut().map(RankMoment::write_next);
-        let written = py.detach(write).ok_or_else(|| ended("moment"))?.map_err(to_python)?;
+        let written = py.detach(write).ok_or_else(|| to_python(ended("moment")))?.map_err(to_python)?;
         Ok(written.map(PyTableWritten::changes))
     }
 
@@ -74,7 +74,7 @@ impl PyMoment {
             let moment = lock(&self.inner).take();
             moment.map(|moment| moment.finish().map(Into::into))
         };
-        py.detach(finish).ok_or_else(|| ended("moment"))?.map_err(to_python)
+        py.detach(finish).ok_or_else(|| to_python(ended("moment")))?.map_err(to_python)
     }
 
     fn release(&self, py: Python<'_>) {
