@@ -292,11 +292,8 @@ impl Residency {
         let wanted = read.as_ref().map_or(missing, RowsToRead::missing);
         let (slots, refused) = self.host.admit(wanted.ids, wanted.on_ssd, !mode.ahead);
         let (mut reads, mut born) = (Vec::new(), Vec::new());
-        let host = Arc::make_mut(&mut hold.host);
-        let rows = slots.iter().zip(wanted.positions).zip(wanted.ids).zip(wanted.on_ssd);
-        for (((&slot, &position), &id), &there) in rows {
-            self.host.slots.pin(slot);
-            host[position as usize] = slot;
+        self.pin_taken(hold, wanted.positions, &slots);
+        for ((&slot, &id), &there) in slots.iter().zip(wanted.ids).zip(wanted.on_ssd) {
             if there { &mut reads } else { &mut born }.push((id, slot));
         }
         self.counts.became_provisional(born.len() as u64);
@@ -306,6 +303,23 @@ impl Residency {
         }
         let zeros = (missing.ids.len() - wanted.ids.len()) as u64;
         Admitted { reads, born, zeros, refused }
+    }
+
+    /// Pin slots that were just taken for the first of the ids at `positions`: together with those that the plan has pinned so far, where these
+    /// are all of one group, else one by one.
+    fn pin_taken(&mut self, hold: &mut Hold, positions: &[u32], slots: &[CacheSlot]) {
+        let taken = positions.iter().copied().zip(slots.iter().copied());
+        if let Some(group) = &hold.group
+            && self.host.slots.extend_group(group, &mut hold.host, taken.clone())
+        {
+            hold.group_grew = true;
+            return;
+        }
+        let host = Arc::make_mut(&mut hold.host);
+        for (position, slot) in taken {
+            self.host.slots.pin(slot);
+            host[position as usize] = slot;
+        }
     }
 }
 
