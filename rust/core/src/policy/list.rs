@@ -55,7 +55,8 @@ impl Links {
         self.0.try_reserve(slots.saturating_sub(self.0.len()))
     }
 
-    fn cover(&mut self, slot: CacheSlot) {
+    /// Have links for `slot`, and for those below it.
+    pub(super) fn cover(&mut self, slot: CacheSlot) {
         if self.0.len() <= slot as usize {
             self.0.resize(slot as usize + 1, [END; 2]);
         }
@@ -138,10 +139,15 @@ impl<T: Copy + Default> PerSlot<T> {
     }
 
     pub(super) fn set(&mut self, slot: CacheSlot, value: T) {
+        self.cover(slot);
+        self.0[slot as usize] = value;
+    }
+
+    /// See [`Links::cover`].
+    pub(super) fn cover(&mut self, slot: CacheSlot) {
         if self.0.len() <= slot as usize {
             self.0.resize(slot as usize + 1, T::default());
         }
-        self.0[slot as usize] = value;
     }
 
     /// Start to load the value of a slot into the processor's cache.

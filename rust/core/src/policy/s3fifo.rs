@@ -160,6 +160,18 @@ impl Policy for S3Fifo {
         self.ghost.prefetch(id);
     }
 
+    fn all_inserted(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+        let Some(&highest) = slots.iter().max() else { return };
+        self.links.cover(highest);
+        self.marks.cover(highest);
+        for (at, (&slot, &id)) in slots.iter().zip(ids).enumerate() {
+            if let Some(&later) = ids.get(at + AHEAD) {
+                self.ghost.prefetch(later);
+            }
+            self.inserted(slot, id);
+        }
+    }
+
     fn accessed(&mut self, slots: &[CacheSlot]) {
         for (at, &slot) in slots.iter().enumerate() {
             if let Some(&ahead) = slots.get(at + AHEAD) {
