@@ -3,6 +3,7 @@
 
 use std::collections::TryReserveError;
 
+use crate::mapping::ask_for_huge_pages;
 use crate::memory::room_for;
 use crate::prefetch::prefetch;
 use crate::types::CacheSlot;
@@ -47,7 +48,7 @@ impl Links {
 
     /// Links with memory for `slots`, unless the system refuses to give that much at once.
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(room_for(slots as usize))
+        Self(room_for_slots(slots))
     }
 
     /// Reserve memory, so that slots below `slots` need no more.
@@ -84,6 +85,23 @@ impl Links {
         }
         list.front = slot;
         list.len += 1;
+    }
+
+    /// Put slots that are in no list at the front of `list`, one after the other: as [`Links::push_front`] for each, in their order. There are
+    /// links for all of them.
+    pub(super) fn push_all_front(&mut self, list: &mut List, slots: &[CacheSlot]) {
+        let (Some(&first), Some(&last)) = (slots.first(), slots.last()) else { return };
+        match list.front {
+            END => list.back = first,
+            front => self.0[front as usize][0] = first,
+        }
+        let mut older = list.front;
+        for (at, &slot) in slots.iter().enumerate() {
+            self.0[slot as usize] = [slots.get(at + 1).copied().unwrap_or(END), older];
+            older = slot;
+        }
+        list.front = last;
+        list.len += slots.len() as u32;
     }
 
     /// Put a slot that is in no list at the back of `list`.
@@ -126,7 +144,7 @@ pub(super) struct PerSlot<T>(Vec<T>);
 impl<T: Copy + Default> PerSlot<T> {
     /// See [`Links::with_capacity`].
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(room_for(slots as usize))
+        Self(room_for_slots(slots))
     }
 
     /// See [`Links::reserve`].
@@ -154,4 +172,12 @@ impl<T: Copy + Default> PerSlot<T> {
     pub(super) fn prefetch(&self, slot: CacheSlot) {
         prefetch(&self.0, slot as usize);
     }
+}
+
+/// An empty vector with room for `slots` elements, unless the system refuses. Slots are used from the first one on, so large room is in huge
+/// pages: filling it takes few page faults.
+fn room_for_slots<T>(slots: u32) -> Vec<T> {
+    let mut all = room_for(slots as usize);
+    ask_for_huge_pages(all.spare_capacity_mut());
+    all
 }
