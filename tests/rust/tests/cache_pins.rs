@@ -151,3 +151,21 @@ fn rows_whose_read_fails_vanish_with_the_plan_that_pinned_them_together_with_oth
     rig.train(&batch, 10, 1).expect("the same batch again");
     assert_eq!((rows(&rig), pinned_and_here(&rig).0), (2050, 0));
 }
+
+#[test]
+fn a_batch_that_several_threads_look_up_and_bear_is_trained_as_by_one() {
+    let batches = [ids(0..2 * MANY), ids(MANY..4 * MANY), ids(0..4 * MANY)];
+    let trained = |threads| {
+        let rig = in_ram();
+        for (salt, batch) in batches.iter().enumerate() {
+            let plan = rig.plan(batch, PlanMode { threads, ..PlanMode::TRAIN }).expect("a plan");
+            rig.finish(&plan, batch.len(), 10, salt as u32).expect("a step");
+        }
+        assert_eq!(pinned_and_here(&rig), (0, 4 * MANY as u64));
+        rig.contents().expect("rows")
+    };
+    let alone = trained(1);
+    for threads in [2, 5] {
+        assert_eq!(trained(threads), alone, "{threads} threads");
+    }
+}

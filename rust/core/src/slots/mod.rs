@@ -126,9 +126,9 @@ impl SlotMap {
         self.index.get(id)
     }
 
-    /// As [`SlotMap::get`], of `ids` `[n]` into `slots` `[n]`.
-    pub fn get_batch(&self, ids: &[Id], slots: &mut [CacheSlot]) {
-        self.index.get_batch(ids, slots);
+    /// The index by which ids find their slots, for those who look for many of them.
+    pub fn index(&self) -> &HostIndex {
+        &self.index
     }
 
     /// The state of the row in a slot; no bits where the slot is empty.
@@ -250,7 +250,7 @@ impl SlotMap {
             self.states.resize(needed, RowState::default());
         }
         if self.pins.len() < needed {
-            self.pins.grow(pins_for(needed));
+            self.pins.grow(needed);
         }
     }
 
@@ -266,7 +266,7 @@ impl SlotMap {
         self.index.reserve(rows as usize)?;
         self.states
             .try_reserve(slots - self.states.len())
-            .and_then(|()| self.pins.reserve(pins_for(slots)))
+            .and_then(|()| self.pins.reserve(slots))
             .and_then(|()| self.policy.reserve(slots))
             // Every slot can be given back without asking for memory.
             .and_then(|()| self.free.try_reserve(fresh as usize - (fresh as usize).min(self.free.len())))
@@ -371,11 +371,6 @@ impl SlotMap {
             *state = state.without(RowState::MODIFIED);
         }
     }
-}
-
-/// How many pins there are to be once `needed` slots are in use: twice as many, so that they seldom grow.
-fn pins_for(needed: usize) -> usize {
-    (needed * 2).max(64)
 }
 
 #[cfg(test)]

@@ -6,6 +6,8 @@ use std::time::Instant;
 use super::hold::{Hold, PlanMode};
 use super::{Residency, SLOTS_AHEAD};
 use crate::error::Result;
+use crate::index::HostIndex;
+use crate::kernels::threads::hand_over;
 use crate::lifecycle::admission::Admitter;
 use crate::slots::RowState;
 use crate::ssd::FetchBatch;
@@ -13,6 +15,11 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Rows whose reads are submitted together. The disk works on them while room is made for the next ones.
 const ROWS_PER_SUBMISSION: usize = 4096;
+
+/// Ids that one thread looks for at a time.
+const IDS_PER_PIECE: usize = 8192;
+/// What it costs to look for an id, in floats touched.
+const COST_OF_LOOK_UP: u64 = 8;
 
 /// Some ids of a plan that are not in RAM.
 #[derive(Clone, Copy)]
@@ -85,7 +92,7 @@ impl Residency {
     /// Pin every id of a plan in the host tier. Ids that are not there are admitted.
     fn pin_all(&mut self, hold: &mut Hold, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         let host = Arc::make_mut(&mut hold.host);
-        self.host.slots.get_batch(&hold.ids, host);
+        look_up(self.host.slots.index(), &hold.ids, host, if mode.ahead { 1 } else { mode.threads });
         if self.host.slots.all_settled() {
             let (missing, there) = split_found(host);
             self.host.slots.accessed(if missing.is_empty() { host } else { &there });
@@ -291,7 +298,7 @@ impl Residency {
         let read = leaves_out.then(|| RowsToRead::of(missing));
         let wanted = read.as_ref().map_or(missing, RowsToRead::missing);
         let (slots, refused) = self.host.admit(wanted.ids, wanted.on_ssd, !mode.ahead);
-        let (mut reads, mut born) = (Vec::new(), Vec::new());
+        let (mut reads, mut born) = (Vec::new(), Vec::with_capacity(slots.len()));
         self.pin_taken(hold, wanted.positions, &slots);
         for ((&slot, &id), &there) in slots.iter().zip(wanted.ids).zip(wanted.on_ssd) {
             if there { &mut reads } else { &mut born }.push((id, slot));
@@ -340,6 +347,14 @@ impl RowsToRead {
     fn missing(&self) -> Missing<'_> {
         Missing { positions: &self.positions, ids: &self.ids, on_ssd: &self.on_ssd }
     }
+}
+
+/// Write the slot of each of `ids` `[U]` to `slots` `[U]`, or `NO_SLOT` where the index lacks the id, on up to `threads` threads.
+fn look_up(index: &HostIndex, ids: &[Id], slots: &mut [CacheSlot], threads: usize) {
+    let together = if threads > 1 { IDS_PER_PIECE } else { ids.len().max(1) };
+    let pieces = ids.chunks(together).zip(slots.chunks_mut(together));
+    let look = |(ids, slots): (&[Id], &mut [CacheSlot])| index.get_batch(ids, slots);
+    hand_over(threads, ids.len() as u64 * COST_OF_LOOK_UP, look, |give| pieces.for_each(give));
 }
 
 /// The positions in `host` `[U]` without a slot, and the slots of the others; where all have one, these are not listed.
