@@ -3,12 +3,13 @@
 
 use std::io;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 use std::ptr;
 
 use crate::error::{Error, Result};
 
-/// Mappings of this many bytes or more ask for huge pages. A smaller one would mostly waste the end of its last page.
+/// Mappings of this many bytes or more ask for huge pages. A smaller one would mostly waste the end of its last page, unless it ends with one.
 const HUGE_PAGES_FROM_BYTES: usize = 8 << 20;
 /// The size of a huge page in bytes, and its alignment.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -17,6 +18,18 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 pub(crate) fn page_bytes() -> usize {
     // SAFETY: sysconf reads a constant of the system and touches no memory of this process.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
+}
+
+/// Ask the system for huge pages for memory that was not used yet, if it is large. What does not fill a huge page stays in small ones.
+pub(crate) fn ask_for_huge_pages<T>(unused: &mut [MaybeUninit<T>]) {
+    let start = unused.as_mut_ptr();
+    let before = start.addr().next_multiple_of(HUGE_PAGE_BYTES) - start.addr();
+    let bytes = size_of_val(unused).saturating_sub(before) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    if bytes >= HUGE_PAGES_FROM_BYTES {
+        // SAFETY: the range lies within the memory that is borrowed, and the advice changes nothing of what it holds. Where there are no huge
+        // pages it fails, which costs only speed.
+        unsafe { libc::madvise(start.cast::<u8>().wrapping_add(before).cast(), bytes, libc::MADV_HUGEPAGE) };
+    }
 }
 
 /// An anonymous private mapping, which is unmapped when it is dropped. Its pages cost memory only once they are written, read as
@@ -30,7 +43,7 @@ pub(crate) struct Mapping {
 impl Mapping {
     /// A mapping of at least `bytes` zero bytes. `Kind::Memory` where the system refuses.
     pub(crate) fn new(bytes: usize) -> Result<Self> {
-        Self::map(bytes, bytes >= HUGE_PAGES_FROM_BYTES)
+        Self::map(bytes, bytes >= HUGE_PAGES_FROM_BYTES || bytes > 0 && bytes.is_multiple_of(HUGE_PAGE_BYTES))
     }
 
     /// Like [`Mapping::new`], but in huge pages whatever the size.
@@ -176,6 +189,16 @@ mod tests {
         (zeros[0], zeros[(3 << 20) - 1]) = (7, 8);
         assert_eq!((zeros.len(), zeros[0], zeros[1], zeros.last()), (3 << 20, 7, 0, Some(&8)));
         assert!(resident(&zeros) <= 2 * HUGE_PAGE_BYTES);
+    }
+
+    #[test]
+    fn what_memory_holds_stays_when_huge_pages_are_asked_for_beside_it() {
+        let mut all: Vec<u64> = Vec::with_capacity(3 << 20);
+        all.extend(0..1000);
+        ask_for_huge_pages(all.spare_capacity_mut());
+        ask_for_huge_pages::<u64>(&mut []);
+        all.extend(1000..3 << 20);
+        assert!((0..3 << 20).eq(all));
     }
 
     #[test]

@@ -133,18 +133,18 @@ impl TableBase {
     /// `row` gives for each number below `count` the address of a row of this table's layout, whose memory holds floats and is valid for writes.
     /// No two of them overlap, and during the call nobody else reads or writes there.
     pub(crate) unsafe fn bear(&self, count: usize, row: impl Fn(usize) -> (Id, RowAddress) + Sync, threads: usize) {
-        let floats = self.floats();
+        let (floats, dim) = (self.floats(), self.layout.dim);
         let cost_before = |row: usize| (row * floats) as u64;
         deal(threads, count, cost_before, |range| {
-            for (id, to) in range.map(&row) {
+            self.birth.fill_all(range.map(&row).map(|(id, to)| {
                 // SAFETY: the caller promises a valid address of floats that nobody else uses, and each number is the work of one thread.
-                let vector = unsafe {
+                let weights = unsafe {
                     to.header.write(RowHeader { id, ..RowHeader::default() });
-                    to.vector.wrapping_add(self.layout.dim).write_bytes(0, floats - self.layout.dim);
-                    std::slice::from_raw_parts_mut(to.vector, self.layout.dim)
+                    to.vector.wrapping_add(dim).write_bytes(0, floats - dim);
+                    std::slice::from_raw_parts_mut(to.vector, dim)
                 };
-                self.birth.fill(id, vector);
-            }
+                (id, weights)
+            }));
         });
     }
 

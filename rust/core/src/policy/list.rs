@@ -3,6 +3,7 @@
 
 use std::collections::TryReserveError;
 
+use crate::mapping::ask_for_huge_pages;
 use crate::memory::room_for;
 use crate::prefetch::prefetch;
 use crate::types::CacheSlot;
@@ -47,7 +48,7 @@ impl Links {
 
     /// Links with memory for `slots`, unless the system refuses to give that much at once.
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(room_for(slots as usize))
+        Self(room_for_slots(slots))
     }
 
     /// Reserve memory, so that slots below `slots` need no more.
@@ -55,7 +56,8 @@ impl Links {
         self.0.try_reserve(slots.saturating_sub(self.0.len()))
     }
 
-    fn cover(&mut self, slot: CacheSlot) {
+    /// Have links for `slot`, and for those below it.
+    pub(super) fn cover(&mut self, slot: CacheSlot) {
         if self.0.len() <= slot as usize {
             self.0.resize(slot as usize + 1, [END; 2]);
         }
@@ -83,6 +85,23 @@ impl Links {
         }
         list.front = slot;
         list.len += 1;
+    }
+
+    /// Put slots that are in no list at the front of `list`, one after the other: as [`Links::push_front`] for each, in their order. There are
+    /// links for all of them.
+    pub(super) fn push_all_front(&mut self, list: &mut List, slots: &[CacheSlot]) {
+        let (Some(&first), Some(&last)) = (slots.first(), slots.last()) else { return };
+        match list.front {
+            END => list.back = first,
+            front => self.0[front as usize][0] = first,
+        }
+        let mut older = list.front;
+        for (at, &slot) in slots.iter().enumerate() {
+            self.0[slot as usize] = [slots.get(at + 1).copied().unwrap_or(END), older];
+            older = slot;
+        }
+        list.front = last;
+        list.len += slots.len() as u32;
     }
 
     /// Put a slot that is in no list at the back of `list`.
@@ -125,7 +144,7 @@ pub(super) struct PerSlot<T>(Vec<T>);
 impl<T: Copy + Default> PerSlot<T> {
     /// See [`Links::with_capacity`].
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(room_for(slots as usize))
+        Self(room_for_slots(slots))
     }
 
     /// See [`Links::reserve`].
@@ -138,14 +157,27 @@ impl<T: Copy + Default> PerSlot<T> {
     }
 
     pub(super) fn set(&mut self, slot: CacheSlot, value: T) {
+        self.cover(slot);
+        self.0[slot as usize] = value;
+    }
+
+    /// See [`Links::cover`].
+    pub(super) fn cover(&mut self, slot: CacheSlot) {
         if self.0.len() <= slot as usize {
             self.0.resize(slot as usize + 1, T::default());
         }
-        self.0[slot as usize] = value;
     }
 
     /// Start to load the value of a slot into the processor's cache.
     pub(super) fn prefetch(&self, slot: CacheSlot) {
         prefetch(&self.0, slot as usize);
     }
+}
+
+/// An empty vector with room for `slots` elements, unless the system refuses. Slots are used from the first one on, so large room is in huge
+/// pages: filling it takes few page faults.
+fn room_for_slots<T>(slots: u32) -> Vec<T> {
+    let mut all = room_for(slots as usize);
+    ask_for_huge_pages(all.spare_capacity_mut());
+    all
 }

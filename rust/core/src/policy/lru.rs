@@ -63,6 +63,17 @@ impl Policy for Lru {
         self.put(slot, InList::Queue);
     }
 
+    fn all_inserted(&mut self, slots: &[CacheSlot], _ids: &[Id]) {
+        let Some(&highest) = slots.iter().max() else { return };
+        self.links.cover(highest);
+        self.lists.cover(highest);
+        for &slot in slots {
+            self.take_out(slot);
+            self.lists.set(slot, InList::Queue);
+        }
+        self.links.push_all_front(&mut self.queue, slots);
+    }
+
     fn accessed(&mut self, slots: &[CacheSlot]) {
         for (at, &slot) in slots.iter().enumerate() {
             if let Some(&ahead) = slots.get(at + AHEAD) {

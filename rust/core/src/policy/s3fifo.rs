@@ -160,6 +160,24 @@ impl Policy for S3Fifo {
         self.ghost.prefetch(id);
     }
 
+    fn all_inserted(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+        let Some(&highest) = slots.iter().max() else { return };
+        self.links.cover(highest);
+        self.marks.cover(highest);
+        let (mut small, mut main) = (Vec::with_capacity(slots.len()), Vec::new());
+        for (at, (&slot, &id)) in slots.iter().zip(ids).enumerate() {
+            if let Some(&later) = ids.get(at + AHEAD) {
+                self.ghost.prefetch(later);
+            }
+            self.take_out(slot);
+            let (queue, list) = if self.ghost.take(id) { (Queue::Main, &mut main) } else { (Queue::Small, &mut small) };
+            list.push(slot);
+            self.marks.set(slot, Mark { queue, parked: false, uses: 0 }.pack());
+        }
+        self.links.push_all_front(&mut self.small, &small);
+        self.links.push_all_front(&mut self.main, &main);
+    }
+
     fn accessed(&mut self, slots: &[CacheSlot]) {
         for (at, &slot) in slots.iter().enumerate() {
             if let Some(&ahead) = slots.get(at + AHEAD) {

@@ -194,6 +194,50 @@ proptest! {
     }
 }
 
+/// Take the next victim out, if there is one.
+fn evict(policy: &mut dyn Policy, ids: &mut BTreeMap<CacheSlot, Id>) -> Option<(CacheSlot, Id)> {
+    let slot = policy.victim(&mut |_| true)?;
+    let id = ids.remove(&slot).expect("victims are resident");
+    policy.removed(slot, id, true);
+    Some((slot, id))
+}
+
+proptest! {
+    #[test]
+    fn rows_that_come_together_leave_in_the_order_of_rows_that_come_one_after_the_other(
+        batches in prop::collection::vec((1_u32..40, 0_i64..60, any::<bool>(), 0_usize..50), 1..20),
+    ) {
+        for kind in KINDS {
+            let mut policies = [new_policy(kind, 64), new_policy(kind, 64)];
+            let mut residents = [BTreeMap::new(), BTreeMap::new()];
+            for &(count, first, is_falling, gone) in &batches {
+                let here: BTreeSet<Id> = residents[0].values().copied().collect();
+                let mut slots: Vec<CacheSlot> = (0..100).filter(|slot| !residents[0].contains_key(slot)).collect();
+                let ids: Vec<Id> = (first..).filter(|id| !here.contains(id)).take((count as usize).min(slots.len())).collect();
+                if is_falling {
+                    slots.reverse();
+                }
+                slots.truncate(ids.len());
+                policies[0].all_inserted(&slots, &ids);
+                slots.iter().zip(&ids).for_each(|(&slot, &id)| policies[1].inserted(slot, id));
+                for (policy, resident) in policies.iter_mut().zip(&mut residents) {
+                    resident.extend(slots.iter().copied().zip(ids.iter().copied()));
+                    let used: Vec<CacheSlot> = resident.keys().copied().step_by(3).collect();
+                    policy.accessed(&used);
+                }
+                for _ in 0..gone {
+                    let [together, alone] = [0, 1].map(|at: usize| evict(&mut *policies[at], &mut residents[at]));
+                    prop_assert_eq!(together, alone);
+                }
+            }
+            while !residents[0].is_empty() {
+                let [together, alone] = [0, 1].map(|at: usize| evict(&mut *policies[at], &mut residents[at]));
+                prop_assert_eq!(together, alone);
+            }
+        }
+    }
+}
+
 #[test]
 fn slots_in_use_are_passed_over_without_being_asked_about_at_every_eviction() {
     for kind in KINDS {

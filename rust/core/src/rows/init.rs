@@ -130,47 +130,54 @@ impl RowBirth {
     ///
     /// Column `c` uses word `c mod 4` of the Philox4x32-10 block with counter `(c / 4, 0, low half of id, high half of id)`.
     pub fn fill(&self, id: Id, weights: &mut [f32]) {
-        self.fill_on(Isa::best(), id, weights);
+        self.fill_all(std::iter::once((id, weights)));
     }
 
-    fn fill_on(&self, isa: Isa, id: Id, weights: &mut [f32]) {
+    /// As [`RowBirth::fill`], of many rows. The instruction set is chosen once for all of them.
+    pub fn fill_all<'a>(&self, rows: impl Iterator<Item = (Id, &'a mut [f32])>) {
+        self.fill_all_on(Isa::best(), rows);
+    }
+
+    fn fill_all_on<'a>(&self, isa: Isa, rows: impl Iterator<Item = (Id, &'a mut [f32])>) {
         #[cfg(target_arch = "x86_64")]
         if isa == Isa::Avx512 {
             // SAFETY: `isa` says that the processor has AVX-512 F.
             let blocks_of = |first, id, key| unsafe { wide::blocks_of(first, id, key) };
-            return isa.run(Fill { birth: self, id, weights, blocks_of });
+            return isa.run(Fill { birth: self, rows, blocks_of });
         }
         #[cfg(target_arch = "x86_64")]
         if isa == Isa::Avx2 {
             // SAFETY: `isa` says that the processor has AVX2.
             let blocks_of = |first, id, key| unsafe { avx2::blocks_of(first, id, key) };
-            return isa.run(Fill { birth: self, id, weights, blocks_of });
+            return isa.run(Fill { birth: self, rows, blocks_of });
         }
-        isa.run(Fill { birth: self, id, weights, blocks_of });
+        isa.run(Fill { birth: self, rows, blocks_of });
     }
 }
 
-/// Fills the row of an id. `blocks_of` is [`philox::blocks_of`](super::philox::blocks_of).
-struct Fill<'a, B> {
+/// Fills the rows of ids. `blocks_of` is [`philox::blocks_of`](super::philox::blocks_of).
+struct Fill<'a, R, B> {
     birth: &'a RowBirth,
-    id: Id,
-    weights: &'a mut [f32],
+    rows: R,
     blocks_of: B,
 }
 
-impl<B: Fn(u32, u64, [u32; 2]) -> [Block; BLOCKS]> Job for Fill<'_, B> {
+impl<'w, R, B> Job for Fill<'_, R, B>
+where
+    R: Iterator<Item = (Id, &'w mut [f32])>,
+    B: Fn(u32, u64, [u32; 2]) -> [Block; BLOCKS],
+{
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        let Self { birth, id, weights, blocks_of } = self;
-        match birth.initializer {
-            Initializer::Constant { value } => weights.fill(value),
+        match self.birth.initializer {
+            Initializer::Constant { value } => self.rows.for_each(|(_, weights)| weights.fill(value)),
             Initializer::Uniform { low, high } => {
                 let width = high - low;
                 // The sum may round up to `high`, which is outside the interval.
                 let last = if low < high { high.next_down() } else { low };
-                birth.each(id, weights, blocks_of, |word| {
+                self.each(|word| {
                     // 24 bits give exact values in the unit interval.
                     let unit = (word >> 8) as f32 * (1.0 / 16_777_216.0);
                     (low + width * unit).min(last)
@@ -178,42 +185,44 @@ impl<B: Fn(u32, u64, [u32; 2]) -> [Block; BLOCKS]> Job for Fill<'_, B> {
             }
             Initializer::Normal { mean, std } => {
                 let (mean, std) = (f64::from(mean), f64::from(std));
-                birth.each(id, weights, blocks_of, |word| (mean + std * normal_quantile(open_unit(word))) as f32);
+                self.each(|word| (mean + std * normal_quantile(open_unit(word))) as f32);
             }
             Initializer::TruncatedNormal { mean, std } => {
                 let (mean, std) = (f64::from(mean), f64::from(std));
                 let from = 1.0 - NORMAL_CDF_AT_TWO;
                 let width = NORMAL_CDF_AT_TWO - from;
-                birth.each(id, weights, blocks_of, |word| {
+                self.each(|word| {
                     let standard = normal_quantile(from + width * open_unit(word)).clamp(-2.0, 2.0);
                     (mean + std * standard) as f32
                 });
             }
             Initializer::Linear { low, high } => {
                 let (low, width) = (f64::from(low), f64::from(high) - f64::from(low));
-                let last = weights.len().saturating_sub(1).max(1) as f64;
-                for (column, weight) in weights.iter_mut().enumerate() {
-                    *weight = (low + column as f64 / last * width) as f32;
-                }
+                self.rows.for_each(|(_, weights)| {
+                    let last = weights.len().saturating_sub(1).max(1) as f64;
+                    for (column, weight) in weights.iter_mut().enumerate() {
+                        *weight = (low + column as f64 / last * width) as f32;
+                    }
+                });
             }
         }
     }
 }
 
-impl RowBirth {
-    /// Turn the random word of each column into the column's weight.
+impl<'w, R, B> Fill<'_, R, B>
+where
+    R: Iterator<Item = (Id, &'w mut [f32])>,
+    B: Fn(u32, u64, [u32; 2]) -> [Block; BLOCKS],
+{
+    /// Turn the random word of each column of each row into the column's weight.
     #[inline(always)]
-    fn each(
-        &self,
-        id: Id,
-        weights: &mut [f32],
-        blocks_of: impl Fn(u32, u64, [u32; 2]) -> [Block; BLOCKS],
-        weight_of: impl Fn(u32) -> f32,
-    ) {
-        for (chunk, weights) in weights.chunks_mut(COLUMNS).enumerate() {
-            let blocks = blocks_of((chunk * BLOCKS) as u32, id as u64, self.key);
-            for (weight, &word) in weights.iter_mut().zip(blocks.as_flattened()) {
-                *weight = weight_of(word);
+    fn each(self, weight_of: impl Fn(u32) -> f32) {
+        for (id, weights) in self.rows {
+            for (chunk, weights) in weights.chunks_mut(COLUMNS).enumerate() {
+                let blocks = (self.blocks_of)((chunk * BLOCKS) as u32, id as u64, self.birth.key);
+                for (weight, &word) in weights.iter_mut().zip(blocks.as_flattened()) {
+                    *weight = weight_of(word);
+                }
             }
         }
     }
@@ -261,11 +270,32 @@ mod tests {
             for id in -500..500 {
                 let rows = Isa::all().into_iter().map(|isa| {
                     let mut weights = [0.0; 77];
-                    birth.fill_on(isa, id, &mut weights);
+                    birth.fill_all_on(isa, std::iter::once((id, &mut weights[..])));
                     weights.map(f32::to_bits)
                 });
                 let rows: Vec<_> = rows.collect();
                 assert!(rows.windows(2).all(|pair| pair[0] == pair[1]), "{initializer:?} id {id}");
+            }
+        }
+    }
+
+    #[test]
+    fn rows_that_are_born_together_have_the_bits_of_rows_that_are_born_alone() {
+        for initializer in [
+            Initializer::Constant { value: 0.5 },
+            Initializer::Uniform { low: -0.3, high: 0.7 },
+            Initializer::Normal { mean: 0.1, std: 0.3 },
+            Initializer::TruncatedNormal { mean: 0.1, std: 0.3 },
+            Initializer::Linear { low: 0.1, high: 0.7 },
+        ] {
+            let birth = RowBirth::new(initializer, 1, 2).expect("valid");
+            for dim in [1, 16, 64, 77, 130] {
+                let ids = [-5, 7, i64::MAX, 0, i64::MIN];
+                let (mut together, mut alone) = (vec![f32::NAN; ids.len() * dim], vec![f32::NAN; ids.len() * dim]);
+                birth.fill_all(ids.into_iter().zip(together.chunks_mut(dim)));
+                ids.into_iter().zip(alone.chunks_mut(dim)).for_each(|(id, weights)| birth.fill(id, weights));
+                let bits = |rows: &[f32]| rows.iter().map(|weight| weight.to_bits()).collect::<Vec<u32>>();
+                assert_eq!(bits(&together), bits(&alone), "{initializer:?} of width {dim}");
             }
         }
     }

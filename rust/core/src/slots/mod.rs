@@ -6,6 +6,7 @@
 //! working set that does not fit the budget.
 
 mod fill;
+mod groups;
 mod listing;
 mod pins;
 mod state;
@@ -13,6 +14,7 @@ mod state;
 use std::ops::Range;
 use std::sync::Arc;
 
+pub use groups::PinGroup;
 pub use pins::PinTable;
 pub use state::RowState;
 
@@ -22,14 +24,7 @@ use crate::index::HostIndex;
 use crate::memory;
 use crate::policy::{Policy, new_policy};
 use crate::prefetch::prefetch;
-use crate::types::{CacheSlot, Id, NO_SLOT};
-
-/// While the pins of a group are counted, the pins of the slot that comes this many slots later are fetched into the processor's cache.
-const GROUP_AHEAD: usize = 24;
-
-/// Names the pins that [`SlotMap::pin_group`] took together.
-#[derive(Debug, PartialEq, Eq)]
-pub struct PinGroup(u64);
+use crate::types::{CacheSlot, Id};
 
 /// The slots of one tier. The module's documentation says what that is.
 #[derive(Debug)]
@@ -131,9 +126,9 @@ impl SlotMap {
         self.index.get(id)
     }
 
-    /// As [`SlotMap::get`], of `ids` `[n]` into `slots` `[n]`.
-    pub fn get_batch(&self, ids: &[Id], slots: &mut [CacheSlot]) {
-        self.index.get_batch(ids, slots);
+    /// The index by which ids find their slots, for those who look for many of them.
+    pub fn index(&self) -> &HostIndex {
+        &self.index
     }
 
     /// The state of the row in a slot; no bits where the slot is empty.
@@ -191,44 +186,6 @@ impl SlotMap {
             self.pinned += 1;
         }
         assert!(self.pins.pin(slot), "slot {slot} is pinned while it is evicted");
-    }
-
-    /// Pin distinct slots together, and skip `NO_SLOT` among them. All their rows are settled ([`SlotMap::all_settled`]). The cost does not
-    /// depend on the number of slots, and [`SlotMap::unpin_group`] takes all pins back at once, unless somebody asked for the pins of a single slot meanwhile.
-    pub fn pin_group(&mut self, slots: Arc<Vec<CacheSlot>>) -> PinGroup {
-        self.next_group += 1;
-        self.groups.push((PinGroup(self.next_group), slots));
-        PinGroup(self.next_group)
-    }
-
-    /// Take the pins of a group back. Returns its slots, or `None` where they were counted by slot meanwhile: then each slot must be
-    /// unpinned by itself.
-    #[must_use]
-    pub fn unpin_group(&mut self, group: &PinGroup) -> Option<Arc<Vec<CacheSlot>>> {
-        let found = self.groups.iter().position(|(other, _)| other == group);
-        found.map(|at| self.groups.swap_remove(at).1)
-    }
-
-    /// Count the pins of all groups in `pins`.
-    #[inline]
-    fn count_groups(&mut self) {
-        if !self.groups.is_empty() {
-            self.count_all_groups();
-        }
-    }
-
-    #[inline(never)]
-    fn count_all_groups(&mut self) {
-        for (_, slots) in std::mem::take(&mut self.groups) {
-            for (at, &slot) in slots.iter().enumerate() {
-                if let Some(&later) = slots.get(at + GROUP_AHEAD) {
-                    self.pins.prefetch(later);
-                }
-                if slot != NO_SLOT {
-                    self.pin(slot);
-                }
-            }
-        }
     }
 
     /// Take one pin back. True says that it was the last one of the slot.
@@ -293,7 +250,7 @@ impl SlotMap {
             self.states.resize(needed, RowState::default());
         }
         if self.pins.len() < needed {
-            self.pins.grow(pins_for(needed));
+            self.pins.grow(needed);
         }
     }
 
@@ -309,7 +266,7 @@ impl SlotMap {
         self.index.reserve(rows as usize)?;
         self.states
             .try_reserve(slots - self.states.len())
-            .and_then(|()| self.pins.reserve(pins_for(slots)))
+            .and_then(|()| self.pins.reserve(slots))
             .and_then(|()| self.policy.reserve(slots))
             // Every slot can be given back without asking for memory.
             .and_then(|()| self.free.try_reserve(fresh as usize - (fresh as usize).min(self.free.len())))
@@ -414,11 +371,6 @@ impl SlotMap {
             *state = state.without(RowState::MODIFIED);
         }
     }
-}
-
-/// How many pins there are to be once `needed` slots are in use: twice as many, so that they seldom grow.
-fn pins_for(needed: usize) -> usize {
-    (needed * 2).max(64)
 }
 
 #[cfg(test)]

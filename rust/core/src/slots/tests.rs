@@ -204,6 +204,39 @@ fn a_group_skips_what_has_no_slot_beside_single_pins() {
 }
 
 #[test]
+fn a_group_grows_in_its_list_until_its_pins_are_counted_by_slot() {
+    let mut slots = filled(4, 4);
+    let of = |slots: &SlotMap, id: i64| slots.get(id);
+    let (first, second, third) = (of(&slots, 0), of(&slots, 1), of(&slots, 2));
+    let mut list = Arc::new(vec![first, NO_SLOT, NO_SLOT]);
+    let group = slots.pin_group(Arc::clone(&list));
+    let place = Arc::as_ptr(&list);
+    assert!(slots.extend_group(&group, &mut list, [(2, second)].into_iter()));
+    assert_eq!((Arc::as_ptr(&list), &*list), (place, &vec![first, NO_SLOT, second]), "it is not copied");
+    let mut copied = Arc::new(list.to_vec());
+    assert!(!slots.extend_group(&group, &mut copied, [(1, third)].into_iter()), "the group has another list");
+    assert_eq!(copied, list);
+    assert_eq!(slots.pinned(), 2, "both are counted");
+    assert!(!slots.extend_group(&group, &mut list, [(1, third)].into_iter()), "its pins were counted");
+    assert_eq!(slots.unpin_group(&group), None);
+    assert!(!slots.is_pinned(third) && slots.unpin(first) && slots.unpin(second));
+}
+
+#[test]
+fn slots_are_settled_where_the_row_of_each_is_whatever_other_rows_are() {
+    let mut slots = filled(4, 3);
+    let held = [slots.get(0), NO_SLOT, slots.get(1)];
+    slots.mark(slots.get(2), RowState::PROVISIONAL);
+    assert!(!slots.all_settled() && slots.are_settled(&held) && slots.are_settled(&[]));
+    for unsettled in [RowState::PROVISIONAL, RowState::LOADING, RowState::SHADOW, RowState::FAILED] {
+        slots.mark(held[2], unsettled);
+        assert!(!slots.are_settled(&held), "{unsettled:?}");
+        slots.unmark(held[2], unsettled);
+        assert!(slots.are_settled(&held));
+    }
+}
+
+#[test]
 fn rows_are_settled_when_none_is_loading_unborn_shadowed_or_failed() {
     let mut slots = filled(4, 3);
     assert!(slots.all_settled());

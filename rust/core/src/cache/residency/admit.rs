@@ -6,6 +6,8 @@ use std::time::Instant;
 use super::hold::{Hold, PlanMode};
 use super::{Residency, SLOTS_AHEAD};
 use crate::error::Result;
+use crate::index::HostIndex;
+use crate::kernels::threads::hand_over;
 use crate::lifecycle::admission::Admitter;
 use crate::slots::RowState;
 use crate::ssd::FetchBatch;
@@ -13,6 +15,11 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Rows whose reads are submitted together. The disk works on them while room is made for the next ones.
 const ROWS_PER_SUBMISSION: usize = 4096;
+
+/// Ids that one thread looks for at a time.
+const IDS_PER_PIECE: usize = 8192;
+/// What it costs to look for an id, in floats touched.
+const COST_OF_LOOK_UP: u64 = 8;
 
 /// Some ids of a plan that are not in RAM.
 #[derive(Clone, Copy)]
@@ -85,7 +92,7 @@ impl Residency {
     /// Pin every id of a plan in the host tier. Ids that are not there are admitted.
     fn pin_all(&mut self, hold: &mut Hold, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         let host = Arc::make_mut(&mut hold.host);
-        self.host.slots.get_batch(&hold.ids, host);
+        look_up(self.host.slots.index(), &hold.ids, host, if mode.ahead { 1 } else { mode.threads });
         if self.host.slots.all_settled() {
             let (missing, there) = split_found(host);
             self.host.slots.accessed(if missing.is_empty() { host } else { &there });
@@ -291,12 +298,9 @@ impl Residency {
         let read = leaves_out.then(|| RowsToRead::of(missing));
         let wanted = read.as_ref().map_or(missing, RowsToRead::missing);
         let (slots, refused) = self.host.admit(wanted.ids, wanted.on_ssd, !mode.ahead);
-        let (mut reads, mut born) = (Vec::new(), Vec::new());
-        let host = Arc::make_mut(&mut hold.host);
-        let rows = slots.iter().zip(wanted.positions).zip(wanted.ids).zip(wanted.on_ssd);
-        for (((&slot, &position), &id), &there) in rows {
-            self.host.slots.pin(slot);
-            host[position as usize] = slot;
+        let (mut reads, mut born) = (Vec::new(), Vec::with_capacity(slots.len()));
+        self.pin_taken(hold, wanted.positions, &slots);
+        for ((&slot, &id), &there) in slots.iter().zip(wanted.ids).zip(wanted.on_ssd) {
             if there { &mut reads } else { &mut born }.push((id, slot));
         }
         self.counts.became_provisional(born.len() as u64);
@@ -306,6 +310,23 @@ impl Residency {
         }
         let zeros = (missing.ids.len() - wanted.ids.len()) as u64;
         Admitted { reads, born, zeros, refused }
+    }
+
+    /// Pin slots that were just taken for the first of the ids at `positions`: together with those that the plan has pinned so far, where these
+    /// are all of one group, else one by one.
+    fn pin_taken(&mut self, hold: &mut Hold, positions: &[u32], slots: &[CacheSlot]) {
+        let taken = positions.iter().copied().zip(slots.iter().copied());
+        if let Some(group) = &hold.group
+            && self.host.slots.extend_group(group, &mut hold.host, taken.clone())
+        {
+            hold.group_grew = true;
+            return;
+        }
+        let host = Arc::make_mut(&mut hold.host);
+        for (position, slot) in taken {
+            self.host.slots.pin(slot);
+            host[position as usize] = slot;
+        }
     }
 }
 
@@ -326,6 +347,14 @@ impl RowsToRead {
     fn missing(&self) -> Missing<'_> {
         Missing { positions: &self.positions, ids: &self.ids, on_ssd: &self.on_ssd }
     }
+}
+
+/// Write the slot of each of `ids` `[U]` to `slots` `[U]`, or `NO_SLOT` where the index lacks the id, on up to `threads` threads.
+fn look_up(index: &HostIndex, ids: &[Id], slots: &mut [CacheSlot], threads: usize) {
+    let together = if threads > 1 { IDS_PER_PIECE } else { ids.len().max(1) };
+    let pieces = ids.chunks(together).zip(slots.chunks_mut(together));
+    let look = |(ids, slots): (&[Id], &mut [CacheSlot])| index.get_batch(ids, slots);
+    hand_over(threads, ids.len() as u64 * COST_OF_LOOK_UP, look, |give| pieces.for_each(give));
 }
 
 /// The positions in `host` `[U]` without a slot, and the slots of the others; where all have one, these are not listed.

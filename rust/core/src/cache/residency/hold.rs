@@ -83,9 +83,10 @@ pub(crate) struct Hold {
     pub(super) ids: Arc<Vec<Id>>,
     /// The pinned host slot of each id, `NO_SLOT` where none is: `[U]`.
     pub(super) host: Arc<Vec<CacheSlot>>,
-    /// Names the pins of the slots of `host` that were there when the plan began, where they were taken together. The others were pinned
-    /// one by one.
+    /// Names the pins of slots of `host` that were taken together, where there are any. The others were pinned one by one.
     pub(super) group: Option<PinGroup>,
+    /// Whether rows came into the group that were to be born or read then. The others in it are born and current.
+    pub(super) group_grew: bool,
     /// The pinned device slot of each id, `NO_SLOT` where none is: `[U]` for a table with a device tier, else empty.
     pub(super) device: Vec<CacheSlot>,
     /// Reads that rows of this plan wait for.

@@ -82,7 +82,8 @@ impl Residency {
             }
         };
         for &(id, slot) in &loading.rows {
-            if !self.host.slots.is_pinned(slot) {
+            // The pins of rows that are there are not asked for, which would have those of all groups counted.
+            if !self.host.slots.state(slot).is_current() && !self.host.slots.is_pinned(slot) {
                 self.forget_unborn(slot, id);
             }
         }

@@ -137,7 +137,7 @@ impl Residency {
         let tier = self.device_mut();
         let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
         let mut slots = vec![NO_SLOT; ids.len()];
-        tier.slots.get_batch(&ids, &mut slots);
+        tier.slots.index().get_batch(&ids, &mut slots);
         let mut missing = Vec::new();
         let mut accessed = Vec::new();
         for (&position, &slot) in positions.iter().zip(&slots) {

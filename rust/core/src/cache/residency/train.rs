@@ -112,9 +112,12 @@ impl Residency {
     /// came there.
     pub(crate) fn release(&mut self, mut hold: Hold) {
         self.forget_refused(&mut hold);
-        let Hold { ids, host, group, device, pledged, .. } = hold;
+        let Hold { ids, host, group, group_grew, device, pledged, .. } = hold;
         self.unsettle(&ids);
         self.counts.take_back_pledge(pledged);
+        // Where rows of the group were not trained, each of its pins may be the last one, with which the row vanishes. So they are counted by
+        // slot, as soon as the first one is given back.
+        let group = group.filter(|_| !group_grew || self.host.slots.are_settled(&host));
         let together = group.and_then(|group| self.host.slots.unpin_group(&group));
         // The slots that the plan has pinned one by one beside its group.
         let is_all = together.as_ref().is_some_and(|slots| Arc::ptr_eq(slots, &host));

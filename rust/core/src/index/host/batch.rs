@@ -23,6 +23,13 @@ struct Look {
 }
 
 impl Line {
+    /// Put an id into a free entry.
+    #[inline]
+    fn set(&mut self, entry: usize, id: Id, tag: u32) {
+        self.ids[entry] = id;
+        self.tags[entry] = tag;
+    }
+
     fn look(&self, id: Id) -> Look {
         let len = self.len();
         Look { has: self.ids[..len].contains(&id), len }
@@ -98,36 +105,37 @@ fn put_ahead(
         }
         let first = std::mem::replace(&mut homes[done % AHEAD], ahead);
         let Look { has, len } = look(&lines[first], id);
-        if has || len == WIDTH && !put_past(lines, first, id, slot + 1) {
+        if has || len == WIDTH && !put_past(lines, first, id, slot + 1, &look) {
             return done;
         }
         if len < WIDTH {
-            lines[first].ids[len] = id;
-            lines[first].tags[len] = slot + 1;
+            lines[first].set(len, id, slot + 1);
         }
     }
     ids.len()
 }
 
 /// Add an id whose home is full and does not have it. False says that a later line has it, and that nothing has changed.
-#[inline(never)]
-fn put_past(lines: &mut [Line], first: usize, id: Id, tag: u32) -> bool {
-    let mut line = following(first, lines.len());
+#[inline(always)]
+#[allow(clippy::inline_always)] // As `put_ahead`.
+fn put_past(lines: &mut [Line], first: usize, id: Id, tag: u32, look: &impl Fn(&Line, Id) -> Look) -> bool {
+    let count = lines.len();
+    let mut line = following(first, count);
     loop {
-        let Look { has, len } = lines[line].look(id);
+        let Look { has, len } = look(&lines[line], id);
         if has {
             return false;
         }
         if len < WIDTH {
+            lines[line].set(len, id, tag);
             break;
         }
-        line = following(line, lines.len());
+        line = following(line, count);
     }
-    lines[line].push(id, tag);
     let mut passed = first;
     while passed != line {
         lines[passed].tags[WIDTH] += 1;
-        passed = following(passed, lines.len());
+        passed = following(passed, count);
     }
     true
 }
