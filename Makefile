@@ -72,7 +72,7 @@ test: test-rust test-loom test-python
 HAS_CUDA = $(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device is here, so nothing was done: torch.cuda.is_available() is False")'
 test-cuda: $(NATIVE)
 	@$(HAS_CUDA)
-	@$(PY) -m pytest -q tests/python/test_triton_kernels.py
+	@EMBCACHE_TEST_CUDA=1 $(PY) -m pytest -q tests/python/test_triton_kernels.py
 
 bench-cuda: $(NATIVE)
 	@$(HAS_CUDA)

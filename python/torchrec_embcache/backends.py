@@ -49,12 +49,22 @@ def _triton_backend(device: torch.device) -> ModuleType:
             "the kernels 'triton' run on the CPU in Triton's interpreter alone, which is for tests: set TRITON_INTERPRET=1 before "
             "Python starts, or use 'core'"
         )
+    if device.type != "cpu" and triton_backend.IS_INTERPRETED:
+        raise ConfigError(
+            f"TRITON_INTERPRET=1 is set, and Triton's interpreter cannot read the memory of {device}: unset it before Python "
+            "starts, or use 'torch'"
+        )
     return triton_backend
 
 
 def make_tier(dim: int, spec: OptimizerSpec, rows: int, device: torch.device) -> DeviceTier:
     """The device tier of a table of width `dim` with room for `rows` rows. Triton moves its rows where its kernels are Triton's."""
     kernels = _chosen_kernels(device, None)
+    if kernels == "triton" and rows >= 1 << 31:
+        raise ConfigError(
+            f"TierBudgets.device_bytes has room for {rows} rows of {dim} floats and Triton's kernels take fewer than 2^31: lower "
+            "it, or set EMBCACHE_KERNELS=torch"
+        )
     moves: RowMoves = _triton_backend(device).TritonMoves() if kernels == "triton" else TorchMoves(kernels)
     return DeviceTier(dim, spec.vector_slots, spec.scalar_slot(), rows, device, moves)
 

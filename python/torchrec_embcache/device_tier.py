@@ -33,9 +33,10 @@ def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or numpy says that there is no memory. On the CPU torch has no exception class for it."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # CUDA says the second of pinned memory, and Triton of a kernel that is loaded.
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in ("allocate memory", "out of memory"))
 
 
 @contextmanager
@@ -77,7 +78,7 @@ class TorchMoves:
         index = slots.to(tier.device)
         vectors = torch.cat([part.index_select(0, index) for part in (tier.weights, *tier.vector_slots)], 1)
         if tier.scalars is None:
-            return vectors, torch.zeros(len(slots))
+            return vectors, torch.zeros(len(slots), dtype=torch.float32, device="cpu")
         return vectors, tier.scalars.index_select(0, index)
 
     def scatter(self, tier: DeviceTier, slots: Tensor, vectors: Tensor, scalars: Tensor) -> None:
@@ -104,9 +105,11 @@ class DeviceTier:
         self.device = device
         self._moves = moves
         with torch.inference_mode(False):  # a table may be opened by an evaluation, and trained later
-            self.weights = torch.zeros(capacity, dim, device=device)
-            self.vector_slots = [torch.zeros(capacity, dim, device=device) for _ in range(vector_slots)]
-            self.scalars = torch.zeros(capacity, device=device) if scalar_slot else None
+            # The dtype and the device are named: torch's defaults may be others.
+            made: dict[str, Any] = {"dtype": torch.float32, "device": device}
+            self.weights = torch.zeros(capacity, dim, **made)
+            self.vector_slots = [torch.zeros(capacity, dim, **made) for _ in range(vector_slots)]
+            self.scalars = torch.zeros(capacity, **made) if scalar_slot else None
         self._order = StreamOrder()
         self._order.write(current_stream(device))
 

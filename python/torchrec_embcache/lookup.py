@@ -208,11 +208,8 @@ class LookupGroup:
             return _train(_PooledBatch(planned or self.plan(batch, train=True), pooled), anchor, weights, lent)
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             return self._weighted_sum(ids, batch.splits, pooled, weights)
-        planned = planned or self.plan(batch, train=False)
-        try:
-            return planned.wait().forward_pooled(planned.plan, pooled)
-        finally:
-            planned.release()
+        found = planned or self.plan(batch, train=False)
+        return found.evaluate(lambda kernels: kernels.forward_pooled(found.plan, pooled))
 
     def sequence(
         self,
@@ -231,11 +228,8 @@ class LookupGroup:
         batch = IdBatch(ids, splits, clicks)
         if train:
             return _train(_SequenceBatch(planned or self.plan(batch, train=True), splits), anchor, None, ())
-        planned = planned or self.plan(batch, train=False)
-        try:
-            return planned.wait().forward_sequence(planned.plan, len(ids))
-        finally:
-            planned.release()
+        found = planned or self.plan(batch, train=False)
+        return found.evaluate(lambda kernels: kernels.forward_sequence(found.plan, len(ids)))
 
     def _weighted_sum(self, ids: I64, splits: I64, pooled: Pooled, weights: Tensor) -> Tensor:
         """`pooled` without training, of torch's own ops, so that it can be differentiated by `weights`. One feature at a time."""
@@ -272,9 +266,9 @@ class LookupGroup:
             plan.scattered()
 
         if any(tier is not None for tier in tiers):
-            # Exclusively, because whoever copies rows must not read a slot before its row is there. An error leaves each row
-            # where it was.
-            plan.exclusively(bring)
+            # Exclusively: whoever copies rows must not read a slot before its row is there. An error leaves each row where it was.
+            with memory_of(self.names(), self.device):
+                plan.exclusively(bring)
         else:
             plan.wait()
         for index, rows in enumerate(plan.overflow_rows()):
@@ -303,6 +297,14 @@ class PlannedBatch:
         if self._backend is None:
             self._backend = self.group.place(self.plan)
         return self._backend
+
+    def evaluate(self, run: Callable[[KernelBackend], Tensor]) -> Tensor:
+        """What `run` makes of the kernels, when every row is in its slot. The rows are unpinned then."""
+        try:
+            with memory_of(self.group.names(), self.group.device):
+                return run(self.wait())
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Unpin the rows; harmless twice."""

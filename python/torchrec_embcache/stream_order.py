@@ -31,8 +31,9 @@ class StreamOrder:
     A reader waits for the last writer, and a writer for the last writer and for all readers since. Nobody waits for work on its own
     stream, which runs in its order anyway, and the CPU waits for nobody.
 
-    Several threads may come at once, and no lock is taken: one that is held while Python collects garbage could be waited for by
-    what the collector runs. Each step below is one operation of a dict.
+    Callers hold the rows exclusively until their work is queued, but for readers of rows that nobody else changes. Several threads
+    may come at once, and no lock is taken: one that is held while Python collects garbage could be waited for by what the collector
+    runs. Each step below is one operation of a dict.
     """
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .exceptions import InputError
 from .hyperparameters import Hyperparameters
 from .kernels import KernelBackend, KernelTable, Pooled
 from .shared_rows import SharedSums, exact_sums
@@ -20,7 +21,7 @@ from .triton_kernels import launch
 from .triton_kernels.parts import OCCURRENCES_OF_A_PART, parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ._native import Plan
     from .device_tier import DeviceTier
@@ -160,32 +161,47 @@ class TritonBackend(KernelBackend):
     def _slots(self, plan: Plan) -> list[NDArray[np.int64]]:
         return [plan.slots(feature) for feature in range(len(self.feature_tables))]
 
-    def _sent(self, plan: Plan, pooled: Pooled) -> _Batch:
+    def _sent(self, plan: Plan, pooled: Pooled, *, with_slots: bool) -> _Batch:
+        """The batch on the device. The addresses in it hold as long as nobody else can replace the tiers' tensors."""
+        _check_count(len(pooled.offsets), int(pooled.offsets[-1]))
+        if pooled.weights is not None and pooled.weights.device != self.device:
+            raise InputError(
+                f"per-sample weights are on {pooled.weights.device} and the tables on {self.device}: move them there"
+            )
         features, kept = self._features(plan, pooled.mean)
-        slots = np.concatenate(self._slots(plan)).astype(np.int32)
+        slots = np.concatenate(self._slots(plan) if with_slots else [np.zeros(0)]).astype(np.int32)
         members = [np.array(of_width, np.int32) for of_width in self._members.values()]
         sent = launch.send(self.device, [features, pooled.offsets.astype(np.int32), slots, *members])
         bags = launch.Bags(sent[1], pooled.weights, pooled.bags, self.columns, self._aligned)
         return _Batch(bags, sent[0], sent[2], dict(zip(self._members, sent[3:], strict=True)), kept)
 
     def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
-        """See `KernelBackend`."""
-        batch = self._sent(plan, pooled)
-        out = torch.empty(pooled.bags, self.columns, device=self.device)
-        for dim, members in batch.members.items():
-            launch.pool(dim, members, batch.features, batch.slots, batch.bags, out)
+        """See `KernelBackend`. It runs exclusively, until it is queued: nobody replaces the tiers' tensors meanwhile."""
+        out = torch.empty(pooled.bags, self.columns, dtype=torch.float32, device=self.device)
+
+        def work() -> None:
+            batch = self._sent(plan, pooled, with_slots=True)
+            for dim, members in batch.members.items():
+                launch.pool(dim, members, batch.features, batch.slots, batch.bags, out)
+
+        plan.exclusively(work)
         return out
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
-        """See `KernelBackend`."""
-        features, _kept = self._features(plan, np.zeros(len(self.feature_tables), np.bool_))
-        slots = self._slots(plan)
-        lengths = [len(of_feature) for of_feature in slots]
-        starts = np.cumsum([0, *lengths], dtype=np.int32)
-        sent = launch.send(self.device, [features, np.concatenate(slots).astype(np.int32), starts])
+        """See `KernelBackend`. It runs exclusively, as `forward_pooled` does."""
         dim = self.tables[0].dim
-        out = torch.empty(count, dim, device=self.device)
-        launch.read_sequence(dim, sent[0], sent[1], sent[2], max(lengths), out)
+        out = torch.empty(count, dim, dtype=torch.float32, device=self.device)
+        _check_count(count)
+
+        def work() -> None:
+            features, _kept = self._features(plan, np.zeros(len(self.feature_tables), np.bool_))
+            slots = self._slots(plan)
+            lengths = [len(of_feature) for of_feature in slots]
+            starts = np.cumsum([0, *lengths], dtype=np.int32)
+            sent = launch.send(self.device, [features, np.concatenate(slots).astype(np.int32), starts])
+            launch.read_sequence(dim, sent[0], sent[1], sent[2], max(lengths), out)
+
+        plan.exclusively(work)
         return out
 
     def backward_pooled(
@@ -198,24 +214,37 @@ class TritonBackend(KernelBackend):
         weight_grad: bool,
     ) -> Tensor | None:
         """See `KernelBackend`."""
-        batch, grad, occurrences = self._sent(plan, pooled), grad.contiguous(), int(pooled.offsets[-1])
+        batch, grad, occurrences = (
+            self._sent(plan, pooled, with_slots=False),
+            grad.contiguous(),
+            int(pooled.offsets[-1]),
+        )
         scaled = pooled.weights is not None or bool(pooled.mean.any())
         gradients = launch.find_gradients(batch.features, batch.bags, occurrences, grad, scaled)
-        out = torch.empty(occurrences, device=self.device) if weight_grad else None
-        if out is not None:
-            for dim, members in batch.members.items():
-                launch.fill_weight_gradients(dim, members, batch.features, batch.slots, batch.bags, grad, out)
-        self._update_and_commit(plan, gradients, hyperparameters, shared)
+        out = torch.empty(occurrences, dtype=torch.float32, device=self.device) if weight_grad else None
+
+        def before_update() -> None:
+            if out is not None:
+                batch = self._sent(plan, pooled, with_slots=True)
+                for dim, members in batch.members.items():
+                    launch.fill_weight_gradients(dim, members, batch.features, batch.slots, batch.bags, grad, out)
+
+        self._update_and_commit(plan, gradients, hyperparameters, shared, before_update)
         return out
 
     def backward_sequence(
         self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
     ) -> None:
         """See `KernelBackend`."""
-        self._update_and_commit(plan, launch.Gradients(grad.contiguous()), hyperparameters, shared)
+        self._update_and_commit(plan, launch.Gradients(grad.contiguous()), hyperparameters, shared, lambda: None)
 
     def _update_and_commit(
-        self, plan: Plan, gradients: launch.Gradients, hyperparameters: NDArray[np.float64], shared: SharedSums
+        self,
+        plan: Plan,
+        gradients: launch.Gradients,
+        hyperparameters: NDArray[np.float64],
+        shared: SharedSums,
+        before_update: Callable[[], None],
     ) -> None:
         """Update and commit before anybody else copies rows, so that nobody sees a row with new weights and old metadata.
 
@@ -226,6 +255,7 @@ class TritonBackend(KernelBackend):
         ready = [_launches(update, gradients) for update in updates]
 
         def work() -> None:
+            before_update()
             numbers = [self._numbers(update.alike, hyperparameters) for update in updates]
             given = [(each, *of_update) for each_of, of_update in zip(ready, numbers, strict=True) for each in each_of]
             for each, tiers, values in given:
@@ -296,6 +326,14 @@ class TritonBackend(KernelBackend):
             numbers.append(launch.update_numbers(alike.kind, given, self.tables[table].native.step() + 1))
         addresses, values = launch.send(self.device, [np.array(tiers, np.int64), np.array(numbers, np.float32)])
         return addresses, values
+
+
+def _check_count(*counts: int) -> None:
+    """`InputError` where the kernels, whose positions have 32 bits, cannot count so far."""
+    if max(counts) >= 1 << 31:
+        raise InputError(
+            f"a batch has {max(counts)} ids or bags, and Triton's kernels take fewer than 2^31: use smaller batches"
+        )
 
 
 def _launches(update: _Update, gradients: launch.Gradients) -> list[_Launch]:

@@ -12,8 +12,8 @@ import pytest
 # The same as in the Makefile. Without byte code every process that is started would compile torch again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Triton decides when it is imported. Without a driver its kernels run in its interpreter, on CPU tensors.
-if not os.path.exists("/dev/nvidiactl"):
+# Triton decides when it is imported. Its kernels run in its interpreter, on CPU tensors, but for `make test-cuda`.
+if os.environ.get("EMBCACHE_TEST_CUDA") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
 # A shell makes background processes ignore Ctrl-C, and the processes that tests start inherit that. Some tests end these by Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -77,7 +77,8 @@ def step(module: EmbCacheEmbeddingBag, bags: Bags, weights: torch.Tensor | None 
     """Do one training step with a gradient that depends on the output. Returns the output."""
     ids, offsets = jagged(bags)
     out = module(ids, offsets, per_sample_weights=weights)
-    scale = torch.arange(1, out.numel() + 1, dtype=torch.float32, device=out.device).view_as(out) / out.numel()
+    # It is computed on the CPU. A GPU multiplies by the inverse of a divisor.
+    scale = (torch.arange(1, out.numel() + 1, dtype=torch.float32) / out.numel()).view(out.shape).to(out.device)
     (out * scale + out * out).sum().backward()
     return out.detach()
 

@@ -161,6 +161,6 @@ def test_the_bench_of_a_gpu_runs_in_tritons_interpreter():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    names = ["cuda_forward_pooled", "cuda_train_rowwise_adagrad", "cuda_step_cache10pct_zipf105"]
+    names = ["cuda_forward_pooled", "cuda_train_rowwise_adagrad", "cuda_table_step_cache10pct_zipf105"]
     assert [row["name"] for row in rows] == names
     assert all(row["value"] > 0 for row in rows)

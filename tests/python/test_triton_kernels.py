@@ -1,11 +1,13 @@
-"""Triton's kernels give the bits of the core's kernels: on CUDA where there is a device, else in Triton's interpreter.
+"""Triton's kernels give the bits of the core's kernels: on CUDA in `make test-cuda`, else in Triton's interpreter.
 
-`make test-cuda` runs this file on a GPU. The core's kernels run on the CPU beside it.
+The core's kernels run on the CPU beside them.
 """
 
 import os
 import subprocess
 import sys
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -14,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tables import EXTREME_IDS, OPTIMIZERS, Contents, make_bag, random_batches, ssd_tiers, train
-from torchrec_embcache import EmbCacheEmbedding, TierBudgets, initializers, optimizers
+from torchrec_embcache import EmbCacheEmbedding, EmbCacheWarning, TierBudgets, initializers, optimizers
 from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.lookup import LookupGroup
 
 TIERS = TierBudgets(host_bytes="16MiB", device_bytes="1MiB")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if os.environ.get("EMBCACHE_TEST_CUDA") == "1" else "cpu"
 DECAYED = {
     **OPTIMIZERS,
     "adam": optimizers.Adam(lr=0.1, weight_decay=0.03),
@@ -144,6 +146,87 @@ def test_an_id_with_hundreds_of_occurrences_has_the_bits_of_the_core(count):
         return tables.everything()
 
     equal_on_each(run)
+
+
+@pytest.mark.parametrize("at_once", [4, 16])
+def test_many_rows_at_once_as_on_a_gpu_have_the_bits_of_the_core(at_once, monkeypatch):
+    """The interpreter is given 2, because it takes as long for what is masked."""
+    from torchrec_embcache.triton_kernels import launch
+
+    monkeypatch.setattr(launch.Columns, "at_once", at_once)
+
+    def run():
+        tables = Tables([5, 9, 5], [DECAYED["adam"], DECAYED["lamb"], DECAYED["sgd"]])
+        bags = [[1, 9, 1], [9] * 17, [], [9] * 16, [9] * 5, [2], [9] * 4, [4, 4, 4, 9]]
+        tables.pooled(bags, [False] * 4, torch.linspace(-2, 1, 100))
+        return tables.everything()
+
+    equal_on_each(run)
+
+
+def test_what_reads_nothing_has_no_part_in_the_gradient_of_its_weight():
+    """Also where its bag's gradient is infinite."""
+    from torchrec_embcache import admission
+
+    def run():
+        more = {"admission": admission.ReadOnly(), "not_admitted": "zeros"}
+        tables = Tables([6, 6], [DECAYED["adagrad"]] * 2, **more)
+        tables.pooled([[1, 2], [3], [4]], [False] * 3, torch.linspace(-2, 1, 100), scale=torch.full((1, 18), torch.inf))
+        assert tables.outs[1] == np.zeros(4, np.float32).tobytes()
+        return tables.everything()
+
+    equal_on_each(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_rows_are_float32_whatever_torchs_default_is(dtype):
+    def run():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            tables = Tables([6, 6], [DECAYED["adam"]] * 2)
+            tables.pooled([[1, 2], [3], [4]], [False] * 3, torch.linspace(-2, 1, 100, dtype=torch.float32))
+            tables.pooled([[1, 2], [3], [4]], [True, False, True])
+            return tables.everything()
+        finally:
+            torch.set_default_dtype(before)
+
+    equal_on_each(run)
+
+
+def test_a_forward_holds_off_whoever_would_grow_the_tier(monkeypatch):
+    """Its kernels are given the addresses of tensors, which nobody may replace before they are launched."""
+    from torchrec_embcache.device_tier import DeviceTier
+    from torchrec_embcache.triton_kernels import launch
+
+    monkeypatch.setenv("EMBCACHE_KERNELS", "triton")
+    with make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB"), device=device()) as bag:
+        train(bag, [[[1, 2]]])
+        grown = threading.Event()
+        real_pool, real_ensure = launch.pool, DeviceTier.ensure
+        growing = threading.Thread(target=lambda: bag.eval()(torch.arange(100, 160).view(-1, 1)))
+        found: list[bool] = []
+
+        def ensure(tier, slots):
+            grown.set()
+            real_ensure(tier, slots)
+
+        def pool(*arguments):
+            if not found:
+                grown.clear()  # this lookup has placed its own rows
+                found.append(True)
+                growing.start()
+                found[0] = grown.wait(timeout=0.3)
+            real_pool(*arguments)
+
+        monkeypatch.setattr(launch, "pool", pool)
+        monkeypatch.setattr(DeviceTier, "ensure", ensure)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EmbCacheWarning)
+            bag(torch.tensor([[1, 2]]))
+            growing.join()
+        assert found == [False]
+        assert grown.is_set()
 
 
 # Some are narrower than 16 lanes, end amid them, and are wider than the widest block.

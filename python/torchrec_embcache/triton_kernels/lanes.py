@@ -14,7 +14,7 @@ def float_pointer(addresses, at):
 
 @triton.jit
 def add_to_lanes(lanes, values, CHUNKS: tl.constexpr):
-    """Add `values` [16 * CHUNKS] to `lanes` [16], 16 values after another, as the core does on its 16 virtual lanes.
+    """Add `values` [16 * CHUNKS] to `lanes` [16], 16 values at a time, as the core does on its 16 virtual lanes.
 
     A chunk is taken out by a sum in which all others are zeros. That sum is exact in any order. The values are squares or products
     that are added to lanes which began as +0.0, so that the sign of a zero makes no difference.

@@ -157,10 +157,10 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def send(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """`arrays` [n] on the device, which one copy brings there. On CUDA it is queued on the caller's stream, and nobody waits."""
+    """Bring `arrays` to the device by one copy. On CUDA it is queued on the caller's stream, and nobody waits."""
     starts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)])
     pin = device.type == "cuda"
-    staged = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=pin)
+    staged = torch.empty(int(starts[-1]), dtype=torch.uint8, device="cpu", pin_memory=pin)
     memory = staged.numpy()
     for array, start in zip(arrays, starts, strict=False):
         memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -218,7 +218,7 @@ def fill_weight_gradients(
 def find_gradients(features: Tensor, bags: Bags, occurrences: int, grad: Tensor, scaled: bool) -> Gradients:
     """Where the gradient of each of the occurrences lies in `grad` [B, C]. `scaled`: bags are weighted or averaged."""
     places = torch.empty(occurrences, dtype=torch.int64, device=grad.device)
-    scale = torch.empty(occurrences if scaled else 0, device=grad.device)
+    scale = torch.empty(occurrences if scaled else 0, dtype=torch.float32, device=grad.device)
     weighted = bags.weights is not None
     with _on(grad.device):
         gradient_places[(bags.bags, len(features) // 4)](
@@ -238,7 +238,7 @@ def _of(gradients: Gradients) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, 
 def sum_gradients(dim: int, ranges: Ranges, occurrences: Tensor, gradients: Gradients) -> Gradients:
     """The sums of the gradients of each range of `occurrences`, int32 [N'], each of which has one at least: [n, D]."""
     columns = Columns(dim)
-    out = torch.empty(len(ranges.begins), dim, device=occurrences.device)
+    out = torch.empty(len(ranges.begins), dim, dtype=torch.float32, device=occurrences.device)
     arguments, flags = _of(gradients)
     with _on(out.device):
         gradient_sums[(len(out), columns.blocks)](
@@ -274,8 +274,9 @@ def _move(tier: DeviceTier, slots: NDArray[np.int64], vectors: Tensor, scalars: 
 
 def gather_rows(tier: DeviceTier, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """The rows in cache slots [n]: their vectors [n, V], and their scalars [n], which are zeros where rows have none."""
-    vectors = torch.empty(len(slots), tier.dim * (1 + len(tier.vector_slots)), device=tier.device)
-    scalars = (torch.zeros if tier.scalars is None else torch.empty)(len(slots), device=tier.device)
+    made: dict[str, Any] = {"dtype": torch.float32, "device": tier.device}
+    vectors = torch.empty(len(slots), tier.dim * (1 + len(tier.vector_slots)), **made)
+    scalars = (torch.zeros if tier.scalars is None else torch.empty)(len(slots), **made)
     _move(tier, slots, vectors, scalars, into_slots=False)
     return vectors, scalars
 

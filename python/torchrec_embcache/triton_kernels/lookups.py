@@ -123,6 +123,8 @@ def weight_gradients(
         for block in range(BLOCKS):
             columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < D
-            value = _row(weights, absent, slot, columns, inside & ((slot >= 0) | reads_absent), D)
-            lanes = add_to_lanes(lanes, tl.load(of_bag + columns, mask=inside, other=0.0) * value, BLOCK // 16)
+            read = inside & ((slot >= 0) | reads_absent)
+            # What reads nothing is 0 whatever its gradient is, also where that is infinite.
+            gradient = tl.load(of_bag + columns, mask=read, other=0.0)
+            lanes = add_to_lanes(lanes, gradient * _row(weights, absent, slot, columns, read, D), BLOCK // 16)
         tl.store(out + at, sum_of_lanes(lanes) * share)

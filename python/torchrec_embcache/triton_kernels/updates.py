@@ -161,7 +161,7 @@ def update_by_columns(
     if (slot < 0) | (begin == end):
         return
     weights, first_slot, second_slot, _scalars, table = _tier(tiers, tables, row)
-    for block in tl.static_range(BLOCKS):
+    for block in range(BLOCKS):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside, at = columns < D, slot * D + columns
         g = row_gradient(grad, places, scale, occurrences, begin, end, columns, D, ALIGNED, POOLED, SCALED, AT_ONCE)
@@ -172,7 +172,7 @@ def update_by_columns(
 
 @triton.jit
 def _of_sums(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.constexpr):
-    """What the optimizer sums the squares of over some columns of a row, and its moments there, which LAMB has updated."""
+    """Return what the squares are summed of over some columns of a row, and the moments there. LAMB's are updated here."""
     first, second = w, w
     value = g
     if KIND == "rowwise_adagrad":
@@ -188,6 +188,15 @@ def _of_sums(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.conste
         # Lanes behind the row's end count for nothing.
         value = tl.where(inside, _lamb_direction(first, second, w, numbers), 0.0)
     return value, first, second
+
+
+@triton.jit
+def _moved(w, g, first, second, multiplier, first_slot, at, inside, numbers, KIND: tl.constexpr):
+    """The new weights of some columns, from what the first pass found. LAMB reads its moments alone, the others the gradient."""
+    if KIND == "lamb":
+        return w - multiplier * _lamb_direction(first, second, w, numbers)
+    else:
+        return _by_row(w, g, multiplier, first_slot, at, inside, numbers, KIND)
 
 
 @triton.jit
@@ -222,8 +231,8 @@ def update_by_rows(
 ):
     """Do what `update_by_columns` does, with its arguments, for optimizers that need sums over the row.
 
-    The sums come in a first pass. A row of up to BLOCK columns keeps what it read in registers. A wider one reads and sums its
-    gradient once more for the second pass.
+    The sums come in a first pass. The first BLOCK columns are kept in registers for the second pass. For the others of a wider row
+    the gradient is summed once more.
     """
     row = tl.program_id(0)
     slot, begin, end = tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(starts + row + 1)
@@ -231,33 +240,40 @@ def update_by_rows(
         return
     weights, first_slot, second_slot, scalars, table = _tier(tiers, tables, row)
     numbers += table * 9
-    squares, squares_of_weights = tl.zeros((16,), tl.float32), tl.zeros((16,), tl.float32)
-    for block in tl.static_range(BLOCKS):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        inside, at = columns < D, slot * D + columns
-        g = row_gradient(grad, places, scale, occurrences, begin, end, columns, D, ALIGNED, POOLED, SCALED, AT_ONCE)
-        w = tl.load(weights + at, mask=inside, other=0.0)
-        value, first, second = _of_sums(w, g, first_slot, second_slot, at, inside, numbers, KIND)
-        squares = add_to_lanes(squares, value * value, BLOCK // 16)
+    columns = tl.arange(0, BLOCK)
+    g = row_gradient(grad, places, scale, occurrences, begin, end, columns, D, ALIGNED, POOLED, SCALED, AT_ONCE)
+    w = tl.load(weights + slot * D + columns, mask=columns < D, other=0.0)
+    value, first, second = _of_sums(w, g, first_slot, second_slot, slot * D + columns, columns < D, numbers, KIND)
+    squares = add_to_lanes(tl.zeros((16,), tl.float32), value * value, BLOCK // 16)
+    squares_of_weights = tl.zeros((16,), tl.float32)
+    if KIND == "lamb":
+        squares_of_weights = add_to_lanes(squares_of_weights, w * w, BLOCK // 16)
+    for block in range(1, BLOCKS):
+        there = block * BLOCK + columns
+        more = row_gradient(grad, places, scale, occurrences, begin, end, there, D, ALIGNED, POOLED, SCALED, AT_ONCE)
+        of_block = tl.load(weights + slot * D + there, mask=there < D, other=0.0)
+        summed, _, _ = _of_sums(of_block, more, first_slot, second_slot, slot * D + there, there < D, numbers, KIND)
+        squares = add_to_lanes(squares, summed * summed, BLOCK // 16)
         if KIND == "lamb":
-            squares_of_weights = add_to_lanes(squares_of_weights, w * w, BLOCK // 16)
+            squares_of_weights = add_to_lanes(squares_of_weights, of_block * of_block, BLOCK // 16)
     multiplier = _multiplier(scalars, slot, squares, squares_of_weights, numbers, KIND, D)
+    new = _moved(w, g, first, second, multiplier, first_slot, slot * D + columns, columns < D, numbers, KIND)
+    tl.store(weights + slot * D + columns, new, mask=columns < D)
     if BLOCKS > 1:
-        tl.debug_barrier()  # what the second pass reads again may have been written by other threads
-    for block in tl.static_range(BLOCKS):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        inside, at = columns < D, slot * D + columns
-        if BLOCKS > 1:
-            w = tl.load(weights + at, mask=inside, other=0.0)
-            if KIND == "lamb":
-                first = tl.load(first_slot + at, mask=inside, other=0.0)
-                second = tl.load(second_slot + at, mask=inside, other=0.0)
-            else:
-                g = row_gradient(
-                    grad, places, scale, occurrences, begin, end, columns, D, ALIGNED, POOLED, SCALED, AT_ONCE
-                )
+        tl.debug_barrier()  # what is read again may have been written by other threads
+    for block in range(1, BLOCKS):
+        there = block * BLOCK + columns
+        at, inside = slot * D + there, there < D
+        of_block = tl.load(weights + at, mask=inside, other=0.0)
         if KIND == "lamb":
-            new = w - multiplier * _lamb_direction(first, second, w, numbers)
+            old, older = (
+                tl.load(first_slot + at, mask=inside, other=0.0),
+                tl.load(second_slot + at, mask=inside, other=0.0),
+            )
+            changed = _moved(of_block, of_block, old, older, multiplier, first_slot, at, inside, numbers, KIND)
         else:
-            new = _by_row(w, g, multiplier, first_slot, at, inside, numbers, KIND)
-        tl.store(weights + at, new, mask=inside)
+            more = row_gradient(
+                grad, places, scale, occurrences, begin, end, there, D, ALIGNED, POOLED, SCALED, AT_ONCE
+            )
+            changed = _moved(of_block, more, more, more, multiplier, first_slot, at, inside, numbers, KIND)
+        tl.store(weights + at, changed, mask=inside)

@@ -16,7 +16,7 @@ use crate::records::{
 };
 use crate::table::PyTable;
 
-/// Lock. The caller does not have the GIL, and does not ask for it before it unlocks: another thread that has it may wait for the lock.
+/// Lock. Whoever holds the lock does not ask for the GIL before it unlocks, because a thread that has the GIL may wait for the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
