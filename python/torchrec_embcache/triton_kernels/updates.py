@@ -266,10 +266,8 @@ def update_by_rows(
         at, inside = slot * D + there, there < D
         of_block = tl.load(weights + at, mask=inside, other=0.0)
         if KIND == "lamb":
-            old, older = (
-                tl.load(first_slot + at, mask=inside, other=0.0),
-                tl.load(second_slot + at, mask=inside, other=0.0),
-            )
+            old = tl.load(first_slot + at, mask=inside, other=0.0)
+            older = tl.load(second_slot + at, mask=inside, other=0.0)
             changed = _moved(of_block, of_block, old, older, multiplier, first_slot, at, inside, numbers, KIND)
         else:
             more = row_gradient(
