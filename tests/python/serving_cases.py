@@ -1,5 +1,6 @@
 """What the tests of serving share: a small table that is saved, and how it is asked."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,11 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def threads() -> list[str]:
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            names.append((task / "comm").read_text().strip())
+    return names
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
