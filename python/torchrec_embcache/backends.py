@@ -74,8 +74,8 @@ def make_backend(
 ) -> KernelBackend:
     """The backend `name`: "core", "triton" or "torch".
 
-    None: what the variable `EMBCACHE_KERNELS` says; without it the core's on the CPU, and on other devices Triton's where triton is
-    installed, else torch's. `ConfigError` where the backend is not known or cannot run these tables.
+    None: what the variable `EMBCACHE_KERNELS` says; without it the core's on the CPU, Triton's on CUDA where triton is installed,
+    and else torch's. `ConfigError` where the backend is not known or cannot run these tables.
     """
     name = _chosen_kernels(device, name)
     if name == "core":

@@ -133,17 +133,19 @@ class DeviceTier:
             return
         more = max(more, self.weights.shape[0] // 8)
         self.changes()
-        for part in self.parts():
-            _used_here(part)
+        self.keep_for_stream()
         with torch.inference_mode(False):
             weights = _grown(self.weights, more)
             vector_slots = [_grown(slot, more) for slot in self.vector_slots]
             scalars = _grown(self.scalars, more) if self.scalars is not None else None
         self.weights, self.vector_slots, self.scalars = weights, vector_slots, scalars
 
-    def parts(self) -> list[Tensor]:
-        """The weights, the vector slots, and the scalar slot if there is one."""
-        return [self.weights, *self.vector_slots, *([self.scalars] if self.scalars is not None else [])]
+    def keep_for_stream(self) -> None:
+        """Tell torch's allocator that the caller's stream uses the tensors: their memory is not given away before that is done."""
+        stream: Any = current_stream(self.device)
+        if stream is not None:
+            for part in (self.weights, *self.vector_slots, *([self.scalars] if self.scalars is not None else [])):
+                part.record_stream(stream)
 
     def gather(self, slots: NDArray[np.int64]) -> GatheredRows:
         """The rows of cache slots [n], for the core. Their scalars are zeros where there is no scalar slot.
@@ -172,13 +174,6 @@ class DeviceTier:
         """The tensors as numpy arrays of the same memory, for the core's kernels on the CPU."""
         scalars = self.scalars.numpy() if self.scalars is not None else None
         return _native.DeviceArrays(self.weights.numpy(), [slot.numpy() for slot in self.vector_slots], scalars)
-
-
-def _used_here(tensor: Tensor) -> None:
-    """Tell torch's allocator that the caller's stream uses the tensor, so that its memory is not given away before that is done."""
-    stream: Any = current_stream(tensor.device)
-    if stream is not None:
-        tensor.record_stream(stream)
 
 
 def _grown(tensor: Tensor, more: int) -> Tensor:

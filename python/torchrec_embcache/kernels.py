@@ -102,6 +102,11 @@ class KernelBackend(ABC):
         # The tables whose refused ids share a row.
         self.sharing = [number for number, table in enumerate(tables) if table.native.has_shared_row]
 
+    def _tier(self, table: int) -> DeviceTier:
+        tier = self.tables[table].tier
+        assert tier is not None, "make_backend refuses tables without a device tier"
+        return tier
+
     @abstractmethod
     def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
         """The pooled rows, float32 [B, C]."""
@@ -205,11 +210,6 @@ class TorchBackend(KernelBackend):
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
-
-    def _tier(self, table: int) -> DeviceTier:
-        tier = self.tables[table].tier
-        assert tier is not None, "make_backend refuses tables without a device tier"
-        return tier
 
     def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
         """See `KernelBackend`."""

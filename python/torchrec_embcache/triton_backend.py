@@ -135,11 +135,6 @@ class TritonBackend(KernelBackend):
             for kind in dict.fromkeys(kinds)
         ]
 
-    def _tier(self, table: int) -> DeviceTier:
-        tier = self.tables[table].tier
-        assert tier is not None, "make_backend refuses tables without a device tier"
-        return tier
-
     def _features(self, plan: Plan, mean: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[Tensor]]:
         """What the kernels are told of each feature, int64 [F, 4], and the tensors that it has addresses of."""
         absent: dict[int, Tensor] = {}
@@ -214,11 +209,8 @@ class TritonBackend(KernelBackend):
         weight_grad: bool,
     ) -> Tensor | None:
         """See `KernelBackend`."""
-        batch, grad, occurrences = (
-            self._sent(plan, pooled, with_slots=False),
-            grad.contiguous(),
-            int(pooled.offsets[-1]),
-        )
+        batch = self._sent(plan, pooled, with_slots=False)
+        grad, occurrences = grad.contiguous(), int(pooled.offsets[-1])
         scaled = pooled.weights is not None or bool(pooled.mean.any())
         gradients = launch.find_gradients(batch.features, batch.bags, occurrences, grad, scaled)
         out = torch.empty(occurrences, dtype=torch.float32, device=self.device) if weight_grad else None

@@ -34,6 +34,17 @@ def backend(request, monkeypatch):
     return {"tiers": TierBudgets(host_bytes="16MiB", device_bytes="64KiB")}
 
 
+@pytest.fixture(scope="module")
+def one_thread_of_torch() -> Iterator[None]:
+    """One thread of torch, for tests that have no work for more."""
+    import torch  # not before what is set above
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[World]:
     """Two processes. The first test that runs something on them starts them, because importing torchrec takes each of them

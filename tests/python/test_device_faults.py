@@ -18,13 +18,7 @@ BATCHES = [np.arange(start, start + 14, dtype=np.int64) * 7 % 40 for start in (0
 GIVEN_UP = np.array([0, 7, 14, 21, 3, 70, 71, 35, 28, 2, 9, 72, 5, 11], np.int64)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_of_torch():
-    """One thread, since the tests have no work for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_of_torch")
 
 
 class Refusing:

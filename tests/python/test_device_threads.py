@@ -30,13 +30,7 @@ def train(bag, ids):
     bag(ids.view(-1, 1)).sum().backward()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_of_torch():
-    """One thread, since these tests have threads of their own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_of_torch")
 
 
 @pytest.fixture(scope="module")

@@ -31,13 +31,7 @@ DECAYED = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_of_torch():
-    """One thread, since the tests have no work for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_of_torch")
 
 
 def on_each(run):

@@ -175,9 +175,7 @@ def tier_addresses(tier: DeviceTier) -> list[int]:
 
     A kernel is given these in place of tensors, so the allocator is told here that the caller's stream uses them.
     """
-    if tier.device.type == "cuda":
-        for part in tier.parts():
-            part.record_stream(torch.cuda.current_stream(tier.device))
+    tier.keep_for_stream()
     vectors = [slot.data_ptr() for slot in tier.vector_slots]
     scalars = tier.scalars.data_ptr() if tier.scalars is not None else 0
     return [tier.weights.data_ptr(), *vectors, *[0] * (2 - len(vectors)), scalars]
