@@ -157,21 +157,25 @@ pub(crate) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Re
     file.sync()
 }
 
-/// Do `work` with every piece, on up to `threads` threads including this one. The first error ends it.
+/// Do `work` with every piece, on up to `threads` threads including this one. The first error ends it. Where several pieces fail, the error is
+/// that of the earliest piece: pieces are begun in order, so it is always met, and the same damage is told by the same words each time.
 pub(crate) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
     let helpers = threads.min(pieces.len()).saturating_sub(1);
     let helpers = if helpers > 0 && room_for_threads() { helpers } else { 0 };
-    let pieces = Mutex::new(pieces.into_iter());
-    let failed = Mutex::new(None);
+    let pieces = Mutex::new(pieces.into_iter().enumerate());
+    let failed: Mutex<Option<(usize, Error)>> = Mutex::new(None);
     let behind = Behind::here();
     let run = || {
         behind.hand_on();
         loop {
             let next = lock(&pieces).next();
-            let Some(piece) = next else { return };
+            let Some((number, piece)) = next else { return };
             if let Err(error) = work(piece) {
                 lock(&pieces).by_ref().for_each(drop);
-                lock(&failed).get_or_insert(error);
+                let mut failed = lock(&failed);
+                if failed.as_ref().is_none_or(|(earliest, _)| number < *earliest) {
+                    *failed = Some((number, error));
+                }
             }
         }
     };
@@ -185,5 +189,8 @@ pub(crate) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(
         run();
     });
     let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
-    failed.map_or(Ok(()), Err)
+    failed.map_or(Ok(()), |(_, error)| Err(error))
 }
+
+#[cfg(test)]
+mod tests;
