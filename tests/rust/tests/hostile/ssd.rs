@@ -74,32 +74,59 @@ fn bind(bytes: &mut [u8], at: usize, number: u32) {
     bytes[at..at + 4].copy_from_slice(&bound.to_le_bytes());
 }
 
+/// Where a segment's file has what.
+struct Layout {
+    header: usize,
+    record: usize,
+    /// Bytes of an entry of the footer.
+    entry: usize,
+    /// Bytes of an entry's `write_seq`.
+    seq: usize,
+    count: usize,
+    /// Where the bytes begin that the checksum of the trailer covers.
+    checked: usize,
+    trailer: usize,
+}
+
+impl Layout {
+    fn of(bytes: &[u8]) -> Option<Self> {
+        const TRAILER: usize = 48;
+        const STEPS: usize = 24;
+        let (header, record) = (le(bytes, 8), le(bytes, 16).max(12));
+        if header < 4 || header + TRAILER > bytes.len() {
+            return None;
+        }
+        let trailer = bytes.len() - TRAILER;
+        let width = |value: u64| (u64::BITS - value.leading_zeros()).div_ceil(8) as usize;
+        let long = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+        let count = le(bytes, trailer + 8) & 0xff_ffff;
+        let seq = width(long(trailer + 24).saturating_sub(long(trailer + 16)));
+        let entry = 8 + seq + usize::from(bytes[trailer + 11]) + width(count.saturating_sub(1) as u64);
+        // A trailer of this magic has the last steps before it, and entries have bytes for theirs.
+        let has_steps = bytes[trailer..].starts_with(b"EMBCFOT3") && trailer >= header + STEPS;
+        let checked = if has_steps { trailer - STEPS } else { trailer };
+        let entry = entry + if has_steps { usize::from(bytes[checked + 16]) } else { 0 };
+        let count = count.min((checked - header) / (record + entry));
+        Some(Self { header, record, entry, seq, count, checked, trailer })
+    }
+
+    fn entries(&self) -> std::ops::Range<usize> {
+        let begin = self.header + self.count * self.record;
+        begin..begin + self.count * self.entry
+    }
+}
+
 /// Make the checksums of a segment right and, with `sorted`, the order of its entries too.
 pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
-    const TRAILER: usize = 48;
-    const STEPS: usize = 24;
-    let (header, record) = (le(bytes, 8), le(bytes, 16).max(12));
-    if header < 4 || header + TRAILER > bytes.len() {
-        return;
-    }
+    let Some(layout) = Layout::of(bytes) else { return };
+    let Layout { header, record, entry, seq, checked, trailer, .. } = layout;
     set_crc(bytes, 0..header - 4, header - 4);
-    let trailer = bytes.len() - TRAILER;
-    let width = |value: u64| (u64::BITS - value.leading_zeros()).div_ceil(8) as usize;
-    let long = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
-    let count = le(bytes, trailer + 8) & 0xff_ffff;
-    let seq = width(long(trailer + 24).saturating_sub(long(trailer + 16)));
-    let entry = 8 + seq + usize::from(bytes[trailer + 11]) + width(count.saturating_sub(1) as u64);
-    // A trailer of this magic has the last steps before it, and entries have bytes for theirs.
-    let has_steps = bytes[trailer..].starts_with(b"EMBCFOT3") && trailer >= header + STEPS;
-    let checked = if has_steps { trailer - STEPS } else { trailer };
-    let entry = entry + if has_steps { usize::from(bytes[checked + 16]) } else { 0 };
-    let count = count.min((checked - header) / (record + entry));
-    for number in 0..count {
+    for number in 0..layout.count {
         let at = header + number * record;
         set_crc(bytes, at + 4..at + record, at);
         bind(bytes, at, number as u32);
     }
-    let entries = header + count * record..header + count * (record + entry);
+    let entries = layout.entries();
     if sorted {
         let mut all: Vec<Vec<u8>> = bytes[entries.clone()].chunks(entry).map(<[u8]>::to_vec).collect();
         let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
@@ -251,6 +278,32 @@ fn a_tier_whose_files_were_changed_and_sealed_again_is_refused_or_works_without_
         reseal(&mut files, &changed, sorted);
         use_it(&files, token, true)
     });
+}
+
+#[test]
+fn a_sweep_of_a_tier_whose_footers_name_a_record_twice_is_refused() {
+    let segments: Vec<_> = seed().keys().filter(|path| is(path, "seg")).cloned().collect();
+    let mut refused = 0;
+    for path in segments {
+        let mut files = seed().clone();
+        let bytes = files.get_mut(&path).unwrap();
+        let layout = Layout::of(bytes).unwrap();
+        let (entries, entry) = (layout.entries(), layout.entry);
+        // The number of the record is the last byte of an entry, where there are fewer than 257 records, or the last two.
+        let number = if layout.count > 256 { 2 } else { 1 };
+        for at in (entries.start + entry..entries.end).step_by(entry) {
+            bytes.copy_within(at - number..at, at + entry - number);
+        }
+        reseal(&mut files, &[path], false);
+        let Ok(tier) = open(&engine_of(&files), Reopen::Resume, None) else { continue };
+        let dies = |_: &RowHeader, _: &[f32]| true;
+        let dying = Dying { last_step: u64::MAX, by_row: Some(&dies) };
+        if let Err(error) = tier.bury(&mut Burial::default(), &dying, &|_| false, usize::MAX) {
+            assert_eq!(error.kind(), Kind::Corruption, "{error}");
+            refused += 1;
+        }
+    }
+    assert!(refused > 0);
 }
 
 #[test]

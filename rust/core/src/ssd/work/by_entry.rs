@@ -113,14 +113,16 @@ pub(crate) fn read_records(tier: &TierInner, segment: &Arc<Segment>, first: u32,
     Ok(())
 }
 
-/// Runs of records that are read at once, as positions in `wanted`, which are in the order of the file.
+/// Runs of records that are read at once, as positions in `wanted`, which are in the order of the file. Where a damaged footer names a record
+/// twice, each of them is a run of its own.
 fn runs(segment: &Segment, wanted: &[Wanted]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     for (at, (_, record)) in wanted.iter().enumerate() {
         let (start, end) = (segment.offset(*record), segment.offset(record + 1));
+        let gap = |run: &Range<usize>| start.checked_sub(segment.offset(wanted[run.end - 1].1 + 1));
         match runs.last_mut() {
             Some(run)
-                if start - segment.offset(wanted[run.end - 1].1 + 1) <= GAP_BYTES
+                if gap(run).is_some_and(|bytes| bytes <= GAP_BYTES)
                     && end - segment.offset(wanted[run.start].1) <= RUN_BYTES =>
             {
                 run.end = at + 1;
