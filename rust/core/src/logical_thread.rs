@@ -17,18 +17,24 @@ use crate::process::{PerProcess, is_main_thread};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogicalThread(NonZeroU64);
 
+#[cfg(not(loom))]
 thread_local! {
     static CURRENT: Cell<Option<LogicalThread>> = const { Cell::new(None) };
+}
+// The threads of a loom model share one of the system's.
+#[cfg(loom)]
+loom::thread_local! {
+    static CURRENT: Cell<Option<LogicalThread>> = Cell::new(None);
 }
 
 impl LogicalThread {
     /// The logical thread to which the calling thread belongs.
     pub fn current() -> Self {
         static LAST: AtomicU64 = AtomicU64::new(0);
-        CURRENT.get().unwrap_or_else(|| {
+        CURRENT.with(Cell::get).unwrap_or_else(|| {
             let number = LAST.fetch_add(1, Ordering::Relaxed) + 1;
             let new = Self(NonZeroU64::new(number).unwrap_or(NonZeroU64::MIN));
-            CURRENT.set(Some(new));
+            CURRENT.with(|current| current.set(Some(new)));
             new
         })
     }
@@ -38,10 +44,10 @@ impl LogicalThread {
         struct Before(Option<LogicalThread>);
         impl Drop for Before {
             fn drop(&mut self) {
-                CURRENT.set(self.0);
+                CURRENT.with(|current| current.set(self.0));
             }
         }
-        let _before = Before(CURRENT.replace(Some(self)));
+        let _before = Before(CURRENT.with(|current| current.replace(Some(self))));
         work()
     }
 }

@@ -1,14 +1,17 @@
-//! Python code that runs while a lock of the core is held.
+//! Python code that runs while a table's rows on the device may not change, or may be changed by this code alone. The table's own lock is free
+//! meanwhile; the one that is held is the lock that keeps kernels from the rows.
 //!
-//! Three rules keep it from waiting for itself:
+//! Four rules keep such code from waiting for itself:
 //!
-//! 1. Python may run a signal handler between any two instructions of the main thread, and the handler may want the lock. So either
-//!    signals wait on that thread until the lock is free ([`without_handlers`]), or the code runs on another thread ([`under_lock`]).
-//! 2. What the code drops, or lets the garbage collector drop, does not wait for the lock ([`Plan`](embcache::cache::Plan),
-//!    `TableMoment`).
-//! 3. The core refuses whatever else the code does with the table.
+//! 1. Python may run a signal handler between any two instructions of the main thread, and the handler may want the rows. So either
+//!    signals wait on that thread until the lock is free ([`without_handlers`]), or the code runs on another thread ([`on_rows`]).
+//! 2. The garbage collector, which runs finalisers of anybody's objects wherever Python makes an object, waits until the code is done
+//!    ([`CollectorWaits`]).
+//! 3. What the code drops does not wait for the lock ([`Plan`](embcache::cache::Plan), `TableMoment`).
+//! 4. The core refuses whatever else the code does with the rows.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use embcache::logical_thread::off_main_thread;
 use embcache::signals::{self, are_kept_back, is_main_thread, keep_back};
@@ -29,9 +32,56 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.py().import("atexit")?.call_method1("register", (ends,)).map(drop)
 }
 
-/// Run Python under a lock of the core that was taken for another reason. The caller does not hold the GIL.
-pub(crate) fn under_lock<T: Send>(work: impl FnOnce(Python<'_>) -> T + Send) -> T {
-    let run = || Python::attach(work);
+/// How many threads run code that the garbage collector waits for, and whether it was on before the first of them.
+static COLLECTOR_WAITS: Mutex<(usize, bool)> = Mutex::new((0, false));
+
+/// As long as one of these lives, Python's garbage collector does not run by itself: a finaliser could wait for a thread that wants the rows
+/// which the code in hand keeps from it. Whoever calls `gc.collect()` still runs it.
+struct CollectorWaits<'py>(Python<'py>);
+
+impl<'py> CollectorWaits<'py> {
+    fn begin(py: Python<'py>) -> Self {
+        let mut waits = COLLECTOR_WAITS.lock().unwrap_or_else(PoisonError::into_inner);
+        if waits.0 == 0 {
+            waits.1 = collector(py, "isenabled").is_some_and(|is_on| is_on.is_truthy().unwrap_or(false));
+            if waits.1 {
+                collector(py, "disable");
+            }
+        }
+        waits.0 += 1;
+        Self(py)
+    }
+}
+
+impl Drop for CollectorWaits<'_> {
+    fn drop(&mut self) {
+        let mut waits = COLLECTOR_WAITS.lock().unwrap_or_else(PoisonError::into_inner);
+        waits.0 -= 1;
+        if waits.0 == 0 && waits.1 {
+            collector(self.0, "enable");
+        }
+    }
+}
+
+/// Call a function of the module `gc`; `None` where the interpreter is about to end and has no such module any more. None of the functions that
+/// are called here gives up the GIL.
+fn collector<'py>(py: Python<'py>, function: &str) -> Option<Bound<'py, PyAny>> {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let module = MODULE.get_or_try_init(py, || py.import("gc").map(Bound::unbind)).ok()?;
+    module.bind(py).call_method0(function).ok()
+}
+
+/// Run Python while the caller keeps kernels from changing rows on the device, or changes them himself. The garbage collector waits meanwhile.
+pub(crate) fn with_rows_kept<T>(work: impl FnOnce(Python<'_>) -> T) -> T {
+    Python::attach(|py| {
+        let _waits = CollectorWaits::begin(py);
+        work(py)
+    })
+}
+
+/// As [`with_rows_kept`], for a caller who does not hold the GIL and whose thread may be the main one.
+pub(crate) fn on_rows<T: Send>(work: impl FnOnce(Python<'_>) -> T + Send) -> T {
+    let run = || with_rows_kept(work);
     if are_kept_back() || ENDING.load(Ordering::Acquire) { run() } else { off_main_thread(run) }
 }
 

@@ -10,7 +10,7 @@ use crate::buffers::{
     device_tensors, matrix, positions_to_python, slice, slice_mut, slice2, slice2_mut, slots_to_python,
 };
 use crate::error::to_python;
-use crate::foreign::{drop_detached, without_handlers};
+use crate::foreign::{drop_detached, with_rows_kept, without_handlers};
 use crate::rows::{GivenArrays, PyFetchedRows, PyTransposed, borrow_device};
 
 /// One batch, whose rows are pinned.
@@ -124,7 +124,7 @@ impl PyPlan {
     fn exclusively(&self, py: Python<'_>, work: Py<PyAny>) -> PyResult<()> {
         let plan = self.plan()?;
         without_handlers(py, |py| {
-            py.detach(|| plan.exclusively(|| Python::attach(|py| work.call0(py).map(drop)))).map_err(to_python)?
+            py.detach(|| plan.exclusively(|| with_rows_kept(|py| work.call0(py).map(drop)))).map_err(to_python)?
         })
     }
 

@@ -19,7 +19,7 @@ use crate::buffers::{headers_from_python, slice, slice2, slots_to_python};
 use crate::census::{PyCensus, PySpan};
 use crate::error::{from_python, to_python};
 use crate::evicted::{PyEvictedBlock, PyEvictedQueue};
-use crate::foreign::under_lock;
+use crate::foreign::on_rows;
 use crate::logging::{follow_levels, follow_levels_sometimes};
 use crate::paths::ssd_engine;
 use crate::records::PyAncestor;
@@ -45,7 +45,7 @@ impl PythonGather {
 
 impl DeviceRows for PythonGather {
     fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
-        under_lock(|py| {
+        on_rows(|py| {
             let mut call = || -> PyResult<()> {
                 let answer = self.callable.call1(py, (slots_to_python(py, slots),))?;
                 let gathered = answer.bind(py).cast::<PyGatheredRows>()?.get();

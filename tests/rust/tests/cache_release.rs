@@ -440,7 +440,7 @@ fn a_moment_that_is_dropped_while_rows_are_read_from_the_device_is_let_go_of_and
 }
 
 #[test]
-fn what_uses_the_table_while_its_rows_are_read_from_the_device_gets_a_typed_error() {
+fn what_uses_rows_of_the_table_while_some_are_read_from_the_device_gets_a_typed_error_and_other_uses_work() {
     watched(String::new, || {
         let rig = Rig::open(settings("t", Some(6), 100, true), Arc::new(MemoryEngine::default())).expect("a table");
         rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
@@ -450,9 +450,8 @@ fn what_uses_the_table_while_its_rows_are_read_from_the_device_gets_a_typed_erro
         rig.amid_device_read(0, move || {
             let is_refused =
                 |error: Error| error.kind() == Kind::State && error.to_string().contains("wait for itself");
+            let works = [table.len().is_ok_and(|rows| rows == 4), table.stats().is_ok_and(|stats| stats.rows == 4)];
             let all = [
-                table.len().is_err_and(is_refused),
-                table.stats().is_err_and(is_refused),
                 table.read_rows(&[1]).is_err_and(is_refused),
                 table.flush(7).is_err_and(is_refused),
                 table.clear().is_err_and(is_refused),
@@ -462,7 +461,8 @@ fn what_uses_the_table_while_its_rows_are_read_from_the_device_gets_a_typed_erro
                 plan.wait().is_err_and(is_refused),
                 plan.exclusively(|| ()).is_err_and(is_refused),
             ];
-            count.store(all.iter().filter(|refused| **refused).count(), Ordering::SeqCst);
+            let as_wanted = works.iter().chain(&all).filter(|as_wanted| **as_wanted).count();
+            count.store(as_wanted, Ordering::SeqCst);
             Ok(())
         });
         let read = rig.table.read_rows(&[1, 2]).expect("rows");

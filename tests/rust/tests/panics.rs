@@ -4,11 +4,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{DeviceRows, Lookup, PlanMode, Table};
-use embcache::config::TableConfig;
+use embcache::cache::{GroupSink, Lookup, PlanMode, Table};
+use embcache::config::{OptimizerKind, TableConfig};
 use embcache::io::{FaultEngine, MemoryEngine, Operation};
-use embcache::types::{CacheSlot, Id};
-use embcache_tests::{Rig, three_tiers, watched};
+use embcache::rows::RowList;
+use embcache::types::Id;
+use embcache_tests::{Rig, config, three_tiers, watched};
 
 const DIM: usize = 16;
 
@@ -74,11 +75,19 @@ fn a_panic_while_a_plan_is_read_is_the_plans_error_and_the_batch_can_be_trained_
     });
 }
 
-/// A device whose rows cannot be read without a panic.
+/// Takes rows of a table under its locks, and panics.
 struct Panics;
 
-impl DeviceRows for Panics {
-    fn gather(&self, _: &[CacheSlot], _: &mut [f32], _: &mut [f32]) -> embcache::Result<()> {
+impl GroupSink for Panics {
+    fn vector_floats(&self) -> usize {
+        config(4, OptimizerKind::Sgd, 1).layout().vector_floats()
+    }
+
+    fn room(&mut self) -> embcache::Result<usize> {
+        Ok(10)
+    }
+
+    fn take(&mut self, _: RowList<'_>) -> embcache::Result<()> {
         panic!("asked to panic")
     }
 }
@@ -86,33 +95,24 @@ impl DeviceRows for Panics {
 #[test]
 fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
     watched(String::new, || {
-        let mut wanted = tiers(60);
-        wanted.device_rows = Some(50);
-        let table = Table::open(wanted, Some(Arc::new(Panics)), Arc::new(MemoryEngine::default())).expect("a table");
-        let queue = table.keep_evicted().expect("a queue");
-        let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("a lookup");
-        let plan = |batch| lookup.plan(&ids(batch), &[0, 50], PlanMode::TRAIN);
-        let first = plan(0).expect("a plan");
-        first.wait().expect("rows on the device");
-        drop(first);
-        let first = plan(0).expect("a plan");
-        first.wait().expect("rows for the device");
-        first.scattered().expect("rows on the device");
-        first.commit().expect("a step");
-        let second = plan(100).expect("a plan");
-        let panicked = catch_unwind(AssertUnwindSafe(|| second.wait()));
-        assert!(panicked.is_err(), "room for it is made by reading the device");
+        let rig = Rig::open(config(4, OptimizerKind::Sgd, 200), Arc::new(MemoryEngine::default())).expect("a table");
+        let queue = rig.table.keep_evicted().expect("a queue");
+        rig.train(&ids(0), 4, 0).expect("a step");
+        let second = rig.plan(&ids(1), PlanMode::TRAIN).expect("a plan");
+        let panicked = catch_unwind(AssertUnwindSafe(|| rig.table.for_each_group(&mut Panics)));
+        assert!(panicked.is_err(), "rows are taken under the lock");
         let refused = |error: embcache::Error| error.kind() == Kind::State && error.to_string().contains("panic");
-        assert!(table.len().is_err_and(refused));
-        assert!(plan(1).is_err_and(refused));
-        assert!(table.flush(1).is_err_and(refused));
+        assert!(rig.table.len().is_err_and(refused));
+        assert!(rig.plan(&ids(1), PlanMode::TRAIN).is_err_and(refused));
+        assert!(rig.table.flush(1).is_ok(), "there is nothing to flush without an SSD tier");
+        assert!(rig.table.read_rows(&ids(0)).is_err_and(refused));
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| queue.wait().is_none());
-            assert!(table.end_telling().is_err_and(refused));
+            assert!(rig.table.end_telling().is_err_and(refused));
             assert!(waits.join().expect("no panic"), "whoever waits to be told of evicted rows does not wait for ever");
         });
         drop(second);
-        table.close().expect("closing needs no state");
+        rig.table.close().expect("closing needs no state");
     });
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct TableBase {
     pub(crate) sizing: Sizing,
     birth: RowBirth,
     device_rows: Option<Arc<dyn DeviceRows>>,
-    /// Whether the holder of the table's lock is running the code of `device_rows`.
+    /// Whether a holder of `rows_in_use` is running the code of `device_rows`.
     reading_device: ForeignCode,
     version: AtomicU64,
     /// How long each plan's forward waited until all of its rows had their slots.
@@ -187,8 +187,8 @@ impl TableBase {
         ssd.fetch(wanted.iter().map(request).collect()).wait()
     }
 
-    /// Read rows of the device tier into RAM: vector parts `[n, V]` and scalar slots `[n]`. This runs code that is not the core's, under
-    /// the table's lock.
+    /// Read rows of the device tier into RAM: vector parts `[n, V]` and scalar slots `[n]`. This runs code that is not the core's. The caller has
+    /// `rows_in_use`, so that no kernel writes the rows, and not the table's lock.
     pub(crate) fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> Result<()> {
         let reader = self.device_rows.as_ref().expect("a device tier comes with a way to read it");
         let _foreign = self.reading_device.begin();

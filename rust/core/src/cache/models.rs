@@ -10,11 +10,12 @@ use crate::rows::{Initializer, RowHeader};
 use crate::ssd::models::{model, read_waiting, spawn};
 use crate::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
+mod device;
+
 const DIM: usize = 2;
 
-/// A table with rows 1 and 2 on SSD, in a file, and room for four rows in RAM.
-fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
-    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+/// A table with room for four rows in RAM.
+fn config() -> TableConfig {
     let mut config = TableConfig {
         name: "t".into(),
         key: 1,
@@ -37,7 +38,13 @@ fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
         eviction: None,
     };
     config.host_bytes = 4 * super::host_row_bytes(&config.layout(), config.policy);
-    let table = Table::open(config, None, Arc::clone(&engine)).unwrap();
+    config
+}
+
+/// A table with rows 1 and 2 on SSD, in a file, and room for four rows in RAM.
+fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let table = Table::open(config(), None, Arc::clone(&engine)).unwrap();
     let ids: [Id; 6] = [11, 12, 13, 14, 1, 2];
     let headers = ids.map(|id| RowHeader { id, ..RowHeader::default() });
     let vectors: Vec<f32> = ids.iter().flat_map(|&id| [id as f32; DIM]).collect();

@@ -1,6 +1,8 @@
 //! The device tier: headers, slots, pins and policy of the rows on a device. The values of the rows are in torch tensors, which only Python
 //! touches.
 
+use std::collections::HashSet;
+
 use crate::config::PolicyKind;
 use crate::error::Result;
 use crate::memory;
@@ -9,8 +11,8 @@ use crate::rows::RowHeader;
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Reads rows of the device tier into RAM. It is called under the table's lock: what it runs must not use the table (`State`), and may
-/// drop plans and moments.
+/// Reads rows of the device tier into RAM. It is called without the table's lock, by a caller who keeps kernels from changing the rows. So what
+/// it runs may use the table, but not its rows (`State`), and may drop plans and moments.
 pub trait DeviceRows: Send + Sync {
     /// Copy the rows in `slots` (`[n]`) to `vectors` (`[n, V]`) and their scalar slots to `scalars` (`[n]`, zeros where the layout has
     /// none).
@@ -22,11 +24,14 @@ pub trait DeviceRows: Send + Sync {
 pub(crate) struct DeviceTier {
     pub(crate) slots: SlotMap,
     headers: Vec<RowHeader>,
+    /// Victims whose rows are being read, so that they can go to a tier below. They are claimed, and the policy has forgotten them. Each is the
+    /// newest copy of its row still: whoever wants the row before it has gone takes it out of here.
+    leaving: HashSet<CacheSlot>,
 }
 
 impl DeviceTier {
     pub(crate) fn new(rows: u32, policy: PolicyKind) -> Self {
-        Self { slots: SlotMap::new(rows, policy), headers: Vec::new() }
+        Self { slots: SlotMap::new(rows, policy), headers: Vec::new(), leaving: HashSet::new() }
     }
 
     pub(crate) fn header(&self, slot: CacheSlot) -> &RowHeader {
@@ -68,6 +73,42 @@ impl DeviceTier {
     pub(crate) fn victim(&mut self) -> Option<CacheSlot> {
         let headers = &self.headers;
         self.slots.victim(|slot| headers[slot as usize].id)
+    }
+
+    /// Victims stay where they are until they were read. They are handed out by [`DeviceTier::take_leaving`] then.
+    pub(crate) fn will_leave(&mut self, victims: &[CacheSlot]) {
+        self.leaving.extend(victims);
+    }
+
+    /// The victims that were to leave and that nobody has wanted meanwhile. Follow as after [`DeviceTier::victim`].
+    pub(crate) fn take_leaving(&mut self) -> Vec<CacheSlot> {
+        let mut victims: Vec<CacheSlot> = self.leaving.drain().collect();
+        victims.sort_unstable();
+        victims
+    }
+
+    /// Keep a row that was to leave, if it is one.
+    #[inline]
+    pub(crate) fn let_stay(&mut self, slot: CacheSlot) {
+        if !self.leaving.is_empty() && self.leaving.remove(&slot) {
+            self.spare(slot);
+        }
+    }
+
+    /// Keep all rows that were to leave.
+    pub(crate) fn let_all_stay(&mut self) {
+        self.take_leaving().into_iter().for_each(|slot| self.spare(slot));
+    }
+
+    /// Keep a victim after all.
+    pub(crate) fn spare(&mut self, slot: CacheSlot) {
+        self.slots.spare(slot, self.id(slot));
+    }
+
+    /// Take the row of `id` out of its slot, which no plan has pinned.
+    pub(crate) fn remove(&mut self, slot: CacheSlot, id: Id) {
+        self.let_stay(slot);
+        self.slots.remove(slot, id, false);
     }
 
     /// Forget every row. None is pinned.

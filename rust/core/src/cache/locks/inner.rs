@@ -56,8 +56,7 @@ impl TableInner {
 
     /// The table's residency.
     ///
-    /// Errors: `State` when the table is closed, waits for a load after one failed, is torn, is used in a forked child, or by the code that
-    /// the lock's own holder runs to read device rows.
+    /// Errors: `State` when the table is closed, waits for a load after one failed, is torn, or is used in a forked child.
     pub(crate) fn lock(&self) -> Result<Held<'_>> {
         self.usable(self.lock_any()?)
     }
@@ -65,7 +64,6 @@ impl TableInner {
     /// As [`TableInner::lock`], also of a table that waits for a load.
     pub(crate) fn lock_any(&self) -> Result<Held<'_>> {
         self.check_open()?;
-        self.base.check_not_reading_device()?;
         self.held(lock(&self.locked))
     }
 
@@ -127,13 +125,17 @@ impl TableInner {
     pub(crate) fn close(&self) -> bool {
         let was_open = !self.closed.swap(true, Ordering::AcqRel);
         if was_open {
-            let mut held = self.lock_always();
-            held.finish_loads();
+            self.lock_always().finish_loads();
             // Of a torn table nobody knows which rows it has.
-            if self.torn.get().is_none() {
-                held.tell_rest();
+            if self.torn.get().is_none()
+                && let Err(error) = self.amid_sweeps(|| Ok(self.lock_always()), |held| held.tell_rest())
+            {
+                tracing::warn!(
+                    "table {:?}: nobody is told of what its last sweep has taken: {error}",
+                    self.config.name
+                );
             }
-            held.end_telling();
+            self.lock_always().end_telling();
         }
         was_open
     }
@@ -180,6 +182,11 @@ impl TableInner {
         self.check_rows()?;
         let guard = self.rows_in_use.read().unwrap_or_else(PoisonError::into_inner);
         Ok(RowsHeld::reading(guard))
+    }
+
+    /// As [`TableInner::reading_rows`], also where the caller keeps everybody out already, for as long as this call lasts.
+    pub(super) fn without_kernel_writes(&self) -> Result<RowsHeld<'_>> {
+        if self.changing_device.is_calling() { Ok(RowsHeld::by_caller()) } else { self.reading_rows() }
     }
 
     /// Keep out everybody else who uses rows that plans have pinned. Errors as [`TableInner::reading_rows`].

@@ -6,6 +6,7 @@
 //! 3. The lock of a table's residency ([`Held`]).
 //! 4. What the SSD tier locks inside.
 
+mod device_rows;
 mod guards;
 mod inner;
 mod left;

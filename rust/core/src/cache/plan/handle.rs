@@ -43,7 +43,8 @@ impl Plan {
     }
 
     /// Bring every row into its slot of the tier that kernels run on. It is harmless to call this twice. Rows that go to a device tier get
-    /// their slots here and are in [`Plan::fetched`]; they move when [`Plan::scattered`] is called.
+    /// their slots here and are in [`Plan::fetched`]; they move when [`Plan::scattered`] is called. Where a table has a device tier, this waits
+    /// for kernels and for whoever copies rows of it.
     ///
     /// Errors: `Storage` and `Corruption` of reads, `Capacity`, `ReadOnly`. The plan is released then, and no row of it has moved.
     pub fn wait(&self) -> Result<()> {
@@ -52,7 +53,7 @@ impl Plan {
         if state.stage != Stage::Started {
             return Ok(());
         }
-        if let Err(error) = state.tables.iter_mut().try_for_each(|table| table.place(self.mode)) {
+        if let Err(error) = state.tables.iter_mut().try_for_each(|table| table.place(self.mode, &turn)) {
             state.release();
             return Err(error);
         }
@@ -76,7 +77,7 @@ impl Plan {
         // All that can fail is behind. Each table by itself is right before and after.
         let mut moved = Ok(());
         for table in &mut state.tables {
-            moved = moved.and(table.promote());
+            moved = moved.and(table.promote(&turn));
         }
         if moved.is_err() {
             state.release();

@@ -154,21 +154,21 @@ impl TablePlan {
     }
 
     /// The second stage: every row gets its slot on the tier that kernels run on.
-    pub(super) fn place(&mut self, mode: PlanMode) -> Result<()> {
+    pub(super) fn place(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>) -> Result<()> {
         if self.is_placed {
             return Ok(());
         }
         let started = Instant::now();
-        let placed = self.place_rows(mode);
+        let placed = self.place_rows(mode, turn);
         self.table.row_wait.record(started.elapsed());
         placed
     }
 
-    fn place_rows(&mut self, mode: PlanMode) -> Result<()> {
+    fn place_rows(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>) -> Result<()> {
         self.wait_for_loads()?;
         let mode = PlanMode { ahead: false, ..mode };
         if self.table.has_device() {
-            self.place_on_device(mode)?;
+            self.place_on_device(mode, turn)?;
         } else {
             self.place_in_host(mode)?;
         }
@@ -195,9 +195,13 @@ impl TablePlan {
         self.absent.as_deref()
     }
 
-    fn place_on_device(&mut self, mode: PlanMode) -> Result<()> {
-        let mut held = self.table.lock()?;
-        self.fetched = held.place_on_device(&mut self.hold, mode)?;
+    fn place_on_device(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>) -> Result<()> {
+        let (table, hold) = (&*self.table, &mut self.hold);
+        let rows = table.writing_rows_or_exclusive(turn)?;
+        table.with_device_rows(&rows, || table.lock(), |held| held.settle(hold))?;
+        let place = |held: &mut Held<'_>| held.place_on_device(hold, mode);
+        let (mut held, fetched) = table.with_device_rows(&rows, || table.lock(), place)?;
+        self.fetched = fetched;
         self.overflow_rows = held.note_overflow(&self.hold);
         self.index.slots.clear();
         self.index.slots.extend_from_slice(self.hold.device());
@@ -290,30 +294,41 @@ impl TablePlan {
 
     /// The third stage of a table with a device tier: the rows were scattered, and their newest copies are on the device from now on. This
     /// fails only where the table was closed or torn, and so has no rows that could be wrong.
-    pub(super) fn promote(&mut self) -> Result<()> {
+    pub(super) fn promote(&mut self, turn: &Turn<'_, PlanState>) -> Result<()> {
+        let rows = self.table.has_device().then(|| self.table.writing_rows_or_exclusive(turn)).transpose()?;
         self.table.lock_any()?.promote(&mut self.hold);
+        drop(rows);
         Ok(())
     }
 
     /// The rows of the batch are about to be updated: copy what a moment wants of them. A kernel updates them in `tensors`, where those
     /// of a device tier are in RAM.
     pub(super) fn keep_rows(&self, rows: &RowsHeld<'_>, tensors: Option<&DeviceTensors<'_>>) {
-        if !self.table.has_moment(rows) {
+        let (table, has_moment) = (&*self.table, self.table.has_moment(rows));
+        if !has_moment && !table.has_device() {
             return;
         }
-        // A table that is closed or torn has no use for it.
-        let Ok(mut held) = self.table.lock_any() else { return };
-        match tensors {
-            Some(tensors) => held.keep_in_tensors(&self.index.slots, tensors),
-            None => held.keep_in_use(&self.index.slots, rows.no_kernel_writes()),
-        }
+        let keep = |held: &mut Held<'_>| {
+            held.prepare_sweep_after_step()?;
+            match tensors {
+                _ if !has_moment => {}
+                Some(tensors) => held.keep_in_tensors(&self.index.slots, tensors),
+                None => held.keep_in_use(&self.index.slots, rows.no_kernel_writes())?,
+            }
+            Ok(())
+        };
+        // A table that is closed or torn has no use for it, and nothing else fails.
+        drop(table.with_device_rows(rows, || table.lock_any(), keep));
     }
 
     /// Commit a step whose rows were updated outside of the core, and give back the pins.
     fn end_step(&mut self, turn: &Turn<'_, PlanState>) -> Result<()> {
         let rows = self.table.reading_rows_or_exclusive(turn)?;
-        let mut held = self.table.lock_any()?;
-        held.keep_in_use(&self.index.slots, rows.no_kernel_writes());
+        let keep = |held: &mut Held<'_>| {
+            held.prepare_sweep_after_step()?;
+            held.keep_in_use(&self.index.slots, rows.no_kernel_writes())
+        };
+        let (mut held, ()) = self.table.with_device_rows(&rows, || self.table.lock_any(), keep)?;
         self.train(&mut held);
         held.release(self.hold.take());
         held.sweep_after_step();

@@ -10,15 +10,20 @@ use crate::lifecycle::Sweep;
 use crate::slots::SlotMap;
 
 impl Residency {
-    fn is_sweep_due(&self) -> bool {
+    fn is_sweep_due_at(&self, step: u64) -> bool {
         let every = self.base.config.eviction.as_ref().and_then(|eviction| eviction.every_steps);
-        every.is_some_and(|every| self.step.is_multiple_of(every.get()))
+        every.is_some_and(|every| step.is_multiple_of(every.get()))
     }
 
     /// The sweep of now by the table's rule, or by the rule that is given for it. `None` where the table has no rule.
     ///
     /// Errors: `State` where the table's rule has to be given and is not, or the other way round; `Config` for a rule that is out of range.
     fn sweep_of_now(&self, given: Option<&EvictionRule>) -> Result<Option<Sweep>> {
+        self.sweep_after(self.step, given)
+    }
+
+    /// As [`Residency::sweep_of_now`], after this step.
+    fn sweep_after(&self, step: u64, given: Option<&EvictionRule>) -> Result<Option<Sweep>> {
         let config = &self.base.config;
         let own = config.eviction.as_ref().map(|eviction| &eviction.rule);
         let refuse = |message: &str| Err(Error::new(Kind::State, format!("table {:?}: {message}", config.name)));
@@ -38,7 +43,7 @@ impl Residency {
                 return refuse("a sweep was given a rule that the table's eviction does not ask for");
             }
         };
-        Ok(Some(Sweep::after(self.step, rule, config.score_half_life_steps)))
+        Ok(Some(Sweep::after(step, rule, config.score_half_life_steps)))
     }
 
     /// Do what can fail of [`Residency::begin_sweep`] with this rule, which does not fail then before the next step. No row is unseen by it.
@@ -103,10 +108,27 @@ impl Residency {
         }
     }
 
+    /// A step is about to be committed. Where a sweep is due after it, and the one before has to end first, let that come to its end now as far
+    /// as it reads rows from the device: after the commit nothing is read from there. What fails is tried again after the step.
+    ///
+    /// Errors: the one that says that rows are to be read from the device first.
+    pub(crate) fn prepare_sweep_after_step(&mut self) -> Result<()> {
+        let next = self.step + 1;
+        if self.device.is_none() || !self.has_sweep() || !self.is_sweep_due_at(next) {
+            return Ok(());
+        }
+        let ended =
+            self.sweep_after(next, None).and_then(|sweep| sweep.map_or(Ok(()), |sweep| self.end_before(&sweep)));
+        match ended {
+            Err(error) if self.owes_copies() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// A step was committed: begin a sweep if one is due. What may fail is the end of the sweep before, which rows came in to. That one goes on
     /// then, and the next sweep comes when it is due.
     pub(crate) fn sweep_after_step(&mut self) {
-        if self.is_sweep_due()
+        if self.is_sweep_due_at(self.step)
             && let Err(error) = self.begin_sweep(None)
         {
             self.note_stopped(&error);

@@ -4,8 +4,8 @@
 //! would be born with, so that the plan finds what it would find if the row had never been there.
 #![allow(unsafe_code)]
 
+use super::Residency;
 use super::judge::{Dead, Judge};
-use super::{ROWS_PER_GATHER, Residency};
 use crate::cache::rows::Chunk;
 use crate::error::Result;
 use crate::host::Idle;
@@ -88,15 +88,13 @@ impl Residency {
         if !by_weights {
             return Ok(dead);
         }
-        let (candidates, dim, floats) = (std::mem::take(&mut dead), self.base.layout.dim, self.base.floats());
-        for slots in candidates.chunks(ROWS_PER_GATHER) {
-            let rows = self.gather(slots)?;
-            let is_dead = |at: &usize| {
-                let row = rows.row(*at, floats);
-                sweep.kills(row.header, &row.vector[..dim])
-            };
-            dead.extend((0..slots.len()).filter(is_dead).map(|at| slots[at]));
-        }
+        let rows = self.copies_of(&dead)?;
+        let (dim, floats) = (self.base.layout.dim, self.base.floats());
+        let mut dies = (0..dead.len()).map(|at| {
+            let row = rows.row(at, floats);
+            sweep.kills(row.header, &row.vector[..dim])
+        });
+        dead.retain(|_| dies.next().unwrap_or(false));
         Ok(dead)
     }
 
@@ -134,6 +132,7 @@ impl Residency {
             return Ok(());
         }
         let copies = self.copies_of_device(dead, by.name_needs_weights())?;
+        self.ask_for_moment(dead)?;
         let Some(tier) = &self.device else { return Ok(()) };
         let (dim, floats) = (self.base.layout.dim, self.base.floats());
         let weights = |at: usize| copies.vectors.get(at * floats..at * floats + dim).unwrap_or_default();
@@ -156,7 +155,7 @@ impl Residency {
                 self.counts.became_provisional(1);
                 self.absent_reads += 1;
             } else {
-                tier.slots.remove(slot, id, false);
+                tier.remove(slot, id);
             }
         }
         // Plans that pinned a row's slot in the host tier while it was on the device may still come for it.

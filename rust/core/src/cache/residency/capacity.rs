@@ -197,24 +197,31 @@ impl Residency {
     fn drop_from_device(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<()> {
         let (host, Some(device)) = (&self.host, &mut self.device) else { return Ok(()) };
         let (mut victims, mut spared): (Vec<CacheSlot>, Vec<CacheSlot>) = (Vec::new(), Vec::new());
+        let mut chosen = device.take_leaving().into_iter();
         while (victims.len() as u64) < rows {
-            let Some(victim) = device.victim() else { break };
+            let Some(victim) = chosen.next().or_else(|| device.victim()) else { break };
             let id = device.id(victim);
             // A plan that has pinned the row's slot in the host tier may still come for it.
             let stays = needed.contains(&id) || host.slots.get(id) != NO_SLOT;
             if stays { spared.push(victim) } else { victims.push(victim) }
         }
         let ids: Vec<Id> = victims.iter().map(|&victim| device.id(victim)).collect();
-        let removed = self.copies_of_device(&victims, false).and_then(|copies| {
+        chosen.for_each(|slot| device.spare(slot));
+        let asked = self.copies_of_device(&victims, false);
+        let removed = asked.and_then(|copies| self.ask_for_moment(&victims).map(|()| copies)).and_then(|copies| {
             if let Some(device) = &self.device {
                 self.remove_copies(&device.slots, victims.iter().copied().zip(ids.iter().copied()))?;
             }
             Ok(copies)
         });
         if removed.is_err() {
-            spared.append(&mut victims);
+            self.spare_on_device(&victims);
         }
-        self.spare_on_device(&spared);
+        if let Some(device) = &mut self.device {
+            for slot in spared {
+                device.spare(slot);
+            }
+        }
         let copies = removed?;
         self.keep_device(&victims);
         self.evict_from_device(&victims);

@@ -1,12 +1,11 @@
-//! Rows leave the device tier for the host tier, or are read from it where they are.
+//! Rows leave the device tier for the host tier, or are copied from where they are.
 
 use super::room::mark_written_down;
 use super::{ROWS_PER_GATHER, Residency};
 use crate::cache::rows::Chunk;
 use crate::device::DeviceTier;
 use crate::error::Result;
-use crate::memory;
-use crate::rows::{RowHeader, RowRef};
+use crate::rows::RowRef;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, NO_SLOT};
 
@@ -22,26 +21,14 @@ impl Residency {
         self.device.as_mut().expect("only a table with a device tier moves rows to it")
     }
 
-    /// Read device rows into RAM, by code that is not the core's and runs under the table's lock.
-    pub(super) fn gather(&mut self, slots: &[CacheSlot]) -> Result<Chunk> {
-        let mut vectors = memory::zeros("read rows from the device", slots.len() * self.base.floats())?;
-        let mut scalars: Vec<f32> = memory::zeros("read rows from the device", slots.len())?;
-        self.base.gather(slots, &mut vectors, &mut scalars)?;
-        let tier = self.device_mut();
-        let header = |(&slot, &scalar)| RowHeader { scalar, ..*tier.header(slot) };
-        let headers = slots.iter().zip(&scalars).map(header).collect();
-        self.traffic.device.read_bytes += vectors.len() as u64 * 4;
-        Ok(Chunk { headers, vectors })
-    }
-
     /// Make sure that `wanted` device slots are free, as far as rows can leave: first unpinned rows in the overflow do, then others by
-    /// policy. They are demoted. On an error nothing has changed.
+    /// policy. They are demoted. On an error nothing has changed, but that victims whose rows are to be read first stay chosen.
     pub(super) fn make_device_room(&mut self, wanted: u32) -> Result<()> {
         let victims = self.device_victims(wanted);
         if victims.is_empty() {
             return Ok(());
         }
-        let demoted = self.gather(&victims).and_then(|rows| {
+        let demoted = self.copies_of(&victims).and_then(|rows| {
             if let Some(moment) = &mut self.moment {
                 moment.keep_read(&victims, &rows, self.base.floats());
             }
@@ -56,27 +43,44 @@ impl Residency {
         Ok(())
     }
 
-    /// The rows that leave so that `wanted` device slots are free: all unpinned rows of the overflow, and of the budget as many as needed.
+    /// The rows that leave so that `wanted` device slots are free: those that were chosen before and nobody has wanted since, all other unpinned
+    /// rows of the overflow, and of the budget as many as needed.
     fn device_victims(&mut self, wanted: u32) -> Vec<CacheSlot> {
         let tier = self.device_mut();
-        let overflow = tier.slots.occupied_from(tier.slots.capacity());
-        let mut victims: Vec<CacheSlot> = overflow.filter(|&slot| tier.slots.state(slot).is_current()).collect();
-        victims.retain(|&slot| !tier.slots.is_pinned(slot));
-        for &slot in &victims {
-            let id = tier.id(slot);
-            tier.slots.unlist(slot, id);
+        let capacity = tier.slots.capacity();
+        let mut victims = tier.take_leaving();
+        let freed = victims.iter().filter(|&&slot| slot < capacity).count() as u32;
+        let is_chosen = |slot: &CacheSlot| victims.binary_search(slot).is_ok();
+        let overflow = tier.slots.occupied_from(capacity).filter(|slot| !is_chosen(slot));
+        let overflow: Vec<CacheSlot> = overflow.filter(|&slot| tier.slots.state(slot).is_current()).collect();
+        for slot in overflow {
+            if !tier.slots.is_pinned(slot) {
+                tier.slots.unlist(slot, tier.id(slot));
+                victims.push(slot);
+            }
         }
-        let missing = wanted.saturating_sub(tier.slots.free_slots()) as usize;
+        let missing = wanted.saturating_sub(tier.slots.free_slots()).saturating_sub(freed) as usize;
         victims.extend(std::iter::from_fn(|| tier.victim()).take(missing));
         victims
     }
 
-    /// Keep victims of the device tier after all.
+    /// Keep victims of the device tier after all. Where their rows are to be read first, they are handed out again after that.
     pub(super) fn spare_on_device(&mut self, victims: &[CacheSlot]) {
+        let owes = self.owes_copies();
         let tier = self.device_mut();
-        for &slot in victims {
-            let id = tier.id(slot);
-            tier.slots.spare(slot, id);
+        if owes {
+            tier.will_leave(victims);
+        } else {
+            for &slot in victims {
+                tier.spare(slot);
+            }
+        }
+    }
+
+    /// Keep the victims of the device tier that were to leave once they are read.
+    pub(crate) fn let_stay_on_device(&mut self) {
+        if let Some(tier) = &mut self.device {
+            tier.let_all_stay();
         }
     }
 
@@ -136,7 +140,7 @@ impl Residency {
         self.base.append(ssd, &refs, &known)
     }
 
-    /// Hand every dirty device row to the SSD tier and mark it clean.
+    /// Hand every dirty device row to the SSD tier and mark it clean. What was written stays so on an error.
     pub(super) fn write_down_device(&mut self) -> Result<()> {
         if self.device.is_none() || self.base.ssd.is_none() {
             return Ok(());
@@ -148,7 +152,8 @@ impl Residency {
         };
         let dirty: Vec<CacheSlot> = slots.occupied_from(0).filter(is_dirty).collect();
         for slots in dirty.chunks(ROWS_PER_GATHER) {
-            let rows = self.gather(slots)?;
+            let rows = self.copies_of(slots)?;
+            self.forget_copies();
             let (Some(ssd), Some(tier)) = (&self.base.ssd, &mut self.device) else { return Ok(()) };
             let refs: Vec<RowRef<'_>> =
                 (0..slots.len()).map(|position| rows.row(position, self.base.floats())).collect();
@@ -161,12 +166,12 @@ impl Residency {
         Ok(())
     }
 
-    /// Copy what a moment wants of device rows that are about to change or to leave their slots. Rows that cannot be read fail the moment,
-    /// never the caller.
+    /// Copy what a moment wants of device rows that are about to change or to leave their slots. [`Residency::ask_for_moment`] was called with
+    /// them before anything has changed. Rows that cannot be read fail the moment, never the caller.
     pub(super) fn keep_device(&mut self, slots: &[CacheSlot]) {
         let Some(mut moment) = self.moment.take() else { return };
         for wanted in moment.take_wanted_on_device(slots).chunks(ROWS_PER_GATHER) {
-            match self.gather(wanted) {
+            match self.copies_of(wanted) {
                 Ok(rows) => moment.keep_all(&rows, self.base.floats()),
                 Err(error) => moment.fail(error),
             }

@@ -91,7 +91,7 @@ impl Residency {
         }
         if !on_device.is_empty() {
             let slots: Vec<CacheSlot> = on_device.iter().map(|&(_, slot)| slot).collect();
-            let gathered = self.gather(&slots)?;
+            let gathered = self.copies_of(&slots)?;
             for (index, &(position, slot)) in on_device.iter().enumerate() {
                 let row = gathered.row(index, floats);
                 rows.found[position] = self.device.as_ref().is_some_and(|tier| tier.slots.state(slot).is_current());
@@ -203,7 +203,21 @@ impl Residency {
         }
     }
 
-    /// Copy what a moment wants of rows in RAM or on the device that are about to change or to go.
+    /// Make sure that there are copies of what a moment wants of device rows that are about to change or to go. Errors as
+    /// [`Residency::ask_for_moment`].
+    pub(super) fn ask_for_found(&mut self, found: &[Whereabouts]) -> Result<()> {
+        if self.moment.is_none() {
+            return Ok(());
+        }
+        let on_device = found.iter().filter_map(|found| match *found {
+            Whereabouts::Device(slot) => Some(slot),
+            Whereabouts::Host(_) | Whereabouts::Ssd | Whereabouts::Nowhere => None,
+        });
+        self.ask_for_moment(&on_device.collect::<Vec<CacheSlot>>())
+    }
+
+    /// Copy what a moment wants of rows in RAM or on the device that are about to change or to go. [`Residency::ask_for_found`] was called with
+    /// them before anything has changed.
     pub(super) fn keep_found(&mut self, found: &[Whereabouts], no_writes: NoKernelWrites<'_>) {
         if self.moment.is_none() {
             return;

@@ -41,21 +41,31 @@ struct Part<'a> {
 impl Residency {
     /// Put rows in, new ones and known ones. `ids` are those of the block, each once. No plan uses any of the rows.
     ///
+    /// `done` says how many of the rows are in the table already, where this was called before with the same rows and had rows read from the
+    /// device.
+    ///
     /// Errors: `Capacity`, `Memory`, and those of the SSD tier. Nothing has changed then, unless the error says how many rows were
     /// imported.
-    pub(crate) fn import(&mut self, block: RowBlock<'_>, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<()> {
+    pub(crate) fn import(
+        &mut self,
+        block: RowBlock<'_>,
+        ids: &[Id],
+        no_writes: NoKernelWrites<'_>,
+        done: &mut usize,
+    ) -> Result<()> {
         // A sweep under way takes rows that are there by now, and none of these.
         self.finish_sweep()?;
         self.rows_came_in();
         match self.base.config.on_full {
             OnFull::Error => self.import_all(block, ids, no_writes),
-            OnFull::Evict => self.import_in_parts(block, ids, no_writes),
+            OnFull::Evict => self.import_in_parts(block, ids, no_writes, done),
         }
     }
 
     /// Put rows in, for all of which there is room before the first one is put in.
     fn import_all(&mut self, block: RowBlock<'_>, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<()> {
         let mut found = self.find_all(ids)?;
+        self.ask_for_found(&found)?;
         self.check_import(ids, &found)?;
         let floats = self.base.floats();
         let mut done = 0;
@@ -71,18 +81,25 @@ impl Residency {
     }
 
     /// Put rows in, in parts. Each part may drop other rows to make room, also those of the parts before.
-    fn import_in_parts(&mut self, block: RowBlock<'_>, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<()> {
+    fn import_in_parts(
+        &mut self,
+        block: RowBlock<'_>,
+        ids: &[Id],
+        no_writes: NoKernelWrites<'_>,
+        done: &mut usize,
+    ) -> Result<()> {
         let at_once = (self.capacity_rows() / 2).clamp(1, ROWS_PER_PART as u64) as usize;
         let floats = self.base.floats();
-        let mut done = 0;
-        let parts = block.headers.chunks(at_once).zip(block.vectors.chunks(at_once * floats));
-        for ((headers, vectors), some) in parts.zip(ids.chunks(at_once)) {
-            let begun = done > 0;
+        let (headers, vectors) = (&block.headers[*done..], &block.vectors[*done * floats..]);
+        let parts = headers.chunks(at_once).zip(vectors.chunks(at_once * floats));
+        for ((headers, vectors), some) in parts.zip(ids[*done..].chunks(at_once)) {
+            let begun = *done > 0;
             let imported = self
                 .find_with_room(some, begun)
+                .and_then(|found| self.ask_for_found(&found).map(|()| found))
                 .and_then(|found| self.put(Part { headers, vectors, ids: some, found: &found, begun }, no_writes));
-            imported.map_err(|error| self.in_part(error, done, ids.len(), "imported"))?;
-            done += some.len();
+            imported.map_err(|error| self.in_part(error, *done, ids.len(), "imported"))?;
+            *done += some.len();
         }
         Ok(())
     }
@@ -161,7 +178,7 @@ impl Residency {
         let fit = self.append_homeless(&part, &homeless, &known, &row, no_writes)?;
         for (index, (&position, &known)) in homeless.iter().zip(&known).enumerate() {
             if let (Whereabouts::Device(slot), Some(device)) = (part.found[position], &mut self.device) {
-                device.slots.remove(slot, part.ids[position], false);
+                device.remove(slot, part.ids[position]);
             }
             if index < fit {
                 let on_ssd = if known { RowState::ON_SSD } else { RowState::default() };
@@ -224,6 +241,7 @@ impl Residency {
     pub(crate) fn forget(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<u64> {
         self.finish_sweep()?;
         let mut found = self.find_all(ids)?;
+        self.ask_for_found(&found)?;
         let (mut done, mut removed) = (0, 0);
         for (some, found) in ids.chunks(ROWS_PER_PART).zip(found.chunks_mut(ROWS_PER_PART)) {
             self.find_again(some, found);
@@ -260,7 +278,7 @@ impl Residency {
         let mut removed = Vec::new();
         for (&id, found) in ids.iter().zip(found) {
             match (*found, &mut self.device) {
-                (Whereabouts::Device(slot), Some(device)) => device.slots.remove(slot, id, false),
+                (Whereabouts::Device(slot), Some(device)) => device.remove(slot, id),
                 (Whereabouts::Host(slot), _) => self.host.remove(slot, false),
                 (Whereabouts::Ssd, _) => {}
                 _ => continue,

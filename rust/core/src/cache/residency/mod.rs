@@ -13,6 +13,7 @@ mod begin_sweep;
 mod bury;
 mod capacity;
 mod census;
+mod copies;
 mod counts;
 mod demand;
 mod device;
@@ -30,6 +31,7 @@ mod refuse;
 mod room;
 mod shared;
 mod spared;
+mod stage;
 mod sweep;
 mod time;
 mod told;
@@ -39,6 +41,7 @@ mod under_way;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+pub(super) use copies::DeviceCopies;
 pub(super) use demand::Demand;
 pub(super) use hold::{Absent, Fetched, Hold};
 pub use hold::{PlanMode, Unseen};
@@ -68,7 +71,7 @@ use crate::types::{CacheSlot, NO_SLOT};
 
 /// While slots are gone through, the state of the slot that comes this many slots later is fetched into the processor's cache.
 const SLOTS_AHEAD: usize = 24;
-/// Rows that are read from the device in one call at most.
+/// Rows that are read from the device at once at most.
 const ROWS_PER_GATHER: usize = 4096;
 
 /// The share of `host_bytes` that the ids that left a table may take: one part in this many, within the two bounds below.
@@ -124,6 +127,8 @@ pub(crate) struct Residency {
     as_swept: Option<u64>,
     /// What ids share that are refused a row, where the table has such a row.
     shared: Option<SharedRow>,
+    /// Copies of device rows that were made for the operation that holds the table's lock.
+    copies: DeviceCopies,
 }
 
 /// What plans have found where, since the table was opened.
@@ -202,6 +207,7 @@ impl Residency {
             told: None,
             evicted_by_rule: BTreeMap::new(),
             as_swept: None,
+            copies: DeviceCopies::default(),
             shared: base.has_shared_row().then(|| SharedRow::begun(base.layout)),
             base,
         };
@@ -294,7 +300,7 @@ impl Residency {
 
     /// Forget every row, and no count of an id that waits for one. No plan uses any row, and none is being read.
     pub(crate) fn clear(&mut self) -> Result<()> {
-        self.tell_rest();
+        self.tell_rest()?;
         // An export that could miss some of the rows ends.
         self.base.contents_changed();
         if let Some(ssd) = &self.base.ssd {

@@ -280,8 +280,14 @@ impl Residency {
 
     /// As [`Residency::lend_wanted`], copies of rows of the device tier.
     pub(crate) fn read_wanted_on_device(&mut self, next: &mut CacheSlot, most: usize) -> Result<Chunk> {
+        let before = *next;
         let slots = self.held_moment()?.take_next_of_device(next, most.min(ROWS_PER_GATHER));
-        if slots.is_empty() { Ok(Chunk::default()) } else { self.gather(&slots) }
+        let copied = self.copies_of(&slots);
+        if copied.is_err() {
+            *next = before;
+            self.held_moment()?.put_back_on_device(&slots);
+        }
+        copied
     }
 
     fn held_moment(&mut self) -> Result<&mut WantedRows> {

@@ -1,66 +1,24 @@
 //! Rows reach the device tier, in three stages.
 //!
 //! 1. A plan pins what is on the device and in the host tier, and what is on SSD is read ahead into the host tier.
-//! 2. Victims are demoted, the plan's rows get slots on the device, and they are copied into a buffer that Python scatters. Until Python
-//!    says that it did, a row's device slot is LOADING and its newest copy is where it was: whoever looks for the row finds it there.
+//! 2. Victims are chosen, and read without the table's lock. Then they are demoted, the plan's rows get slots on the device, and they are copied
+//!    into a buffer that Python scatters. Until Python says that it did, a row's device slot is LOADING and its newest copy is where it was:
+//!    whoever looks for the row finds it there.
 //! 3. The copies on the device become the newest ones. This cannot fail.
+//!
+//! In the second and the third stage the plan has `rows_in_use` for writing, so that nobody reads rows of the device while others arrive there.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::Residency;
 use super::hold::{Arriving, Fetched, Hold, PlanMode};
+use super::stage::{Staged, StagedRow};
 use crate::error::Result;
 use crate::memory;
-use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
 use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
-
-/// A row of a plan on its way to the device.
-struct StagedRow {
-    /// Its position in the plan's distinct ids.
-    position: u32,
-    /// Its state once it is on the device.
-    state: RowState,
-    /// Whether the table counts it as provisional already.
-    counted: bool,
-}
-
-/// Rows copied from wherever they are.
-struct Staged {
-    /// `[M]`
-    rows: Vec<StagedRow>,
-    /// `[M]`
-    headers: Vec<RowHeader>,
-    /// `[M, V]`
-    vectors: Vec<f32>,
-    /// How many of the rows, which come first, are in the host tier.
-    from_host: usize,
-}
-
-impl Staged {
-    /// Leave out the rows at these positions of the plan: bits `[U]`, or empty for none.
-    fn leave_out(&mut self, positions: &[bool], floats: usize) {
-        let (mut kept, mut from_host) = (0, 0);
-        for at in 0..self.rows.len() {
-            if positions.get(self.rows[at].position as usize).is_some_and(|left_out| *left_out) {
-                continue;
-            }
-            if kept < at {
-                self.rows.swap(kept, at);
-                self.headers[kept] = self.headers[at];
-                self.vectors.copy_within(at * floats..(at + 1) * floats, kept * floats);
-            }
-            kept += 1;
-            from_host += usize::from(at < self.from_host);
-        }
-        self.from_host = from_host;
-        self.rows.truncate(kept);
-        self.headers.truncate(kept);
-        self.vectors.truncate(kept * floats);
-    }
-}
 
 impl Residency {
     /// The first stage of a plan for a table with a device tier.
@@ -127,7 +85,7 @@ impl Residency {
         Ok(())
     }
 
-    fn pin_in_host(&mut self, hold: &mut Hold, position: u32, slot: CacheSlot) {
+    pub(super) fn pin_in_host(&mut self, hold: &mut Hold, position: u32, slot: CacheSlot) {
         self.host.slots.pin(slot);
         Arc::make_mut(&mut hold.host)[position as usize] = slot;
     }
@@ -144,6 +102,7 @@ impl Residency {
             if slot == NO_SLOT {
                 missing.push(position);
             } else {
+                tier.let_stay(slot);
                 tier.slots.pin(slot);
                 hold.device[position as usize] = slot;
                 accessed.push(slot);
@@ -153,14 +112,15 @@ impl Residency {
         missing
     }
 
-    /// The second stage: give every row of the plan a slot on the device, and return what is to be scattered into the device tensors. On an
-    /// error no row of the plan has moved.
+    /// The second stage, of a plan that is [settled](Residency::settle): give every row of it a slot on the device, and return what is to be
+    /// scattered into the device tensors. On an error no row of the plan has moved. Where rows are to be read from the device first, this
+    /// is called again.
     pub(crate) fn place_on_device(&mut self, hold: &mut Hold, mode: PlanMode) -> Result<Fetched> {
         let started = Instant::now();
-        self.settle(hold)?;
         let absent: Vec<u32> =
             (0..hold.ids.len() as u32).filter(|&position| hold.device[position as usize] == NO_SLOT).collect();
         let homeless = self.pin_on_device(hold, &absent);
+        self.make_device_room_for(hold, &homeless, mode)?;
         let missing = [homeless, self.awaited(hold)].concat();
         let staged = self.stage(hold, &missing, mode)?;
         let staged = self.refuse_on_device(hold, staged, mode)?;
@@ -175,16 +135,12 @@ impl Residency {
             };
             let on_device = self.unborn_on_device(hold).into_iter().filter(|&position| !is_refused(position)).count();
             let unborn = (staged.rows.iter().filter(in_host).count() + on_device) as u64;
+            self.counts.take_back_pledge(std::mem::take(&mut hold.pledged));
             self.pledge(hold, unborn);
             self.check_capacity(births, &hold.ids)?;
         }
         let homeless = staged.rows.iter().filter(|row| hold.device[row.position as usize] == NO_SLOT).count();
-        if let Err(error) = self.make_device_room(homeless as u32)
-            && mode.train
-        {
-            // An evaluation reads on after a failed write, in the overflow.
-            return Err(error);
-        }
+        self.make_device_room_if_possible(homeless as u32, mode)?;
         self.device_mut().reserve(homeless)?;
         memory::reserve(&mut hold.arriving, "place a batch", staged.rows.len())?;
         // Nothing can fail from here on.
@@ -193,12 +149,47 @@ impl Residency {
         self.traffic.device.misses += missing;
         self.traffic.host.hits += from_host;
         self.traffic.host.misses += missing - from_host;
+        self.traffic.ssd_hits += staged.ssd_hits;
+        self.traffic.ssd_misses += staged.ssd_misses;
         let fetched = self.give_device_slots(hold, staged);
         if mode.train {
             self.pledge(hold, births);
         }
         self.traffic.device.time_ns += started.elapsed().as_nanos() as u64;
         Ok(fetched)
+    }
+
+    /// Make room on the device for about as many rows as are to come there of those at `homeless`, before any of them is read: victims are to be
+    /// read from the device without the table's lock, after which the plan is placed from the beginning.
+    fn make_device_room_for(&mut self, hold: &Hold, homeless: &[u32], mode: PlanMode) -> Result<()> {
+        if self.device_mut().slots.free_slots() as usize >= homeless.len() {
+            return Ok(());
+        }
+        let id = |&position: &u32| hold.ids[position as usize];
+        let elsewhere = homeless.iter().filter(|position| self.host.slots.get(id(position)) == NO_SLOT);
+        let elsewhere: Vec<u32> = elsewhere.copied().collect();
+        let mut there = vec![false; elsewhere.len()];
+        if let Some(ssd) = &self.base.ssd {
+            ssd.maybe_contains(&elsewhere.iter().map(id).collect::<Vec<Id>>(), &mut there);
+        }
+        let unborn = elsewhere.iter().zip(&there).filter(|(_, there)| !**there).map(|(&position, _)| position);
+        let unborn = unborn.collect::<Vec<u32>>();
+        let births = if mode.reads_births(&self.base.config) {
+            unborn.len()
+        } else if mode.train {
+            self.admits(hold, unborn.iter().copied()).1.into_iter().filter(|admitted| *admitted).count()
+        } else {
+            0
+        };
+        self.make_device_room_if_possible((homeless.len() - unborn.len() + births) as u32, mode)
+    }
+
+    /// As [`Residency::make_device_room`]. An evaluation reads on after a failed write, in the overflow.
+    fn make_device_room_if_possible(&mut self, wanted: u32, mode: PlanMode) -> Result<()> {
+        match self.make_device_room(wanted) {
+            Err(error) if mode.train || self.owes_copies() => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Positions of rows that have a slot on the device from another plan and are not there yet. That plan may never bring them, so this
@@ -210,126 +201,6 @@ impl Residency {
         }
         let is_awaited = |slot: CacheSlot| slot != NO_SLOT && slots.state(slot).has(RowState::LOADING);
         (0..hold.ids.len() as u32).filter(|&position| is_awaited(hold.device[position as usize])).collect()
-    }
-
-    /// List the rows at `positions` with where they are, and read those that are on SSD. Those in the host tier are pinned there.
-    fn stage(&mut self, hold: &mut Hold, positions: &[u32], mode: PlanMode) -> Result<Staged> {
-        let (mut rows, reads) = self.stage_from_host(hold, positions)?;
-        let from_host = rows.len();
-        let mut there = vec![false; reads.len()];
-        let ids: Vec<Id> = reads.iter().map(|&position| hold.ids[position as usize]).collect();
-        if let Some(ssd) = &self.base.ssd {
-            ssd.maybe_contains(&ids, &mut there);
-        }
-        for (&position, &there) in reads.iter().zip(&there) {
-            // Another plan may have begun to bring the row to the device.
-            let counted = self.is_unborn_on_device(hold, position);
-            if there {
-                rows.push(StagedRow { position, state: RowState::ON_SSD, counted });
-            } else if mode.train || mode.reads_births(&self.base.config) {
-                rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted });
-            }
-        }
-        let vectors = memory::zeros("stage a batch", rows.len() * self.base.floats())?;
-        let headers = memory::zeros("stage a batch", rows.len())?;
-        let mut staged = Staged { rows, headers, vectors, from_host };
-        self.read_staged(hold, &mut staged)?;
-        Ok(staged)
-    }
-
-    /// Pin those of `positions` that are in the host tier. Returns their staged rows, to be filled, and the positions of the others.
-    fn stage_from_host(&mut self, hold: &mut Hold, positions: &[u32]) -> Result<(Vec<StagedRow>, Vec<u32>)> {
-        let mut reads: Vec<u32> = Vec::new();
-        let mut rows: Vec<StagedRow> = Vec::with_capacity(positions.len());
-        for &position in positions {
-            let id = hold.ids[position as usize];
-            let slot = self.host.slots.get(id);
-            if slot == NO_SLOT {
-                reads.push(position);
-                continue;
-            }
-            if hold.host[position as usize] == NO_SLOT {
-                self.pin_in_host(hold, position, slot);
-            }
-            if self.host.slots.state(slot).has(RowState::LOADING) {
-                self.finish_loads();
-            }
-            let row = self.host.slots.state(slot);
-            if row.has(RowState::FAILED) {
-                return Err(self.unread_row(id));
-            }
-            rows.push(StagedRow { position, state: row, counted: row.has(RowState::PROVISIONAL) });
-        }
-        Ok((rows, reads))
-    }
-
-    /// Read the staged rows that are on SSD. Those that turn out not to be there become provisional.
-    fn read_staged(&mut self, hold: &Hold, staged: &mut Staged) -> Result<()> {
-        let Some(ssd) = &self.base.ssd else { return Ok(()) };
-        let (mut wanted, mut unseen) = (Vec::new(), 0);
-        for (index, row) in staged.rows.iter().enumerate().skip(staged.from_host) {
-            if row.state.has(RowState::ON_SSD) {
-                wanted.push((hold.ids[row.position as usize], index));
-            } else {
-                unseen += 1;
-            }
-        }
-        if !wanted.is_empty() {
-            let started = Instant::now();
-            let absent = self.base.read_from_ssd(ssd, &wanted, &mut staged.headers, &mut staged.vectors)?;
-            for &number in &absent {
-                staged.rows[wanted[number as usize].1].state = RowState::PROVISIONAL;
-            }
-            let dead = self.bury_dead_read(&wanted, staged)?;
-            unseen += absent.len() + dead;
-            self.traffic.ssd_hits += (wanted.len() - absent.len() - dead) as u64;
-            self.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
-        }
-        self.traffic.ssd_misses += unseen as u64;
-        Ok(())
-    }
-
-    /// Bury those of the rows that were just read from SSD which sweeps take: they become provisional, as those are that were not there. Returns how many.
-    fn bury_dead_read(&mut self, wanted: &[(Id, usize)], staged: &mut Staged) -> Result<usize> {
-        let (dim, floats) = (self.base.layout.dim, self.base.floats());
-        let mut buried = 0;
-        for (by, only) in self.judges_of_arrivals() {
-            let is_dead = |&(id, index): &(Id, usize)| {
-                !staged.rows[index].state.has(RowState::PROVISIONAL)
-                    && only.as_ref().is_none_or(|only| only.contains(&id))
-                    && by.sweep.kills(&staged.headers[index], &staged.vectors[index * floats..][..dim])
-            };
-            let mut dead: Vec<(Id, usize)> = wanted.iter().copied().filter(is_dead).collect();
-            // A plan that is in place may be about to bring the row there too.
-            dead.retain(|(id, _)| self.in_place.plans_with(*id) <= 1);
-            let row = |&(_, at): &(Id, usize)| RowRef {
-                header: &staged.headers[at],
-                vector: &staged.vectors[at * floats..][..floats],
-            };
-            self.bury_read(&dead.iter().map(row).collect::<Vec<RowRef<'_>>>(), &by)?;
-            for &(_, index) in &dead {
-                staged.rows[index].state = RowState::PROVISIONAL;
-            }
-            buried += dead.len();
-        }
-        Ok(buried)
-    }
-
-    /// Copy the staged rows that are in the host tier, and give those that were never trained their initial values.
-    fn fill_staged(&self, hold: &Hold, staged: &mut Staged, threads: usize) {
-        let floats = self.base.floats();
-        let no_writes = self.host.no_kernel_writes().expect("the rows go to a device tier, on which kernels run");
-        for (index, row) in staged.rows[..staged.from_host].iter().enumerate() {
-            let source = self.host.row(no_writes.slot(hold.host[row.position as usize]));
-            staged.headers[index] = *source.header;
-            staged.vectors[index * floats..][..floats].copy_from_slice(source.vector);
-        }
-        let others = staged.rows.iter().enumerate().skip(staged.from_host);
-        let born: Vec<(Id, usize)> = others
-            .filter(|(_, row)| row.state.has(RowState::PROVISIONAL))
-            .map(|(index, row)| (hold.ids[row.position as usize], index))
-            .collect();
-        self.base.bear_into(&born, &mut staged.headers, &mut staged.vectors, threads);
     }
 
     /// Decide for good which of a training plan's ids get no row, and leave them out of what is staged where they read something else
@@ -360,7 +231,7 @@ impl Residency {
         (0..hold.ids.len() as u32).filter(|&position| self.is_unborn_on_device(hold, position)).collect()
     }
 
-    fn is_unborn_on_device(&mut self, hold: &Hold, position: u32) -> bool {
+    pub(super) fn is_unborn_on_device(&mut self, hold: &Hold, position: u32) -> bool {
         Self::is_unborn(&self.device_mut().slots, hold.device[position as usize])
     }
 

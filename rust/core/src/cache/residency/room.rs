@@ -87,10 +87,11 @@ impl Residency {
 
     /// Hand every dirty row of the host and the device tier to the SSD tier.
     pub(crate) fn write_down_all(&mut self, no_writes: NoKernelWrites<'_>) -> Result<()> {
+        // Rows of the device come first, because the lock is given back while they are read.
+        self.write_down_device()?;
         let slots = &self.host.slots;
         let current: Vec<CacheSlot> = slots.occupied_from(0).filter(|&slot| slots.state(slot).is_current()).collect();
-        self.write_down(current.into_iter().map(|slot| no_writes.slot(slot)))?;
-        self.write_down_device()
+        self.write_down(current.into_iter().map(|slot| no_writes.slot(slot)))
     }
 
     /// Follow the growth of the SSD tier's index, which takes room of rows in RAM. This comes after a change that is done, so it does not

@@ -72,6 +72,11 @@ fn that_stops_a_sweep(error: Error) -> Error {
 }
 
 impl Residency {
+    /// Whether a sweep may find rows that are to be buried.
+    pub(crate) fn has_sweep(&self) -> bool {
+        self.sweeping.is_some() || !self.spared.is_empty()
+    }
+
     /// Whether some rows may be dead that are still in the tiers and that no plan in place uses.
     pub(super) fn is_sweeping(&self) -> bool {
         self.sweeping.as_ref().is_some_and(|under_way| !under_way.passed)
@@ -93,7 +98,7 @@ impl Residency {
     ///
     /// Errors: those of the SSD tier and of reads of the device tier. The sweep goes on with the next call.
     pub(crate) fn finish_sweep(&mut self) -> Result<()> {
-        if self.sweeping.is_none() && self.spared.is_empty() {
+        if !self.has_sweep() {
             return Ok(());
         }
         self.finish_loads();
@@ -179,6 +184,13 @@ impl Residency {
             dead += self.sweep_device(part.clone(), &under_way.judge, &mut under_way.later)?;
             under_way.device = under_way.device.after(&part);
             seen += part.len();
+            if under_way.judge.sweep.needs_weights() {
+                // Each part is read from the device. One is enough before a batch; and later ones need no copies of this one.
+                if !slice.is_to_the_end() {
+                    break;
+                }
+                self.forget_copies();
+            }
         }
         if under_way.is_in_ram() {
             if is_beside {
@@ -346,7 +358,16 @@ impl Residency {
         // Rows that an evaluation has kept are dead when it ends. An export of the table with these rows would end if they left now.
         let waits = self.exports.are_contents_wanted(self.base.version()) || self.waits_to_tell();
         // Where the sweep goes no further, what it has left for later may be dead all the same.
-        let stopped = waits || self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
+        let stopped = waits
+            || match self.sweep_on(BEFORE_BATCH) {
+                Err(error) if self.owes_copies() => return Err(error),
+                Err(error) => {
+                    self.note_stopped(&error);
+                    self.try_copies_again();
+                    true
+                }
+                Ok(()) => false,
+            };
         if stopped {
             self.bury_spared_of(&hold.ids)?;
         }

@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
+use super::Residency;
 use super::judge::Judge;
-use super::{ROWS_PER_GATHER, Residency};
 use crate::cache::rows::Chunk;
 use crate::cache::watch::{EvictedQueue, EvictedRows};
 use crate::error::Result;
@@ -88,13 +88,7 @@ impl Residency {
         if !self.tells() && !are_needed {
             return Ok(Chunk::default());
         }
-        let mut copies = self.room_for_copies(slots.len())?;
-        for slots in slots.chunks(ROWS_PER_GATHER) {
-            let mut rows = self.gather(slots)?;
-            copies.headers.append(&mut rows.headers);
-            copies.vectors.append(&mut rows.vectors);
-        }
-        Ok(copies)
+        self.copies_of(slots)
     }
 
     /// Copies of rows that were read from SSD and are about to be evicted; none where nobody is told.
@@ -131,13 +125,19 @@ impl Residency {
     }
 
     /// The rows are about to go for another reason: tell of those that sweeps have taken. What cannot be read is logged.
-    pub(crate) fn tell_rest(&mut self) {
+    ///
+    /// Errors: the one that [`Residency::owes_copies`] tells of.
+    pub(crate) fn tell_rest(&mut self) -> Result<()> {
         if self.tells()
             && let Err(error) = self.finish_sweep()
         {
+            if self.owes_copies() {
+                return Err(error);
+            }
             let table = &self.base.config.name;
             tracing::warn!("table {table:?}: a sweep could not be finished, and nobody is told of the rest: {error}");
         }
+        Ok(())
     }
 
     /// Nobody is told of what comes from now on.

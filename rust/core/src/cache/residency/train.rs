@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::hold::Hold;
 use super::{Residency, SLOTS_AHEAD};
 use crate::cache::rows::DeviceTensors;
+use crate::error::Result;
 use crate::host::NoKernelWrites;
 use crate::rows::DecayTo;
 use crate::slots::{RowState, SlotMap};
@@ -90,15 +91,19 @@ impl Residency {
     }
 
     /// Copy what a moment wants of rows that a step is about to change, in slots of the tier that kernels run on. `NO_SLOT` is no row.
-    pub(crate) fn keep_in_use(&mut self, slots: &[CacheSlot], no_writes: NoKernelWrites<'_>) {
+    ///
+    /// Errors: the one that says that rows are to be read from the device first. Nothing has changed then.
+    pub(crate) fn keep_in_use(&mut self, slots: &[CacheSlot], no_writes: NoKernelWrites<'_>) -> Result<()> {
         if self.moment.is_none() {
-            return;
+            return Ok(());
         }
         if self.device.is_some() {
+            self.ask_for_moment(slots)?;
             self.keep_device(slots);
         } else {
             self.keep_host(slots.iter().map(|&slot| no_writes.slot(slot)));
         }
+        Ok(())
     }
 
     /// As [`Residency::keep_in_use`], of rows of a device tier whose tensors are in RAM and have a row in each of the slots.

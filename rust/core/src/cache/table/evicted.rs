@@ -18,7 +18,7 @@ impl Table {
     pub fn end_telling(&self) -> Result<()> {
         self.inner.check_process()?;
         if !self.is_closed() {
-            let is_whole = self.inner.lock_any().map(|mut held| held.tell_rest());
+            let is_whole = self.inner.amid_sweeps(|| self.inner.lock_any(), |held| held.tell_rest());
             // Whoever waits for the queue must not wait for ever, also where the table cannot be used any more.
             self.inner.lock_always().end_telling();
             is_whole?;
@@ -33,7 +33,8 @@ impl Table {
     /// Errors: those of the SSD tier and of reads of the device tier. No row is lost.
     pub fn next_evicted(&self) -> Result<Option<EvictedRows>> {
         let queue = self.keep_evicted()?;
-        while queue.rows() < queue.rows_of_chunk() && self.inner.lock()?.sweep_a_slice()? {}
+        let sweep_on = || self.inner.amid_sweeps(|| self.inner.lock(), |held| held.sweep_a_slice());
+        while queue.rows() < queue.rows_of_chunk() && sweep_on()? {}
         Ok(queue.take())
     }
 }

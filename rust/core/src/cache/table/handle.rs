@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::cache::base::TableBase;
-use crate::cache::locks::TableInner;
+use crate::cache::locks::{Held, TableInner};
 use crate::cache::residency::{Residency, TableStats, check_room};
 use crate::cache::watch::Ancestor;
 use crate::config::{Admission, EvictionRule, MissingRead, TableConfig};
@@ -87,9 +87,7 @@ impl Table {
 
     /// Rows of the table, in all tiers.
     pub fn len(&self) -> Result<u64> {
-        let mut held = self.inner.lock()?;
-        held.finish_sweep()?;
-        Ok(held.rows())
+        Ok(self.inner.lock_swept()?.rows())
     }
 
     /// Whether the table has no row.
@@ -118,7 +116,7 @@ impl Table {
     /// Errors: `State` where it is to be set back while a sweep spares rows that batches in flight use; those of the end of a sweep that is
     /// under way.
     pub fn set_step(&self, step: u64) -> Result<()> {
-        self.inner.lock_any()?.set_step(step)
+        self.inner.amid_sweeps(|| self.inner.lock_any(), |held| held.set_step(step))
     }
 
     /// The row that ids share which are refused one, as it is now; `None` where the table has none.
@@ -161,7 +159,7 @@ impl Table {
     /// sweep.
     pub fn sweep(&self) -> Result<()> {
         self.inner.check_writable()?;
-        self.inner.lock()?.begin_sweep(None)
+        self.inner.amid_sweeps(|| self.inner.lock(), |held| held.begin_sweep(None))
     }
 
     /// As [`Table::sweep`], by the rule that is given with this sweep, where the table's is [`EvictionRule::Given`].
@@ -169,7 +167,7 @@ impl Table {
     /// Errors: those of [`Table::prepare_sweep`]. There are none after that with the same rule, until the next step.
     pub fn sweep_by(&self, given: &EvictionRule) -> Result<()> {
         self.inner.check_writable()?;
-        self.inner.lock()?.begin_sweep(Some(given))
+        self.inner.amid_sweeps(|| self.inner.lock(), |held| held.begin_sweep(Some(given)))
     }
 
     /// Sweep tables one after the other: each as [`Table::sweep_by`] with the rule beside it, or as [`Table::sweep`] without one.
@@ -186,7 +184,7 @@ impl Table {
     /// the SSD tier, where a sweep that took other rows is not done.
     pub fn prepare_sweep(&self, given: Option<&EvictionRule>) -> Result<()> {
         self.inner.check_writable()?;
-        self.inner.lock()?.prepare_sweep(given)
+        self.inner.amid_sweeps(|| self.inner.lock(), |held| held.prepare_sweep(given))
     }
 
     /// When the table's steps were made, as far as that is known, also of a table that waits for a load.
@@ -232,7 +230,7 @@ impl Table {
 
     /// Bury all rows that the sweep under way takes, but those of batches that are between their forward and their backward.
     pub(super) fn finish_sweep(&self) -> Result<()> {
-        self.inner.lock()?.finish_sweep()
+        self.inner.lock_swept().map(drop)
     }
 
     /// The training steps so far and the checkpoint epoch, also of a table that waits for a load.
@@ -284,10 +282,12 @@ impl Table {
         let Some(ssd) = &table.ssd else { return Ok(None) };
         memory::check()?;
         let rows = table.reading_rows()?;
-        let mut held = table.lock()?;
-        held.finish_loads();
-        held.finish_sweep()?;
-        held.write_down_all(rows.no_kernel_writes())?;
+        let written_down = |held: &mut Held<'_>| {
+            held.finish_loads();
+            held.finish_sweep()?;
+            held.write_down_all(rows.no_kernel_writes())
+        };
+        let (held, ()) = table.with_device_rows(&rows, || table.lock(), written_down)?;
         work(ssd, &held).map(Some).map_err(|error| table.in_table(error))
     }
 
@@ -333,9 +333,7 @@ impl Table {
 
     /// The checkpoints that a delta of this table can build on, oldest first.
     pub fn ancestors(&self) -> Result<Vec<Ancestor>> {
-        let mut held = self.inner.lock()?;
-        held.finish_sweep()?;
-        Ok(held.ancestors().to_vec())
+        Ok(self.inner.lock_swept()?.ancestors().to_vec())
     }
 
     /// Note that the contents, as of the end of the epoch before `ancestor.next_epoch`, are those of this checkpoint: the table was saved

@@ -2,7 +2,7 @@
 
 use super::handle::Table;
 use crate::cache::columns::PickedRows;
-use crate::cache::locks::TableInner;
+use crate::cache::locks::{Held, TableInner};
 use crate::cache::rows::{FoundRows, RowBlock};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
@@ -35,8 +35,8 @@ impl Table {
         memory::reserve(&mut all.vectors, "read rows", ids.len() * table.floats())?;
         for ids in ids.chunks(ROWS_PER_READ) {
             let rows = table.reading_rows()?;
-            let mut held = if incomplete { table.lock_any()? } else { table.lock()? };
-            let mut some = held.read(ids, rows.no_kernel_writes())?;
+            let lock = || if incomplete { table.lock_any() } else { table.lock() };
+            let (_, mut some) = table.with_device_rows(&rows, lock, |held| held.read(ids, rows.no_kernel_writes()))?;
             all.found.append(&mut some.found);
             all.headers.append(&mut some.headers);
             all.vectors.append(&mut some.vectors);
@@ -63,18 +63,24 @@ impl Table {
     /// As [`Table::clear`], without the counts, which stay.
     pub fn clear_rows(&self) -> Result<()> {
         let table = &self.inner;
-        let (_rows, mut held) = loop {
+        loop {
             table.check_process()?;
             table.wait_for_moment()?;
-            let locked = (table.reading_rows()?, table.lock_any()?);
-            if !locked.1.has_moment() {
-                break locked;
+            let rows = table.reading_rows()?;
+            let clear = |held: &mut Held<'_>| {
+                if held.has_moment() {
+                    return Ok(false);
+                }
+                // The slots are about to be other rows': no read may end in one of them any more.
+                held.finish_loads();
+                held.refuse_in_use()?;
+                held.clear().map(|()| true)
+            };
+            let (_, cleared) = table.with_device_rows(&rows, || table.lock_any(), clear)?;
+            if cleared {
+                return Ok(());
             }
-        };
-        // The slots are about to be other rows': no read may end in one of them any more.
-        held.finish_loads();
-        held.refuse_in_use()?;
-        held.clear()
+        }
     }
 
     /// Ask the system now for the memory of so many more rows, as far as the host budget has room for them.
@@ -93,11 +99,14 @@ impl Table {
         let table = &self.inner;
         let ids = check_block(table, block)?;
         let rows = table.reading_rows()?;
-        let mut held = table.lock_any()?;
-        table.check_writable()?;
-        held.finish_loads();
-        held.refuse_rows_in_use(ids.iter().copied())?;
-        held.import(block, &ids, rows.no_kernel_writes())
+        let mut done = 0;
+        let import = |held: &mut Held<'_>| {
+            table.check_writable()?;
+            held.finish_loads();
+            held.refuse_rows_in_use(ids[done..].iter().copied())?;
+            held.import(block, &ids, rows.no_kernel_writes(), &mut done)
+        };
+        table.with_device_rows(&rows, || table.lock_any(), import).map(drop)
     }
 
     /// As [`Table::import_rows`], of rows that are each given once, for a load. Rows that are new to the table and fit the host budget go
@@ -122,23 +131,27 @@ impl Table {
     fn put_new(&self, rows: PickedRows<'_>, begin: usize, end: usize) -> Result<usize> {
         memory::check()?;
         let table = &self.inner;
-        let _rows = table.reading_rows()?;
-        let mut held = table.lock_any()?;
-        table.check_writable()?;
-        held.put_new(rows, begin, &rows.ids(begin..end))
+        let no_writes = table.reading_rows()?;
+        let put = |held: &mut Held<'_>| {
+            table.check_writable()?;
+            held.put_new(rows, begin, &rows.ids(begin..end))
+        };
+        table.with_device_rows(&no_writes, || table.lock_any(), put).map(|(_, put)| put)
     }
 
     /// Forget rows. Returns how many of them the table had. Errors as [`Table::import_rows`].
     pub fn remove_rows(&self, ids: &[Id]) -> Result<u64> {
         let table = &self.inner;
         let rows = table.reading_rows()?;
-        let mut held = table.lock()?;
-        table.check_writable()?;
-        held.finish_loads();
-        held.refuse_rows_in_use(ids.iter().copied())?;
         memory::check_room("remove rows", ids.len() * ROOM_FOR_A_ROW)?;
         let distinct: Vec<Id> = crate::index::dedupe(ids).unique;
-        held.forget(&distinct, rows.no_kernel_writes())
+        let forget = |held: &mut Held<'_>| {
+            table.check_writable()?;
+            held.finish_loads();
+            held.refuse_rows_in_use(distinct.iter().copied())?;
+            held.forget(&distinct, rows.no_kernel_writes())
+        };
+        table.with_device_rows(&rows, || table.lock(), forget).map(|(_, removed)| removed)
     }
 }
 

@@ -63,8 +63,7 @@ impl Table {
     ///
     /// Errors: `State` where that is not known, so that a full save is wanted.
     pub fn left_since(&self, ancestor: &Ancestor) -> Result<Vec<Id>> {
-        self.finish_sweep()?;
-        self.inner.lock()?.left_since(ancestor)
+        self.inner.lock_swept()?.left_since(ancestor)
     }
 
     /// The sweeps since `ancestor`, which took rows that [`Table::left_since`] does not name.
@@ -78,7 +77,7 @@ impl Table {
     ///
     /// Errors: `Memory`, those of the SSD tier, and `State` where the table is at another step.
     pub fn census(&self, step: u64, spans: &[Span], version: Option<u64>) -> Result<Option<(u64, Counted)>> {
-        self.inner.lock()?.census(step, spans, version)
+        self.inner.amid_sweeps(|| self.inner.lock(), |held| held.census(step, spans, version))
     }
 
     /// Whether nothing has changed since the last sweep but what that sweep took: no step, no import, no removal. A state of the SSD tier

@@ -1,6 +1,8 @@
 //! How every walk hands rows over: first those that are newest in RAM or on the device, part by part, each part under the table's locks;
 //! then those on SSD, without them.
 
+use std::cell::RefCell;
+
 use crate::cache::groups::GroupSink;
 use crate::cache::locks::{Held, RowsHeld, TableInner};
 use crate::cache::rows::Chunk;
@@ -27,7 +29,7 @@ pub(super) trait Source {
     /// Take the locks of the table that this walk needs. It is refused where the walk must not go on.
     fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>>;
 
-    /// Lend the next rows, at most `most`, to `taker`, or return copies.
+    /// Lend the next rows, at most `most`, to `taker`, or return copies. Where rows are to be read from the device first, this is called again.
     fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, taker: &mut dyn Taker) -> Result<Next>;
 }
 
@@ -43,12 +45,13 @@ pub(super) trait Taker {
 
 /// Hand over all rows of a source. This is the only loop over the rows of a table in RAM and on the device.
 pub(super) fn hand_over(table: &TableInner, source: &mut dyn Source, taker: &mut dyn Taker) -> Result<()> {
+    let source = RefCell::new(source);
     loop {
         let most = taker.room()?;
         let next = {
             let rows = table.reading_rows()?;
-            let mut held = source.lock(table)?;
-            source.next(&mut held, &rows, most, taker)?
+            let next = |held: &mut Held<'_>| source.borrow_mut().next(held, &rows, most, taker);
+            table.with_device_rows(&rows, || source.borrow().lock(table), next)?.1
         };
         match next {
             Next::Lent => {}

@@ -54,14 +54,19 @@ impl TableMoment {
     ) -> Result<Self> {
         memory::check()?;
         let rows = table.reading_rows()?;
-        let mut held = table.lock()?;
-        if held.has_moment() {
-            return Err(Error::new(
-                Kind::State,
-                format!("table {:?} is being saved beside training: wait until that save is done", table.config.name),
-            ));
-        }
-        held.finish_sweep()?;
+        let swept = |held: &mut Held<'_>| {
+            if held.has_moment() {
+                return Err(Error::new(
+                    Kind::State,
+                    format!(
+                        "table {:?} is being saved beside training: wait until that save is done",
+                        table.config.name
+                    ),
+                ));
+            }
+            held.finish_sweep()
+        };
+        let (mut held, ()) = table.with_device_rows(&rows, || table.lock(), swept)?;
         let left = ancestor.map(|ancestor| held.left_since(ancestor)).transpose()?;
         let sweeps = ancestor.map(|ancestor| held.sweeps_since(ancestor)).unwrap_or_default();
         let since = ancestor.map_or(0, |ancestor| ancestor.next_epoch);

@@ -32,6 +32,11 @@ impl Marks {
         self.0[slot as usize / 64] |= 1 << (slot % 64);
     }
 
+    /// Whether a slot is marked.
+    fn has(&self, slot: CacheSlot) -> bool {
+        self.0.get(slot as usize / 64).is_some_and(|word| word & 1 << (slot % 64) != 0)
+    }
+
     /// Take a mark back. Returns whether it was there.
     fn take(&mut self, slot: CacheSlot) -> bool {
         let Some(word) = self.0.get_mut(slot as usize / 64) else { return false };
@@ -132,6 +137,11 @@ impl WantedRows {
         }
     }
 
+    /// Which of these device rows are wanted.
+    pub(crate) fn wanted_on_device(&self, slots: &[CacheSlot]) -> Vec<CacheSlot> {
+        slots.iter().copied().filter(|&slot| self.device.has(slot)).collect()
+    }
+
     /// Which of these device rows are wanted. Their marks are taken back: the caller reads them and hands them to
     /// [`WantedRows::keep_all`], or says that it could not.
     pub(crate) fn take_wanted_on_device(&mut self, slots: &[CacheSlot]) -> Vec<CacheSlot> {
@@ -159,6 +169,13 @@ impl WantedRows {
     /// Take the next wanted rows of the device tier, as [`WantedRows::take_next_of_host`] does.
     pub(crate) fn take_next_of_device(&mut self, next: &mut CacheSlot, most: usize) -> Vec<CacheSlot> {
         self.device.take_next(next, most)
+    }
+
+    /// These device rows were taken and not handed over: they are wanted again.
+    pub(crate) fn put_back_on_device(&mut self, slots: &[CacheSlot]) {
+        for &slot in slots {
+            self.device.set(slot);
+        }
     }
 }
 

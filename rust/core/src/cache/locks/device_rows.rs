@@ -1,0 +1,88 @@
+//! Operations of a table that need rows of its device tier in RAM.
+//!
+//! No code that is not the core's runs under the table's lock. An operation that needs device rows says which. Then the lock is given back, the
+//! rows are read, and the operation is done again under the lock, with copies of them. `rows_in_use` is held from the first time to the last,
+//! so that no kernel changes the rows and no row arrives on the device. The lock itself is free for others, such as plans that begin.
+
+use super::guards::{Held, RowsHeld};
+use super::inner::TableInner;
+use crate::cache::residency::DeviceCopies;
+use crate::error::Result;
+
+impl TableInner {
+    /// Do `work` under the table's lock, which `lock` takes, as often as it asks for rows of the device. Returns what it returned last, and the
+    /// lock, which was held since that time began.
+    ///
+    /// `work` changes nothing before it has asked for rows that it could not do again.
+    ///
+    /// Errors: those of `lock` and of `work`.
+    pub(crate) fn with_device_rows<'a, T>(
+        &'a self,
+        _rows: &RowsHeld<'_>,
+        lock: impl Fn() -> Result<Held<'a>>,
+        mut work: impl FnMut(&mut Held<'a>) -> Result<T>,
+    ) -> Result<(Held<'a>, T)> {
+        let mut copies = DeviceCopies::default();
+        let mut chosen = Chosen(None);
+        loop {
+            let mut held = lock()?;
+            held.lend_copies(copies);
+            let done = work(&mut held);
+            copies = held.take_copies();
+            if done.is_ok() || !copies.are_owed() {
+                held.let_stay_on_device();
+                chosen.0 = None;
+                return done.map(|done| (held, done));
+            }
+            drop(held);
+            chosen.0 = Some(self);
+            copies.read(self);
+        }
+    }
+
+    /// As [`TableInner::with_device_rows`], for `work` that needs device rows only where it ends a sweep that is under way. The lock is given
+    /// back.
+    pub(crate) fn amid_sweeps<'a, T>(
+        &'a self,
+        lock: impl Fn() -> Result<Held<'a>>,
+        work: impl FnMut(&mut Held<'a>) -> Result<T>,
+    ) -> Result<T> {
+        self.locked_amid_sweeps(lock, work).map(|(_, done)| done)
+    }
+
+    fn locked_amid_sweeps<'a, T>(
+        &'a self,
+        lock: impl Fn() -> Result<Held<'a>>,
+        mut work: impl FnMut(&mut Held<'a>) -> Result<T>,
+    ) -> Result<(Held<'a>, T)> {
+        if self.has_device() {
+            let sweeps = lock()?.has_sweep();
+            if sweeps {
+                let rows = self.without_kernel_writes()?;
+                return self.with_device_rows(&rows, lock, work);
+            }
+        }
+        let mut held = lock()?;
+        let done = work(&mut held)?;
+        Ok((held, done))
+    }
+
+    /// The table's residency, once all rows are gone that the sweep under way takes, but those of plans in place.
+    pub(crate) fn lock_swept(&self) -> Result<Held<'_>> {
+        self.locked_amid_sweeps(|| self.lock(), |held| held.finish_sweep()).map(|(held, ())| held)
+    }
+}
+
+/// The table of an operation that has chosen victims of the device tier and does not go on. They stay.
+struct Chosen<'a>(Option<&'a TableInner>);
+
+impl Drop for Chosen<'_> {
+    fn drop(&mut self) {
+        // A table that is closed or torn has no use for its slots.
+        if let Some(table) = self.0
+            && let Ok(mut held) = table.lock_any()
+        {
+            held.let_stay_on_device();
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Rows come to a device tier and leave it. The memory of each slot is a cell of which loom knows who reads it and who writes it: a slot that is
+//! read before its row has arrived, or written before its victim has left, ends the model.
+
+use std::sync::Arc;
+
+use loom::cell::UnsafeCell;
+
+use super::{DIM, Lookup, MemoryEngine, Plan, PlanMode, Table, config, model, spawn};
+use crate::cache::DeviceRows;
+use crate::config::{OnFull, TableConfig};
+use crate::types::{CacheSlot, Id};
+
+/// The memory of a device, a cell for each slot.
+struct Device(Vec<UnsafeCell<[f32; DIM]>>);
+
+// SAFETY: loom checks each access to a cell, which is what the models are for.
+#[allow(unsafe_code)]
+unsafe impl Send for Device {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Sync for Device {}
+
+#[allow(unsafe_code)]
+impl Device {
+    fn read(&self, slot: CacheSlot) -> [f32; DIM] {
+        // SAFETY: loom ends the model where somebody writes meanwhile.
+        self.0[slot as usize].with(|row| unsafe { *row })
+    }
+
+    fn write(&self, slot: CacheSlot, change: impl FnOnce(&mut [f32; DIM])) {
+        // SAFETY: loom ends the model where somebody reads or writes meanwhile.
+        self.0[slot as usize].with_mut(|row| change(unsafe { &mut *row }));
+    }
+}
+
+impl DeviceRows for Device {
+    fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> crate::Result<()> {
+        scalars.fill(0.0);
+        for (&slot, to) in slots.iter().zip(vectors.chunks_exact_mut(DIM)) {
+            to.copy_from_slice(&self.read(slot));
+        }
+        Ok(())
+    }
+}
+
+/// A table with two slots on the device, in which are rows 1 and 2, and without an SSD tier.
+fn table() -> (Table, Arc<Lookup>, Arc<Device>) {
+    // Slots past the budget are for batches that do not fit.
+    let device = Arc::new(Device((0..6).map(|_| UnsafeCell::new([f32::NAN; DIM])).collect()));
+    let wanted = TableConfig { device_rows: Some(2), ssd: None, on_full: OnFull::Error, ..config() };
+    let reader = Arc::clone(&device) as Arc<dyn DeviceRows>;
+    let table = Table::open(wanted, Some(reader), Arc::new(MemoryEngine::default())).unwrap();
+    let lookup = Arc::new(Lookup::new(std::slice::from_ref(&table), &[0]).unwrap());
+    for id in [1, 2] {
+        train(&lookup, &device, id);
+    }
+    (table, lookup, device)
+}
+
+fn place(lookup: &Lookup, device: &Device, id: Id) -> Plan {
+    let plan = lookup.plan(&[id], &[0, 1], PlanMode::TRAIN).unwrap();
+    plan.wait().unwrap();
+    let (slots, vectors, _) = plan.fetched(0).unwrap();
+    for (&slot, vector) in slots.iter().zip(vectors.chunks_exact(DIM)) {
+        device.write(slot, |row| row.copy_from_slice(vector));
+    }
+    plan.scattered().unwrap();
+    plan
+}
+
+/// A step that adds 1 to each weight of a row.
+fn train(lookup: &Lookup, device: &Device, id: Id) {
+    let plan = place(lookup, device, id);
+    plan.exclusively(|| {
+        plan.begin_update().unwrap();
+        device.write(plan.slots(0).unwrap()[0], |row| row.iter_mut().for_each(|weight| *weight += 1.0));
+        plan.commit().unwrap();
+    })
+    .unwrap();
+}
+
+/// Each row has been trained as often as its weights say, and nothing is pinned.
+fn at_rest(table: &Table, expected: &[(Id, u32)]) {
+    for &(id, steps) in expected {
+        let row = table.read_rows(&[id]).unwrap();
+        let weights = [f64::from(steps) as f32; DIM].map(f32::to_bits);
+        assert_eq!(
+            (row.headers[0].count, row.vectors.iter().map(|weight| weight.to_bits()).collect()),
+            (steps, weights.to_vec())
+        );
+    }
+    assert_eq!(table.stats().unwrap().pinned_rows, 0, "a pin was not returned");
+}
+
+/// One plan makes a row leave the device while another one wants that row: it stays, or it leaves and comes back.
+#[test]
+fn loom_a_row_that_leaves_the_device_for_one_plan_while_another_wants_it_is_whole() {
+    model(|| {
+        let (table, lookup, device) = table();
+        let other = {
+            let (lookup, device) = (Arc::clone(&lookup), Arc::clone(&device));
+            spawn(move || train(&lookup, &device, 1))
+        };
+        train(&lookup, &device, 3);
+        other.join().unwrap();
+        at_rest(&table, &[(1, 2), (2, 1), (3, 1)]);
+    });
+}
+
+/// Rows are read while they leave the device, while others arrive and while they are trained: each is whole.
+#[test]
+fn loom_rows_that_are_read_while_rows_move_and_are_trained_are_whole() {
+    model(|| {
+        let (table, lookup, device) = table();
+        let reading = {
+            let table = table.clone();
+            spawn(move || {
+                let read = table.read_rows(&[1]).unwrap();
+                let (steps, weight) = (read.headers[0].count, read.vectors[0]);
+                assert!((steps, weight) == (1, 1.0) || (steps, weight) == (2, 2.0), "{steps} steps give {weight}");
+            })
+        };
+        train(&lookup, &device, 3);
+        train(&lookup, &device, 1);
+        reading.join().unwrap();
+        at_rest(&table, &[(1, 2), (2, 1), (3, 1)]);
+    });
+}
+
+/// A plan that is dropped after its rows have got slots, amid another one that wants the same row.
+#[test]
+fn loom_a_plan_that_is_dropped_before_its_row_has_arrived_leaves_it_for_another() {
+    model(|| {
+        let (table, lookup, device) = table();
+        let dropped = lookup.plan(&[3], &[0, 1], PlanMode::TRAIN).unwrap();
+        let other = {
+            let (lookup, device) = (Arc::clone(&lookup), Arc::clone(&device));
+            spawn(move || train(&lookup, &device, 3))
+        };
+        dropped.wait().unwrap();
+        drop(dropped);
+        other.join().unwrap();
+        at_rest(&table, &[(1, 1), (2, 1), (3, 1)]);
+    });
+}

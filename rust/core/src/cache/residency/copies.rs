@@ -1,0 +1,157 @@
+//! Copies of device rows, for operations that need some of them in RAM.
+//!
+//! Code that is not the core's reads rows of the device tier, and the table's lock is not held meanwhile. So an operation that needs device
+//! rows of which there are no copies says which, by an error, before it changes anything that it could not do again. Whoever runs the
+//! operation gives the lock back, has the rows read, and runs it again: see
+//! [`TableInner::with_device_rows`](crate::cache::locks::TableInner::with_device_rows).
+
+use std::collections::HashMap;
+
+use super::{ROWS_PER_GATHER, Residency};
+use crate::cache::base::TableBase;
+use crate::cache::rows::Chunk;
+use crate::error::{Error, Kind, Result};
+use crate::memory;
+use crate::rows::RowHeader;
+use crate::types::{CacheSlot, Id};
+
+/// What an operation has read of the device tier, and what it is still to be given. Whoever runs the operation owns this, and keeps
+/// `rows_in_use` as long as it lives. No row arrives on the device meanwhile, and no kernel writes one there. So a copy is the row of its slot
+/// as long as that slot has the row.
+#[derive(Debug, Default)]
+pub(crate) struct DeviceCopies {
+    /// Of each slot that was read: the id of its row, and the number of the copy.
+    places: HashMap<CacheSlot, (Id, usize)>,
+    /// Vector parts of the copies: `[n, V]`.
+    vectors: Vec<f32>,
+    /// Scalar slots of the copies: `[n]`.
+    scalars: Vec<f32>,
+    /// Rows that are to be read before the operation is run again.
+    owed: Vec<(CacheSlot, Id)>,
+    /// Bytes that were read since they were counted.
+    uncounted_bytes: u64,
+    /// Why rows could not be read. The operation is told when it asks again.
+    failed: Option<Error>,
+    /// How many reads have failed.
+    failures: u32,
+}
+
+/// So many reads may fail before an operation that [tries again](Residency::try_copies_again) gets an error for good.
+const MOST_FAILURES: u32 = 2;
+
+impl DeviceCopies {
+    /// Whether rows are to be read before the operation is run again.
+    pub(crate) fn are_owed(&self) -> bool {
+        !self.owed.is_empty()
+    }
+
+    /// Read the rows that are owed. Where that fails, the operation gets the error when it is run again.
+    pub(crate) fn read(&mut self, base: &TableBase) {
+        let owed = std::mem::take(&mut self.owed);
+        if let Err(error) = owed.chunks(ROWS_PER_GATHER).try_for_each(|part| self.read_part(base, part)) {
+            self.failed = Some(error);
+            self.failures += 1;
+        }
+    }
+
+    fn read_part(&mut self, base: &TableBase, part: &[(CacheSlot, Id)]) -> Result<()> {
+        const WHAT: &str = "read rows from the device";
+        let floats = base.floats();
+        let slots: Vec<CacheSlot> = part.iter().map(|(slot, _)| *slot).collect();
+        let (begin, end) = (self.scalars.len(), self.scalars.len() + slots.len());
+        memory::reserve(&mut self.scalars, WHAT, slots.len())?;
+        memory::reserve(&mut self.vectors, WHAT, slots.len() * floats)?;
+        self.scalars.resize(end, 0.0);
+        self.vectors.resize(end * floats, 0.0);
+        base.gather(&slots, &mut self.vectors[begin * floats..], &mut self.scalars[begin..])?;
+        self.uncounted_bytes += (slots.len() * floats * 4) as u64;
+        self.places.extend(part.iter().zip(begin..).map(|(&(slot, id), number)| (slot, (id, number))));
+        Ok(())
+    }
+
+    fn vector(&self, number: usize, floats: usize) -> &[f32] {
+        &self.vectors[number * floats..][..floats]
+    }
+}
+
+impl Residency {
+    /// An operation begins, with the copies that were made for it so far.
+    pub(crate) fn lend_copies(&mut self, copies: DeviceCopies) {
+        self.copies = copies;
+        self.traffic.device.read_bytes += std::mem::take(&mut self.copies.uncounted_bytes);
+    }
+
+    /// The operation has ended.
+    pub(crate) fn take_copies(&mut self) -> DeviceCopies {
+        std::mem::take(&mut self.copies)
+    }
+
+    /// Whether the error that an operation has met says only that it is to be run again, once rows were read from the device.
+    pub(super) fn owes_copies(&self) -> bool {
+        self.copies.are_owed()
+    }
+
+    /// Rows could not be read for something that may be left out. Let them be read once more for what may not.
+    pub(super) fn try_copies_again(&mut self) {
+        if self.copies.failures < MOST_FAILURES {
+            self.copies.failed = None;
+        }
+    }
+
+    /// Forget the copies that there are, because nothing later in this operation needs them.
+    pub(super) fn forget_copies(&mut self) {
+        self.copies.places.clear();
+        self.copies.vectors.clear();
+        self.copies.scalars.clear();
+    }
+
+    /// Make sure that there are copies of the rows in these device slots.
+    ///
+    /// Errors: why they could not be read; and the error that [`Residency::owes_copies`] tells of.
+    pub(super) fn ask_for_copies(&mut self, slots: &[CacheSlot]) -> Result<()> {
+        if slots.is_empty() {
+            return Ok(());
+        }
+        if let Some(error) = &self.copies.failed {
+            return Err(error.clone());
+        }
+        let copies = &self.copies.places;
+        let row = |&slot: &CacheSlot| (slot, self.device.as_ref().map_or(0, |tier| tier.id(slot)));
+        let is_missing = |(slot, id): &(CacheSlot, Id)| copies.get(slot).is_none_or(|(of, _)| of != id);
+        let missing: Vec<(CacheSlot, Id)> = slots.iter().map(row).filter(is_missing).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        self.copies.owed.extend(missing);
+        let table = &self.base.config.name;
+        Err(Error::new(Kind::State, format!("table {table:?}: rows of its device tier are to be read first")))
+    }
+
+    /// Copies of the rows in these device slots. Errors as [`Residency::ask_for_copies`], and `Memory`.
+    pub(super) fn copies_of(&mut self, slots: &[CacheSlot]) -> Result<Chunk> {
+        self.ask_for_copies(slots)?;
+        let (floats, mut rows) = (self.base.floats(), Chunk::default());
+        memory::reserve(&mut rows.headers, "read rows from the device", slots.len())?;
+        memory::reserve(&mut rows.vectors, "read rows from the device", slots.len() * floats)?;
+        let Some(tier) = &self.device else { return Ok(rows) };
+        for slot in slots {
+            let (_, number) = self.copies.places[slot];
+            rows.headers.push(RowHeader { scalar: self.copies.scalars[number], ..*tier.header(*slot) });
+            rows.vectors.extend_from_slice(self.copies.vector(number, floats));
+        }
+        Ok(rows)
+    }
+
+    /// Make sure that there are copies of those of these device rows that a moment wants. Rows that cannot be read fail the moment, never the
+    /// caller.
+    ///
+    /// Errors: the one that [`Residency::owes_copies`] tells of.
+    pub(super) fn ask_for_moment(&mut self, slots: &[CacheSlot]) -> Result<()> {
+        let Some(moment) = &self.moment else { return Ok(()) };
+        let wanted = moment.wanted_on_device(slots);
+        match self.ask_for_copies(&wanted) {
+            Err(error) if self.owes_copies() => Err(error),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! Rows on their way to the device are copied from wherever they are: from the host tier, from SSD, or from nowhere, as they are born.
+
+use std::time::Instant;
+
+use super::Residency;
+use super::hold::{Hold, PlanMode};
+use crate::error::Result;
+use crate::memory;
+use crate::rows::{RowHeader, RowRef};
+use crate::slots::RowState;
+use crate::types::{Id, NO_SLOT};
+
+/// A row of a plan on its way to the device.
+pub(super) struct StagedRow {
+    /// Its position in the plan's distinct ids.
+    pub(super) position: u32,
+    /// Its state once it is on the device.
+    pub(super) state: RowState,
+    /// Whether the table counts it as provisional already.
+    pub(super) counted: bool,
+}
+
+/// Rows copied from wherever they are.
+pub(super) struct Staged {
+    /// `[M]`
+    pub(super) rows: Vec<StagedRow>,
+    /// `[M]`
+    pub(super) headers: Vec<RowHeader>,
+    /// `[M, V]`
+    pub(super) vectors: Vec<f32>,
+    /// How many of the rows, which come first, are in the host tier.
+    pub(super) from_host: usize,
+    /// How many of the others were read from SSD, and how many are not there.
+    pub(super) ssd_hits: u64,
+    pub(super) ssd_misses: u64,
+}
+
+impl Staged {
+    /// Leave out the rows at these positions of the plan: bits `[U]`, or empty for none.
+    pub(super) fn leave_out(&mut self, positions: &[bool], floats: usize) {
+        let (mut kept, mut from_host) = (0, 0);
+        for at in 0..self.rows.len() {
+            if positions.get(self.rows[at].position as usize).is_some_and(|left_out| *left_out) {
+                continue;
+            }
+            if kept < at {
+                self.rows.swap(kept, at);
+                self.headers[kept] = self.headers[at];
+                self.vectors.copy_within(at * floats..(at + 1) * floats, kept * floats);
+            }
+            kept += 1;
+            from_host += usize::from(at < self.from_host);
+        }
+        self.from_host = from_host;
+        self.rows.truncate(kept);
+        self.headers.truncate(kept);
+        self.vectors.truncate(kept * floats);
+    }
+}
+
+impl Residency {
+    /// List the rows at `positions` with where they are, and read those that are on SSD. Those in the host tier are pinned there.
+    pub(super) fn stage(&mut self, hold: &mut Hold, positions: &[u32], mode: PlanMode) -> Result<Staged> {
+        let (mut rows, reads) = self.stage_from_host(hold, positions)?;
+        let from_host = rows.len();
+        let mut there = vec![false; reads.len()];
+        let ids: Vec<Id> = reads.iter().map(|&position| hold.ids[position as usize]).collect();
+        if let Some(ssd) = &self.base.ssd {
+            ssd.maybe_contains(&ids, &mut there);
+        }
+        for (&position, &there) in reads.iter().zip(&there) {
+            // Another plan may have begun to bring the row to the device.
+            let counted = self.is_unborn_on_device(hold, position);
+            if there {
+                rows.push(StagedRow { position, state: RowState::ON_SSD, counted });
+            } else if mode.train || mode.reads_births(&self.base.config) {
+                rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted });
+            }
+        }
+        let vectors = memory::zeros("stage a batch", rows.len() * self.base.floats())?;
+        let headers = memory::zeros("stage a batch", rows.len())?;
+        let mut staged = Staged { rows, headers, vectors, from_host, ssd_hits: 0, ssd_misses: 0 };
+        self.read_staged(hold, &mut staged)?;
+        Ok(staged)
+    }
+
+    /// Pin those of `positions` that are in the host tier. Returns their staged rows, to be filled, and the positions of the others.
+    fn stage_from_host(&mut self, hold: &mut Hold, positions: &[u32]) -> Result<(Vec<StagedRow>, Vec<u32>)> {
+        let mut reads: Vec<u32> = Vec::new();
+        let mut rows: Vec<StagedRow> = Vec::with_capacity(positions.len());
+        for &position in positions {
+            let id = hold.ids[position as usize];
+            let slot = self.host.slots.get(id);
+            if slot == NO_SLOT {
+                reads.push(position);
+                continue;
+            }
+            if hold.host[position as usize] == NO_SLOT {
+                self.pin_in_host(hold, position, slot);
+            }
+            if self.host.slots.state(slot).has(RowState::LOADING) {
+                self.finish_loads();
+            }
+            let row = self.host.slots.state(slot);
+            if row.has(RowState::FAILED) {
+                return Err(self.unread_row(id));
+            }
+            rows.push(StagedRow { position, state: row, counted: row.has(RowState::PROVISIONAL) });
+        }
+        Ok((rows, reads))
+    }
+
+    /// Read the staged rows that are on SSD. Those that turn out not to be there become provisional.
+    fn read_staged(&mut self, hold: &Hold, staged: &mut Staged) -> Result<()> {
+        let Some(ssd) = &self.base.ssd else { return Ok(()) };
+        let (mut wanted, mut unseen) = (Vec::new(), 0);
+        for (index, row) in staged.rows.iter().enumerate().skip(staged.from_host) {
+            if row.state.has(RowState::ON_SSD) {
+                wanted.push((hold.ids[row.position as usize], index));
+            } else {
+                unseen += 1;
+            }
+        }
+        if !wanted.is_empty() {
+            let started = Instant::now();
+            let absent = self.base.read_from_ssd(ssd, &wanted, &mut staged.headers, &mut staged.vectors)?;
+            for &number in &absent {
+                staged.rows[wanted[number as usize].1].state = RowState::PROVISIONAL;
+            }
+            let dead = self.bury_dead_read(&wanted, staged)?;
+            unseen += absent.len() + dead;
+            staged.ssd_hits = (wanted.len() - absent.len() - dead) as u64;
+            self.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
+        }
+        staged.ssd_misses = unseen as u64;
+        Ok(())
+    }
+
+    /// Bury those of the rows that were just read from SSD which sweeps take: they become provisional, as those are that were not there. Returns how many.
+    fn bury_dead_read(&mut self, wanted: &[(Id, usize)], staged: &mut Staged) -> Result<usize> {
+        let (dim, floats) = (self.base.layout.dim, self.base.floats());
+        let mut buried = 0;
+        for (by, only) in self.judges_of_arrivals() {
+            let is_dead = |&(id, index): &(Id, usize)| {
+                !staged.rows[index].state.has(RowState::PROVISIONAL)
+                    && only.as_ref().is_none_or(|only| only.contains(&id))
+                    && by.sweep.kills(&staged.headers[index], &staged.vectors[index * floats..][..dim])
+            };
+            let mut dead: Vec<(Id, usize)> = wanted.iter().copied().filter(is_dead).collect();
+            // A plan that is in place may be about to bring the row there too.
+            dead.retain(|(id, _)| self.in_place.plans_with(*id) <= 1);
+            let row = |&(_, at): &(Id, usize)| RowRef {
+                header: &staged.headers[at],
+                vector: &staged.vectors[at * floats..][..floats],
+            };
+            self.bury_read(&dead.iter().map(row).collect::<Vec<RowRef<'_>>>(), &by)?;
+            for &(_, index) in &dead {
+                staged.rows[index].state = RowState::PROVISIONAL;
+            }
+            buried += dead.len();
+        }
+        Ok(buried)
+    }
+
+    /// Copy the staged rows that are in the host tier, and give those that were never trained their initial values.
+    pub(super) fn fill_staged(&self, hold: &Hold, staged: &mut Staged, threads: usize) {
+        let floats = self.base.floats();
+        let no_writes = self.host.no_kernel_writes().expect("the rows go to a device tier, on which kernels run");
+        for (index, row) in staged.rows[..staged.from_host].iter().enumerate() {
+            let source = self.host.row(no_writes.slot(hold.host[row.position as usize]));
+            staged.headers[index] = *source.header;
+            staged.vectors[index * floats..][..floats].copy_from_slice(source.vector);
+        }
+        let others = staged.rows.iter().enumerate().skip(staged.from_host);
+        let born: Vec<(Id, usize)> = others
+            .filter(|(_, row)| row.state.has(RowState::PROVISIONAL))
+            .map(|(index, row)| (hold.ids[row.position as usize], index))
+            .collect();
+        self.base.bear_into(&born, &mut staged.headers, &mut staged.vectors, threads);
+    }
+}

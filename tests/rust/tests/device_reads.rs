@@ -1,0 +1,286 @@
+//! What goes on while rows are read from the device: the table's lock is free for others, and whatever fails or comes between leaves every row.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use embcache::Kind;
+use embcache::cache::{Plan, PlanMode, PreImages, TableStats};
+use embcache::config::{Eviction, EvictionRule, OptimizerKind, TableConfig};
+use embcache::io::MemoryEngine;
+use embcache::rows::RowHeader;
+use embcache::types::Id;
+use embcache_tests::dice::Dice;
+use embcache_tests::{Contents, Rig, config, three_tiers, watched};
+
+const DIM: usize = 4;
+const BAG: usize = 3;
+
+fn open(wanted: TableConfig) -> Arc<Rig> {
+    Arc::new(Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table"))
+}
+
+/// Tables whose device tier holds a part of the rows: beside rows in RAM, and beside rows in RAM and on SSD.
+fn tiers() -> [TableConfig; 2] {
+    let in_ram = TableConfig { device_rows: Some(12), ..config(DIM, OptimizerKind::Adagrad, 200) };
+    [in_ram, three_tiers(DIM, Some(12), 60, 1 << 20)]
+}
+
+fn stats(rig: &Rig) -> TableStats {
+    rig.table.stats().expect("counters")
+}
+
+fn device_rows(rig: &Rig) -> u64 {
+    stats(rig).device.expect("a device tier").rows
+}
+
+/// Whether the row of an id is read from the device.
+fn is_on_device(rig: &Rig, id: Id) -> bool {
+    rig.amid_device_read(0, || Ok(()));
+    rig.table.read_rows(&[id]).expect("a row");
+    rig.device_read_ended()
+}
+
+/// Do `work` on another thread amid the next read from the device, which waits for it.
+fn amid_on_another_thread(rig: &Arc<Rig>, work: impl FnOnce(&Rig) + Send + 'static) {
+    let theirs = Arc::clone(rig);
+    rig.amid_device_read(0, move || {
+        std::thread::spawn(move || work(&theirs)).join().expect("no panic");
+        Ok(())
+    });
+}
+
+#[test]
+fn while_victims_are_read_others_use_the_table_and_a_victim_that_one_of_them_wants_stays() {
+    watched(String::new, || {
+        let rig = open(TableConfig { device_rows: Some(6), ..config(DIM, OptimizerKind::Adagrad, 100) });
+        let oracle = open(config(DIM, OptimizerKind::Adagrad, 100));
+        rig.train(&[1, 2, 3, 4, 5, 6], BAG, 0).expect("a step");
+        let wanted: Arc<Mutex<Option<Plan>>> = Arc::default();
+        let planned = Arc::clone(&wanted);
+        amid_on_another_thread(&rig, move |rig| {
+            assert_eq!((rig.table.len().expect("a length"), stats(rig).rows), (6, 6));
+            let plan = rig.plan(&[1, 50], PlanMode::TRAIN).expect("a plan of a row that leaves");
+            *planned.lock().expect("no panic") = Some(plan);
+        });
+        rig.train(&[7, 8, 9], BAG, 1).expect("a step");
+        assert!(rig.device_read_ended());
+        assert_eq!((device_rows(&rig), stats(&rig).device.expect("a device tier").evictions), (6, 3));
+        assert!(is_on_device(&rig, 1), "another plan wanted it before it had left");
+        assert!(![2, 3, 4].into_iter().any(|id| is_on_device(&rig, id)), "others left in its place");
+        let plan = wanted.lock().expect("no panic").take().expect("a plan");
+        rig.finish(&plan, 2, BAG, 2).expect("a step");
+        drop(plan);
+        for (salt, batch) in [&[1, 2, 3, 4, 5, 6][..], &[7, 8, 9], &[1, 50]].into_iter().enumerate() {
+            oracle.train(batch, BAG, salt as u32).expect("a step");
+        }
+        assert_eq!(rig.contents().expect("contents"), oracle.contents().expect("contents"));
+        assert_eq!(stats(&rig).pinned_rows, 0);
+    });
+}
+
+/// One of the things that a program does with a table, the same for the same number.
+fn do_something(rig: &Rig, number: u64, is_oracle: bool) -> embcache::Result<()> {
+    let mut dice = Dice(number * 31 + 5);
+    let ids: Vec<Id> = (0..9).map(|_| dice.roll(70) as Id).collect();
+    match number % 11 {
+        4 if !is_oracle => rig.table.flush(number + 1),
+        5 if !is_oracle => rig.table.read_rows(&ids).map(drop),
+        6 if !is_oracle => rig.contents().map(drop),
+        7 if !is_oracle => saved(rig, number as u32).and_then(|saved| {
+            assert_eq!(saved, rig.contents()?, "the save has each row as it was");
+            Ok(())
+        }),
+        8 => {
+            let rows: Contents = ids
+                .iter()
+                .map(|&id| (id, (RowHeader { id, count: 3, ..RowHeader::default() }, vec![id as u32; 2 * DIM])))
+                .collect();
+            rig.import(&rows)
+        }
+        9 => rig.table.remove_rows(&ids[..3]).map(drop),
+        4..=7 => Ok(()),
+        _ => rig.train(&ids, BAG, number as u32).map(drop),
+    }
+}
+
+/// The rows of a moment, as a save beside training takes them.
+fn saved(rig: &Rig, next_epoch: u32) -> embcache::Result<Contents> {
+    let images = Arc::new(PreImages::new(Arc::new(MemoryEngine::default()), "/images".into(), 1 << 20, 1));
+    let mut rows = Contents::new();
+    rig.table.moment(&images, next_epoch)?.for_each_chunk(5, &mut |chunk| {
+        for (at, header) in chunk.headers.iter().enumerate() {
+            let vector = &chunk.vectors[at * 2 * DIM..][..2 * DIM];
+            rows.insert(header.id, (*header, vector.iter().map(|value| value.to_bits()).collect()));
+        }
+        Ok(())
+    })?;
+    rig.table.saved_beside(next_epoch, None);
+    Ok(rows)
+}
+
+/// Headers without the epoch, in which a save that was tried again differs.
+fn without_epochs(rig: &Rig) -> Contents {
+    let mut rows = rig.contents().expect("contents");
+    for (header, _) in rows.values_mut() {
+        header.modified_epoch = 0;
+    }
+    rows
+}
+
+const THINGS: u64 = 88;
+
+/// Do everything, each thing until it succeeds. Before the read from the device of this number, do `amid`.
+fn all_with(wanted: &TableConfig, read: u32, amid: impl FnOnce() -> embcache::Result<()> + Send + 'static) -> Arc<Rig> {
+    let rig = open(wanted.clone());
+    rig.amid_device_read(read, amid);
+    for number in 0..THINGS {
+        let mut tries = 0;
+        while let Err(error) = do_something(&rig, number, false) {
+            assert_eq!(error.kind(), Kind::Storage, "{error}");
+            tries += 1;
+            assert!(tries < 2, "one read has failed: {error}");
+        }
+    }
+    rig
+}
+
+fn oracle() -> Contents {
+    let oracle = open(config(DIM, OptimizerKind::Adagrad, 200));
+    (0..THINGS).for_each(|number| do_something(&oracle, number, true).expect("in RAM"));
+    without_epochs(&oracle)
+}
+
+#[test]
+fn a_read_from_the_device_that_fails_leaves_every_row_whatever_it_was_for() {
+    watched(String::new, || {
+        let expected = oracle();
+        for wanted in tiers() {
+            let mut failed = 0;
+            loop {
+                let busy = || Err(embcache::Error::new(Kind::Storage, "the device is busy"));
+                let rig = all_with(&wanted, failed, busy);
+                if !rig.device_read_ended() {
+                    break;
+                }
+                assert_eq!(without_epochs(&rig), expected, "read {failed} has failed");
+                assert_eq!(stats(&rig).pinned_rows, 0);
+                failed += 1;
+            }
+            assert!(failed > 30, "{failed} reads");
+        }
+    });
+}
+
+#[test]
+fn plans_that_begin_and_end_amid_any_read_from_the_device_change_no_row() {
+    watched(String::new, || {
+        let expected = oracle();
+        for wanted in tiers() {
+            for read in (0..30).step_by(2) {
+                let rig: Arc<Mutex<Option<Arc<Rig>>>> = Arc::default();
+                let theirs = Arc::clone(&rig);
+                let begun = Arc::new(AtomicU32::new(0));
+                let count = Arc::clone(&begun);
+                let all = open(wanted.clone());
+                *rig.lock().expect("no panic") = Some(Arc::clone(&all));
+                all.amid_device_read(read, move || {
+                    let rig = theirs.lock().expect("no panic").take().expect("a table");
+                    std::thread::spawn(move || {
+                        for ahead in [true, false] {
+                            let ids: Vec<Id> = (0..70).collect();
+                            let plan = rig.plan(&ids, PlanMode { ahead, ..PlanMode::TRAIN }).expect("a plan");
+                            count.fetch_add(1, Ordering::Relaxed);
+                            drop(plan);
+                        }
+                    })
+                    .join()
+                    .expect("no panic");
+                    Ok(())
+                });
+                for number in 0..THINGS {
+                    do_something(&all, number, false).expect("nothing fails");
+                }
+                assert_eq!((all.device_read_ended(), begun.load(Ordering::Relaxed)), (true, 2), "read {read}");
+                assert_eq!(without_epochs(&all), expected, "plans came and went amid read {read}");
+                assert_eq!((stats(&all).pinned_rows, device_rows(&all) <= 12), (0, true));
+            }
+        }
+    });
+}
+
+#[test]
+fn a_panic_while_rows_are_read_from_the_device_ends_the_plan_and_leaves_every_row() {
+    watched(String::new, || {
+        for wanted in tiers() {
+            let (rig, oracle) = (open(wanted), open(config(DIM, OptimizerKind::Adagrad, 200)));
+            let batches: Vec<Vec<Id>> =
+                (0..8).map(|batch| (0..9).map(|at| (batch * 7 + at * 3) % 40).collect()).collect();
+            for (salt, batch) in batches.iter().enumerate() {
+                if salt == 5 {
+                    rig.amid_device_read(0, || panic!("asked to panic"));
+                    let panicked = catch_unwind(AssertUnwindSafe(|| rig.train(&[91, 92, 93], BAG, 0)));
+                    assert!(panicked.is_err(), "room for it is made by reading the device");
+                    assert_eq!((stats(&rig).pinned_rows, device_rows(&rig)), (0, 12));
+                }
+                rig.train(batch, BAG, salt as u32).expect("a step");
+                oracle.train(batch, BAG, salt as u32).expect("a step");
+            }
+            assert_eq!(rig.contents().expect("contents"), oracle.contents().expect("contents"));
+        }
+    });
+}
+
+#[test]
+fn a_table_that_is_closed_while_its_rows_are_read_from_the_device_refuses_the_batch() {
+    watched(String::new, || {
+        let rig = open(TableConfig { device_rows: Some(6), ..config(DIM, OptimizerKind::Adagrad, 100) });
+        rig.train(&[1, 2, 3, 4, 5, 6], BAG, 0).expect("a step");
+        amid_on_another_thread(&rig, |rig| rig.table.close().expect("closed"));
+        let error = rig.train(&[7, 8, 9], BAG, 1).expect_err("the table is closed");
+        assert!(rig.device_read_ended());
+        assert!(error.kind() == Kind::State && error.to_string().contains("is closed"), "{error}");
+    });
+}
+
+/// The rule looks at weights, which are on the device. Each batch looks at a part of the slots, and the lock is free while these are read.
+#[test]
+fn a_sweep_by_weights_of_a_device_tier_takes_the_rows_that_it_takes_in_ram() {
+    watched(String::new, || {
+        let rule =
+            |every: u64| Eviction { rule: EvictionRule::NormBelow(1.2), every_steps: std::num::NonZeroU64::new(every) };
+        for every in [1, 4] {
+            let eviction = Some(rule(every));
+            let rig = open(TableConfig { eviction: eviction.clone(), ..tiers()[0].clone() });
+            let oracle = open(TableConfig { eviction, ..config(DIM, OptimizerKind::Adagrad, 200) });
+            let queue = rig.table.keep_evicted().expect("a queue");
+            let others = Arc::new(AtomicU32::new(0));
+            for step in 0..60 {
+                let mut dice = Dice(step);
+                let ids: Vec<Id> = (0..9).map(|_| dice.roll(40) as Id).collect();
+                let count = Arc::clone(&others);
+                amid_on_another_thread(&rig, move |rig| {
+                    assert!(stats(rig).step <= 60);
+                    count.fetch_add(1, Ordering::Relaxed);
+                });
+                rig.train(&ids, BAG, step as u32).expect("a step");
+                oracle.train(&ids, BAG, step as u32).expect("a step");
+                while queue.take().is_some() {}
+                if step % 7 == 0 {
+                    assert_eq!(rig.contents().expect("contents"), oracle.contents().expect("contents"), "step {step}");
+                }
+            }
+            assert!(others.load(Ordering::Relaxed) > 20);
+            let [swept, expected] = [&rig, &oracle].map(|rig| stats(rig).eviction.expect("a rule").evicted);
+            assert!(swept == expected && swept > 50, "{swept} of {expected}");
+            rig.table.sweep().expect("a sweep");
+            rig.table.end_telling().expect("told of all that it takes");
+            assert!(
+                queue.wait().is_some() && !rig.contents().expect("contents").is_empty(),
+                "rows are told of, and some live"
+            );
+            while queue.take().is_some() {}
+            assert!(queue.wait().is_none(), "nobody waits for more");
+        }
+    });
+}
