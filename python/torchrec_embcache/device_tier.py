@@ -6,7 +6,7 @@ Shapes: n rows, D a table's width, V = D * (1 + vector slots), S cache slots of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,19 +16,12 @@ from torch import Tensor
 
 from . import _native
 from .exceptions import DeviceMemoryError, EmbCacheError
-from .stream_order import StreamOrder, current_stream
+from .stream_order import StreamOrder, current_stream, on_stream, side_streams
 
 if TYPE_CHECKING:
     from ._native import DeviceArrays, FetchedRows, GatheredRows
 
 __all__ = ["DeviceTier", "RowMoves", "TorchMoves", "is_out_of_memory", "memory_of"]
-
-
-def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
-    made: AbstractContextManager[Any] = (
-        torch.get_device_module(device).stream(stream) if stream is not None else nullcontext()
-    )
-    return made
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -54,7 +47,10 @@ def memory_of(tables: str, device: torch.device) -> Iterator[None]:
 
 
 class RowMoves(Protocol):
-    """Copies rows between the cache slots of a tier and contiguous tensors on its device: vectors [n, V] and scalars [n]."""
+    """Copies rows between the cache slots of a tier and contiguous tensors on its device: vectors [n, V] and scalars [n].
+
+    It queues its work on torch's stream.
+    """
 
     @property
     def kernels(self) -> str:
@@ -111,20 +107,27 @@ class DeviceTier:
             self.vector_slots = [torch.zeros(capacity, dim, **made) for _ in range(vector_slots)]
             self.scalars = torch.zeros(capacity, **made) if scalar_slot else None
         self._order = StreamOrder()
-        self._order.write(current_stream(device))
+        with self.changes():
+            pass  # the zeros are queued
 
     @property
     def kernels(self) -> str:
         """The name of the kernels that run on the rows."""
         return self._moves.kernels
 
-    def reads(self) -> None:
-        """Note that rows are about to be read on the caller's stream, which then waits for what changes them on others."""
-        self._order.read(current_stream(self.device))
+    def reads(self) -> AbstractContextManager[None]:
+        """Read rows meanwhile on the caller's stream, which waits for what changes them on others."""
+        return self._order.reading(current_stream(self.device))
 
-    def changes(self) -> None:
-        """Note that rows are about to change on the caller's stream, which then waits for what uses them on others."""
-        self._order.write(current_stream(self.device))
+    def changes(self, slots: NDArray[np.int64] | None = None) -> AbstractContextManager[None]:
+        """Change rows meanwhile on the caller's stream, which waits for what uses them on others.
+
+        `slots`: those that change, int64 [n], where -1 is none; None for all.
+        """
+        stream = current_stream(self.device)
+        if stream is not None and slots is not None:
+            slots = slots[slots >= 0]
+        return self._order.writing(stream, slots)
 
     def ensure(self, slots: int) -> None:
         """Hold at least `slots` rows; those that are there keep their slots. On an error the tensors stay what they were."""
@@ -132,9 +135,9 @@ class DeviceTier:
         if more <= 0:
             return
         more = max(more, self.weights.shape[0] // 8)
-        self.changes()
-        self.keep_for_stream()
-        with torch.inference_mode(False):
+        with self.changes(), torch.inference_mode(False):
+            for stream in self._order.streams:
+                self._keep_for(stream)
             weights = _grown(self.weights, more)
             vector_slots = [_grown(slot, more) for slot in self.vector_slots]
             scalars = _grown(self.scalars, more) if self.scalars is not None else None
@@ -142,33 +145,61 @@ class DeviceTier:
 
     def keep_for_stream(self) -> None:
         """Tell torch's allocator that the caller's stream uses the tensors: their memory is not given away before that is done."""
-        stream: Any = current_stream(self.device)
+        stream = current_stream(self.device)
         if stream is not None:
-            for part in (self.weights, *self.vector_slots, *([self.scalars] if self.scalars is not None else [])):
-                part.record_stream(stream)
+            self._keep_for(stream)
+
+    def _keep_for(self, stream: Any) -> None:
+        for part in (self.weights, *self.vector_slots, *([self.scalars] if self.scalars is not None else [])):
+            part.record_stream(stream)
 
     def gather(self, slots: NDArray[np.int64]) -> GatheredRows:
         """The rows of cache slots [n], for the core. Their scalars are zeros where there is no scalar slot.
 
-        Raises `MemoryError` where torch has no memory.
+        The copies leave the device on a stream of their own, which waits for those alone who wrote these slots. The CPU waits for
+        the copies. Raises `MemoryError` where torch has no memory.
         """
+        side = side_streams(self.device)
+        down = side.down if side is not None else None
         try:
-            with _on(self._order.writer, self.device), torch.no_grad():
-                self.reads()
-                vectors, scalars = self._moves.gather(self, torch.from_numpy(slots))
-                return _native.GatheredRows(vectors.cpu().numpy(), scalars.cpu().numpy())
+            with on_stream(down, self.device), torch.no_grad(), self._order.reading(down, slots):
+                rows = self._moves.gather(self, torch.from_numpy(slots))
+                vectors, scalars = (self._to_host(part) for part in rows)
+            if down is not None:
+                down.record_event().synchronize()
+            return _native.GatheredRows(vectors.numpy(), scalars.numpy())
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise MemoryError(str(error)) from error
             raise
 
     def scatter(self, fetched: FetchedRows) -> None:
-        """Put the rows that a plan fetched into their cache slots."""
+        """Put the rows that a plan fetched into their cache slots.
+
+        They come to the device on a stream of their own. It waits for those who used these slots, and who reads rows waits for it.
+        """
         if len(fetched.slots) == 0:
             return
-        self.changes()
-        vectors, scalars = (torch.from_numpy(part).to(self.device) for part in (fetched.vectors, fetched.scalars))
-        self._moves.scatter(self, torch.from_numpy(fetched.slots), vectors, scalars)
+        side = side_streams(self.device)
+        up = side.up if side is not None else None
+        with on_stream(up, self.device), self._order.writing(up, fetched.slots):
+            vectors, scalars = (self._to_device(torch.from_numpy(part)) for part in (fetched.vectors, fetched.scalars))
+            self._moves.scatter(self, torch.from_numpy(fetched.slots), vectors, scalars)
+
+    def _to_host(self, part: Tensor) -> Tensor:
+        """A copy in RAM, which is queued on torch's stream where the device has streams."""
+        if self.device.type != "cuda":
+            return part.cpu()
+        # Torch keeps a pool of pinned memory for the process, and gives none away before the copies are done that it knows of.
+        pinned = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
+        return pinned.copy_(part, non_blocking=True)
+
+    def _to_device(self, part: Tensor) -> Tensor:
+        """A copy on the device, which is queued on torch's stream where it has streams."""
+        if self.device.type != "cuda":
+            return part.to(self.device)
+        pinned = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
+        return pinned.copy_(part).to(self.device, non_blocking=True)
 
     def arrays(self) -> DeviceArrays:
         """The tensors as numpy arrays of the same memory, for the core's kernels on the CPU."""

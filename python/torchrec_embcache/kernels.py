@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -217,7 +218,6 @@ class TorchBackend(KernelBackend):
         column = 0
         for feature, table in enumerate(self.feature_tables):
             tier = self._tier(table)
-            tier.reads()
             begin, end = feature * pooled.bags, (feature + 1) * pooled.bags
             offsets = pooled.offsets[begin : end + 1] - pooled.offsets[begin]
             weights = (
@@ -234,7 +234,9 @@ class TorchBackend(KernelBackend):
                 offsets = np.concatenate([[0], np.cumsum(present)])[offsets]
                 slots = slots[present]
                 weights = weights[torch.from_numpy(present).to(self.device)] if weights is not None else None
-            part = _segment_sum(tier.weights, self._tensor(slots), self._tensor(offsets), weights) + absent
+            index, starts = self._tensor(slots), self._tensor(offsets)
+            with tier.reads():
+                part = _segment_sum(tier.weights, index, starts, weights) + absent
             out[:, column : column + tier.dim] = part if divisor is None else part / divisor[:, None]
             column += tier.dim
         return out
@@ -268,8 +270,8 @@ class TorchBackend(KernelBackend):
     def _rows_of(self, plan: Plan, table: int, slots: Tensor) -> Tensor:
         """What the occurrences in `slots` [n] read: [n, D]. -1 is an absent one."""
         tier = self._tier(table)
-        tier.reads()
-        rows, absent = tier.weights.index_select(0, slots.clamp(min=0)), (slots < 0)[:, None]
+        with tier.reads():
+            rows, absent = tier.weights.index_select(0, slots.clamp(min=0)), (slots < 0)[:, None]
         row = self._absent_row(plan, table)
         return rows.masked_fill_(absent, 0.0) if row is None else torch.where(absent, row, rows)
 
@@ -344,8 +346,8 @@ class TorchBackend(KernelBackend):
         """Update and commit before anybody else copies rows, so that nobody sees a row with new weights and old metadata."""
 
         def work() -> None:
-            with torch.no_grad():
-                self._update(plan, updates, hyperparameters)
+            with torch.no_grad(), ExitStack() as changing:
+                self._update(plan, updates, hyperparameters, changing)
             plan.commit()
 
         plan.exclusively(work)
@@ -355,8 +357,11 @@ class TorchBackend(KernelBackend):
         plan: Plan,
         updates: list[tuple[int, NDArray[np.int64], Tensor]],
         hyperparameters: NDArray[np.float64],
+        changing: ExitStack,
     ) -> None:
         """Apply each table's optimizer to its distinct rows. `updates`: for each table its slots [U] and summed gradients [U, D].
+
+        Until `changing` is closed, the rows of all tables change on the caller's stream.
 
         What needs memory comes first, for all tables. So until `begin_update` an error leaves every row as it was.
         """
@@ -367,7 +372,7 @@ class TorchBackend(KernelBackend):
             if not trained.all():
                 slots, grad = slots[trained], grad[torch.from_numpy(trained).to(self.device)]
             index = self._tensor(slots)
-            tier.changes()
+            changing.enter_context(tier.changes(slots))
             step = owner.native.step() + 1
             changes += [
                 (part, index, values)

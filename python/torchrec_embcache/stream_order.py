@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-__all__ = ["Stream", "StreamOrder", "current_stream"]
+__all__ = ["Event", "SideStreams", "Stream", "StreamOrder", "current_stream", "on_stream", "side_streams"]
+
+
+class Event(Protocol):
+    """A point in a stream, such as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether all is done that was queued before it."""
+
+    def synchronize(self) -> None:
+        """Have the CPU wait until that is done."""
 
 
 class Stream(Protocol):
@@ -14,6 +29,20 @@ class Stream(Protocol):
 
     def wait_stream(self, stream: Any) -> None:
         """Have what is queued here from now on wait for what is queued on another stream until now."""
+
+    def wait_event(self, event: Any) -> None:
+        """Have what is queued here from now on wait for an event."""
+
+    def record_event(self) -> Any:
+        """An event after what is queued here until now."""
+
+
+class SideStreams:
+    """The streams of a device on which rows leave it and come to it, beside what computes."""
+
+    def __init__(self, down: Stream, up: Stream) -> None:
+        self.down = down
+        self.up = up
 
 
 def current_stream(device: torch.device) -> Stream | None:
@@ -25,38 +54,120 @@ def current_stream(device: torch.device) -> Stream | None:
     return stream
 
 
+@cache
+def side_streams(device: torch.device) -> SideStreams | None:
+    """The streams on which rows move to and from `device`, the same for all tables; None where it has no streams."""
+    if device.type == "cpu":
+        return None
+    made = getattr(torch.get_device_module(device), "Stream", None)
+    return SideStreams(made(device), made(device)) if made is not None else None
+
+
+def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Have torch queue what it does on `stream`. None: the caller's stream."""
+    made: AbstractContextManager[Any] = (
+        torch.get_device_module(device).stream(stream) if stream is not None else nullcontext()
+    )
+    return made
+
+
+class _Use:
+    """A use of the memory. `event` is None until its work is queued on its stream."""
+
+    def __init__(self, stream: Stream, number: int) -> None:
+        self.stream = stream
+        self.number = number
+        self.event: Event | None = None
+
+    def is_done(self) -> bool:
+        return self.event is not None and self.event.query()
+
+    def is_before(self, stream: Stream) -> None:
+        """Have what is queued on `stream` from now on wait for this. A stream's own work runs in its order anyway."""
+        if stream == self.stream:
+            return
+        if self.event is not None:
+            stream.wait_event(self.event)
+        else:
+            stream.wait_stream(self.stream)
+
+
 class StreamOrder:
-    """Who has used some memory on a device, so that who uses it next waits for those whose work it must not overtake.
+    """Who has used which slots of some memory on a device: who uses them next waits for those whose work it must not overtake.
 
-    A reader waits for the last writer, and a writer for the last writer and for all readers since. Nobody waits for work on its own
-    stream, which runs in its order anyway, and the CPU waits for nobody.
+    A reader waits for those who wrote its slots last, and a writer for them and for all readers. Who read which slots is not kept,
+    because what reads is short and comes first in a step. Nobody waits for work on its own stream, and the CPU waits for nobody.
 
-    Callers hold the rows exclusively until their work is queued, but for readers of rows that nobody else changes. Several threads
-    may come at once, and no lock is taken: one that is held while Python collects garbage could be waited for by what the collector
-    runs. Each step below is one operation of a dict.
+    Slots are int64 [n]; None stands for all slots. Callers hold the rows exclusively until their work is queued, but for readers of
+    rows that nobody else changes. Several threads may read at once, and no lock is taken: one that is held while Python collects
+    garbage could be waited for by what the collector runs. Each step below that readers share is one operation of a dict or a list.
     """
 
     def __init__(self) -> None:
-        self.writer: Stream | None = None
-        self._readers: dict[Stream, None] = {}
+        self._number = 0
+        # Writes that are not known to be done, the oldest first; and on each stream the last read.
+        self._writes: list[_Use] = []
+        self._readers: dict[Stream, _Use] = {}
+        # The number of the last write of all slots, and of each slot the number of the last write of some that it was among.
+        self._all = 0
+        self._of_slots: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.streams: dict[Stream, None] = {}
 
-    def read(self, stream: Stream | None) -> None:
-        """Say that what is queued on `stream` next reads. None: the device has no streams."""
+    @contextmanager
+    def reading(self, stream: Stream | None, slots: NDArray[np.int64] | None = None) -> Iterator[None]:
+        """Say that what is queued on `stream` meanwhile reads. None: the device has no streams."""
         if stream is None:
+            yield
             return
-        writer = self.writer
-        if writer is not None and stream != writer:
-            stream.wait_stream(writer)
-        self._readers[stream] = None
+        self.streams[stream] = None
+        for write in self._last_writes(slots):
+            write.is_before(stream)
+        use = self._readers[stream] = _Use(stream, self._number)
+        try:
+            yield
+        finally:
+            use.event = stream.record_event()
 
-    def write(self, stream: Stream | None) -> None:
-        """Say that what is queued on `stream` next writes. None: the device has no streams."""
+    @contextmanager
+    def writing(self, stream: Stream | None, slots: NDArray[np.int64] | None = None) -> Iterator[None]:
+        """Say that what is queued on `stream` meanwhile writes. None: the device has no streams."""
         if stream is None:
+            yield
             return
-        before = [] if self.writer is None else [self.writer]
-        while self._readers:
-            before.append(self._readers.popitem()[0])
-        for other in before:
-            if other != stream:
-                stream.wait_stream(other)
-        self.writer = stream
+        self.streams[stream] = None
+        for before in [*self._last_writes(slots), *self._readers.values()]:
+            before.is_before(stream)
+        use = self._note_write(stream, slots)
+        try:
+            yield
+        finally:
+            use.event = stream.record_event()
+
+    def _last_writes(self, slots: NDArray[np.int64] | None) -> list[_Use]:
+        """On each stream the last of the writes after which these slots are as they are now, or a later one."""
+        writes = tuple(self._writes)
+        last = self._number if slots is None else self._last_write(slots)
+        return list({write.stream: write for write in writes if write.number <= last}.values())
+
+    def _last_write(self, slots: NDArray[np.int64]) -> int:
+        known = slots[slots < len(self._of_slots)]
+        return max(self._all, int(self._of_slots[known].max()) if len(known) else 0)
+
+    def _note_write(self, stream: Stream, slots: NDArray[np.int64] | None) -> _Use:
+        self._number += 1
+        while self._writes and self._writes[0].is_done():
+            del self._writes[0]
+        use = _Use(stream, self._number)
+        if slots is None:
+            # All that came before is done before this is.
+            self._all = self._number
+            self._writes = [use]
+            self._readers.clear()
+            return use
+        if len(slots):
+            most = int(slots.max()) + 1
+            if most > len(self._of_slots):
+                self._of_slots = np.concatenate([self._of_slots, np.zeros(most - len(self._of_slots), np.int32)])
+            self._of_slots[slots] = self._number
+        self._writes.append(use)
+        return use

@@ -5,6 +5,7 @@ Importing this module imports triton. `backends` says what to do where that is n
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,10 +72,12 @@ class _Frequent:
 class _Update:
     """The distinct rows of tables that are alike, of which there are `count`. Those that are `frequent` are updated apart.
 
-    `refused`: for each table with a shared row, the rows of refused ids, which are not updated.
+    `refused`: for each table with a shared row, the rows of refused ids, which are not updated. `slots`: those of each table's
+    rows, int64 [U], where -1 is none.
     """
 
     alike: _Alike
+    slots: dict[int, NDArray[np.int64]]
     rows: launch.Rows
     count: int
     frequent: _Frequent | None
@@ -142,11 +145,7 @@ class TritonBackend(KernelBackend):
             row = plan.absent_row(table)
             if row is not None:
                 absent[table] = torch.from_numpy(row).to(self.device)
-        weights = {}
-        for table in dict.fromkeys(self.feature_tables):
-            tier = self._tier(table)
-            tier.reads()
-            weights[table] = launch.tier_addresses(tier)[0]
+        weights = {table: launch.tier_addresses(self._tier(table))[0] for table in dict.fromkeys(self.feature_tables)}
         features = [
             [weights[table], absent[table].data_ptr() if table in absent else 0, int(column), int(averaged)]
             for table, column, averaged in zip(self.feature_tables, self._columns[:-1], mean, strict=True)
@@ -176,8 +175,9 @@ class TritonBackend(KernelBackend):
 
         def work() -> None:
             batch = self._sent(plan, pooled, with_slots=True)
-            for dim, members in batch.members.items():
-                launch.pool(dim, members, batch.features, batch.slots, batch.bags, out)
+            with self._reading():
+                for dim, members in batch.members.items():
+                    launch.pool(dim, members, batch.features, batch.slots, batch.bags, out)
 
         plan.exclusively(work)
         return out
@@ -194,7 +194,8 @@ class TritonBackend(KernelBackend):
             lengths = [len(of_feature) for of_feature in slots]
             starts = np.cumsum([0, *lengths], dtype=np.int32)
             sent = launch.send(self.device, [features, np.concatenate(slots).astype(np.int32), starts])
-            launch.read_sequence(dim, sent[0], sent[1], sent[2], max(lengths), out)
+            with self._reading():
+                launch.read_sequence(dim, sent[0], sent[1], sent[2], max(lengths), out)
 
         plan.exclusively(work)
         return out
@@ -218,8 +219,9 @@ class TritonBackend(KernelBackend):
         def before_update() -> None:
             if out is not None:
                 batch = self._sent(plan, pooled, with_slots=True)
-                for dim, members in batch.members.items():
-                    launch.fill_weight_gradients(dim, members, batch.features, batch.slots, batch.bags, grad, out)
+                with self._reading():
+                    for dim, members in batch.members.items():
+                        launch.fill_weight_gradients(dim, members, batch.features, batch.slots, batch.bags, grad, out)
 
         self._update_and_commit(plan, gradients, hyperparameters, shared, before_update)
         return out
@@ -253,11 +255,22 @@ class TritonBackend(KernelBackend):
             for each, tiers, values in given:
                 each.compile(tiers, values)
             plan.begin_update()
-            for each, tiers, values in given:
-                each.run(tiers, values)
+            with ExitStack() as stack:
+                for update in updates:
+                    for table, slots in update.slots.items():
+                        stack.enter_context(self._tier(table).changes(slots))
+                for each, tiers, values in given:
+                    each.run(tiers, values)
             plan.commit()
 
         plan.exclusively(work)
+
+    def _reading(self) -> ExitStack:
+        """Read the rows of all tables meanwhile, on the caller's stream."""
+        with ExitStack() as stack:
+            for table in dict.fromkeys(self.feature_tables):
+                stack.enter_context(self._tier(table).reads())
+            return stack.pop_all()
 
     def _distinct(self, plan: Plan, alike: _Alike) -> _Update:
         """The distinct rows of tables that are alike, on the device."""
@@ -291,7 +304,9 @@ class TritonBackend(KernelBackend):
             return _Frequent(launch.Ranges(*sent[:2]), launch.Rows(*sent[2:]), len(numbers))
 
         apart = by_parts(frequent) if len(frequent) else None
-        return _Update(alike, rows, len(slots), apart, {table: by_parts(numbers) for table, numbers in refused.items()})
+        slots_of = {table: rows.slots for table, rows in zip(alike.tables, of_tables, strict=True)}
+        sums = {table: by_parts(numbers) for table, numbers in refused.items()}
+        return _Update(alike, slots_of, rows, len(slots), apart, sums)
 
     def _refused_sums(self, updates: Sequence[_Update], gradients: launch.Gradients) -> Tensor:
         """The sums of the gradients of refused ids, for each table in which these share a row."""
@@ -311,9 +326,7 @@ class TritonBackend(KernelBackend):
         """
         tiers, numbers = [], []
         for table in alike.tables:
-            tier = self._tier(table)
-            tier.changes()
-            tiers.append(launch.tier_addresses(tier))
+            tiers.append(launch.tier_addresses(self._tier(table)))
             given = Hyperparameters(*hyperparameters[table].tolist())
             numbers.append(launch.update_numbers(alike.kind, given, self.tables[table].native.step() + 1))
         addresses, values = launch.send(self.device, [np.array(tiers, np.int64), np.array(numbers, np.float32)])
