@@ -77,6 +77,7 @@ test-cuda: $(NATIVE)
 bench-cuda: $(NATIVE)
 	@$(HAS_CUDA)
 	@$(PY) benches/python/cuda.py
+	@$(PY) benches/python/cuda_dlrm.py
 
 test-rust: $(NATIVE)
 	@if cargo nextest --version >/dev/null 2>&1; then \

@@ -42,6 +42,7 @@ from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDi
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import CacheParams
 from torchrec.models.dlrm import DLRM, DLRMTrain
 
 from results import row
@@ -113,9 +114,13 @@ class Batches:
 
 
 def shard(
-    tables: EmbeddingBagCollection, sharder: Any, kernel: EmbeddingComputeKernel | None = None
+    tables: EmbeddingBagCollection,
+    sharder: Any,
+    kernel: EmbeddingComputeKernel | None = None,
+    device: torch.device = CPU,
+    cached: float | None = None,
 ) -> DistributedModelParallel:
-    """The DLRM over `tables`. It has the same dense weights each time."""
+    """The DLRM over `tables`, with the same dense weights each time. `cached`: the share of rows in FBGEMM's cache."""
     torch.manual_seed(0)
     model = DLRMTrain(
         DLRM(
@@ -123,16 +128,20 @@ def shard(
             dense_in_features=DENSE,
             dense_arch_layer_sizes=[512, 256, DIM],
             over_arch_layer_sizes=[512, 256, 1],
-            dense_device=CPU,
+            dense_device=device,
         )
     )
-    constraint = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=[kernel.value] if kernel else None)
+    constraint = ParameterConstraints(
+        sharding_types=["table_wise"],
+        compute_kernels=[kernel.value] if kernel else None,
+        cache_params=CacheParams(load_factor=cached) if cached else None,
+    )
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=1, local_world_size=1, compute_device="cpu"),
+        topology=Topology(world_size=1, local_world_size=1, compute_device=device.type),
         constraints={config.name: constraint for config in tables.embedding_bag_configs()},
     )
     plan = planner.collective_plan(model, [sharder], dist.GroupMember.WORLD)
-    return DistributedModelParallel(model, device=CPU, sharders=[sharder], plan=plan)
+    return DistributedModelParallel(model, device=device, sharders=[sharder], plan=plan)
 
 
 def dense_optimizer(model: DistributedModelParallel) -> torch.optim.Optimizer:
@@ -146,7 +155,7 @@ def a_tenth_in_ram(scale: Scale, ssd_dir: Path) -> TierBudgets:
     return TierBudgets(host_bytes=weight_bytes // 10, ssd_bytes=max(weight_bytes * 5 // 2, 64 << 20), ssd_dir=ssd_dir)
 
 
-def make_ours(scale: Scale, tiers: TierBudgets) -> tuple[DistributedModelParallel, Any]:
+def make_ours(scale: Scale, tiers: TierBudgets, device: torch.device = CPU) -> tuple[DistributedModelParallel, Any]:
     """The model and its pipeline, in which each table has these budgets. Every row is in its table."""
     rows = scale.rows // TABLES
     configs = [
@@ -160,19 +169,24 @@ def make_ours(scale: Scale, tiers: TierBudgets) -> tuple[DistributedModelParalle
         )
         for table in range(TABLES)
     ]
-    tables = EmbCacheEmbeddingBagCollection(configs, name="tables", device=CPU)
+    tables = EmbCacheEmbeddingBagCollection(configs, name="tables", device=device)
     sharder = EmbCacheEmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **SPARSE})
-    model = shard(tables, sharder)
+    model = shard(tables, sharder, device=device)
     for module in cache_modules(model).values():
         for table in module.tables.values():
             for ids in torch.split(torch.randperm(rows), IMPORT_ROWS):
                 table.import_rows(ids, torch.empty(len(ids), DIM).uniform_(-0.001, 0.001))
-    pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), CPU, lookahead=scale.lookahead)
+    pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), device, lookahead=scale.lookahead)
     return model, pipeline
 
 
-def make_rival(scale: Scale) -> Any:
-    """The pipeline on FBGEMM's fused kernel, with all rows in RAM."""
+def make_rival(
+    scale: Scale,
+    kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
+    device: torch.device = CPU,
+    cached: float | None = None,
+) -> Any:
+    """The pipeline on a kernel of FBGEMM, on the CPU with all rows in RAM. `cached`: the share of rows in its cache."""
     configs = [
         EmbeddingBagConfig(
             name=f"t{table}",
@@ -184,8 +198,8 @@ def make_rival(scale: Scale) -> Any:
     ]
     tables = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     sharder = EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **SPARSE})
-    model = shard(tables, sharder, EmbeddingComputeKernel.FUSED)
-    return TrainPipelineSparseDist(model, dense_optimizer(model), CPU, execute_all_batches=True)
+    model = shard(tables, sharder, kernel, device, cached)
+    return TrainPipelineSparseDist(model, dense_optimizer(model), device, execute_all_batches=True)
 
 
 class Side:
