@@ -170,7 +170,10 @@ class DeviceTier:
             return _native.GatheredRows(vectors.numpy(), scalars.numpy())
         except RuntimeError as error:
             if is_out_of_memory(error):
-                raise MemoryError(str(error)) from error
+                raise MemoryError(
+                    f"{self.device} has no memory for {len(slots)} rows that leave it: lower the budgets there, use smaller "
+                    f"batches or free memory, and try again ({error})"
+                ) from error
             raise
 
     def scatter(self, fetched: FetchedRows) -> None:

@@ -145,7 +145,7 @@ class HostMemoryError(EmbCacheError, MemoryError):
 
 
 class DeviceMemoryError(EmbCacheError, torch.OutOfMemoryError, MemoryError):
-    """The device of a table has no memory for a forward or a backward. Tables are as before, or refuse all use.
+    """The device of a table has no memory for a step, or for rows that leave it. Tables are as before, or refuse all use.
 
     The device may be the CPU. This is torch's own error and Python's, too, for code that knows these alone.
 

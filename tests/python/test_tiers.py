@@ -20,7 +20,7 @@ from tables import (
     train,
 )
 from torchrec_embcache import EmbCacheWarning, TierBudgets
-from torchrec_embcache.exceptions import HostMemoryError
+from torchrec_embcache.exceptions import DeviceMemoryError
 
 POLICIES = ["lru", "lfu", "s3fifo"]
 BATCHES = random_batches(24, 6, 160, seed=1)
@@ -90,7 +90,7 @@ def test_memory_that_torch_refuses_as_rows_leave_the_device_is_a_typed_error_tha
         before = Contents.of(bag)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "cat", refuse)
-            with pytest.raises(HostMemoryError, match="device tier.*can't allocate memory"):
+            with pytest.raises(DeviceMemoryError, match="cpu has no memory for .* rows that leave it.*can't allocate memory"):
                 train(bag, [[list(range(20, 30))]])
         assert Contents.of(bag) == before
         train(bag, [[list(range(20, 30))]])

@@ -17,6 +17,8 @@ pub enum Kind {
     Capacity,
     /// The system refused memory. Nothing has changed.
     Memory,
+    /// The device of a table, which may be the CPU, had no memory for copies of rows. Nothing has changed.
+    DeviceMemory,
     /// Bytes from disk are not those that were written.
     Corruption,
     /// An operation on a file failed. `errno` says how.

@@ -10,6 +10,7 @@ fn class_name(kind: Kind) -> &'static str {
         Kind::Input => "InputError",
         Kind::Capacity => "CapacityError",
         Kind::Memory => "HostMemoryError",
+        Kind::DeviceMemory => "DeviceMemoryError",
         Kind::Corruption => "CorruptionError",
         Kind::Storage => "StorageError",
         Kind::Path => "PathError",
@@ -43,9 +44,9 @@ pub(crate) fn to_python(error: Error) -> PyErr {
     })
 }
 
-/// The core's error for an exception that a callback raised while it did `what`.
+/// The core's error for an exception that a callback raised while it did `what` on a device.
 pub(crate) fn from_python(py: Python<'_>, error: &PyErr, what: &str) -> Error {
-    let kind = if error.is_instance_of::<PyMemoryError>(py) { Kind::Memory } else { Kind::State };
+    let kind = if error.is_instance_of::<PyMemoryError>(py) { Kind::DeviceMemory } else { Kind::State };
     Error::new(kind, format!("{what}: {error}"))
 }
 
