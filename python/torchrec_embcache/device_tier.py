@@ -21,7 +21,7 @@ from .stream_order import StreamOrder, current_stream, on_stream, side_streams
 if TYPE_CHECKING:
     from ._native import DeviceArrays, FetchedRows, GatheredRows
 
-__all__ = ["DeviceTier", "RowMoves", "TorchMoves", "is_out_of_memory", "memory_of"]
+__all__ = ["DeviceTier", "RowMoves", "TorchMoves", "is_out_of_memory", "memory_of", "memory_that"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -33,17 +33,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_of(tables: str, device: torch.device) -> Iterator[None]:
-    """Name the tables, and what to do, where `device` has no memory for them: `DeviceMemoryError`."""
+def memory_that(is_missing: str) -> Iterator[None]:
+    """Say what memory is missing, and what to do, where a device has none: `DeviceMemoryError`."""
     try:
         yield
     except (RuntimeError, MemoryError) as cause:
         if isinstance(cause, EmbCacheError) or not is_out_of_memory(cause):
             raise
-        raise DeviceMemoryError(
-            f"{device} has no memory for a step of {tables}: lower the budgets there, use smaller batches or free memory, and try "
-            f"the step again ({cause})"
-        ) from cause
+        raise DeviceMemoryError(f"{is_missing} ({cause})") from cause
+
+
+def memory_of(tables: str, device: torch.device) -> AbstractContextManager[None]:
+    """Name the tables, and what to do, where `device` has no memory for a step of them: `DeviceMemoryError`."""
+    return memory_that(
+        f"{device} has no memory for a step of {tables}: lower the budgets there, use smaller batches or free memory, and try the "
+        "step again"
+    )
 
 
 class RowMoves(Protocol):

@@ -22,8 +22,8 @@ from .backends import make_tier
 from .buckets import BucketHash, buckets_of
 from .collective import world_size as ranks_of_process
 from .config import Reopen, bucket_range, check_int
-from .device_tier import DeviceTier
-from .exceptions import HostMemoryError, InputError, StateError
+from .device_tier import DeviceTier, memory_that
+from .exceptions import InputError, StateError
 from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
 from .owners import import_on_owners
@@ -194,13 +194,11 @@ class TableShard:
         if self.device_rows is None:
             return None
         check_device_memory(self.settings, self.spec, self.device_rows)
-        try:
+        with memory_that(
+            f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} cannot be had on {self.device}: give less, or "
+            "free memory there"
+        ):
             return make_tier(self.dim, self.spec, self.device_rows, self.device)
-        except RuntimeError as cause:
-            raise HostMemoryError(
-                f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} cannot be had on {self.device}: give "
-                f"less, or free memory there ({cause})"
-            ) from cause
 
     def _made_native(
         self,

@@ -90,11 +90,29 @@ def test_memory_that_torch_refuses_as_rows_leave_the_device_is_a_typed_error_tha
         before = Contents.of(bag)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "cat", refuse)
-            with pytest.raises(DeviceMemoryError, match="cpu has no memory for .* rows that leave it.*can't allocate memory"):
+            with pytest.raises(
+                DeviceMemoryError, match="cpu has no memory for .* rows that leave it.*can't allocate memory"
+            ):
                 train(bag, [[list(range(20, 30))]])
         assert Contents.of(bag) == before
         train(bag, [[list(range(20, 30))]])
         assert len(bag) == 18
+
+
+@pytest.mark.parametrize(
+    ("said", "is_memory"),
+    [("CUDA out of memory. Tried to allocate 1.00 TiB", True), ("no kernel image is available", False)],
+)
+def test_a_device_tier_that_cannot_be_made_says_why(monkeypatch, said, is_memory):
+    def refuse(*_, **__):
+        raise RuntimeError(said)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", refuse)
+        with pytest.raises(RuntimeError, match=said) as raised:
+            make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB"))
+    assert isinstance(raised.value, DeviceMemoryError) == is_memory
+    assert ("device_bytes=1024 of table 'item' cannot be had on cpu" in str(raised.value)) == is_memory
 
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
