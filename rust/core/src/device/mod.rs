@@ -1,8 +1,6 @@
 //! The device tier: headers, slots, pins and policy of the rows on a device. The values of the rows are in torch tensors, which only Python
 //! touches.
 
-use std::collections::HashSet;
-
 use crate::config::PolicyKind;
 use crate::error::Result;
 use crate::memory;
@@ -25,13 +23,13 @@ pub(crate) struct DeviceTier {
     pub(crate) slots: SlotMap,
     headers: Vec<RowHeader>,
     /// Victims whose rows are being read, so that they can go to a tier below. They are claimed, and the policy has forgotten them. Each is the
-    /// newest copy of its row still: whoever wants the row before it has gone takes it out of here.
-    leaving: HashSet<CacheSlot>,
+    /// newest copy of its row still: whoever wants the row before it has gone takes it out of here. Rising.
+    leaving: Vec<CacheSlot>,
 }
 
 impl DeviceTier {
     pub(crate) fn new(rows: u32, policy: PolicyKind) -> Self {
-        Self { slots: SlotMap::new(rows, policy), headers: Vec::new(), leaving: HashSet::new() }
+        Self { slots: SlotMap::new(rows, policy), headers: Vec::new(), leaving: Vec::new() }
     }
 
     pub(crate) fn header(&self, slot: CacheSlot) -> &RowHeader {
@@ -78,19 +76,21 @@ impl DeviceTier {
     /// Victims stay where they are until they were read. They are handed out by [`DeviceTier::take_leaving`] then.
     pub(crate) fn will_leave(&mut self, victims: &[CacheSlot]) {
         self.leaving.extend(victims);
+        self.leaving.sort_unstable();
     }
 
-    /// The victims that were to leave and that nobody has wanted meanwhile. Follow as after [`DeviceTier::victim`].
+    /// The victims that were to leave and that nobody has wanted meanwhile, rising. Follow as after [`DeviceTier::victim`].
     pub(crate) fn take_leaving(&mut self) -> Vec<CacheSlot> {
-        let mut victims: Vec<CacheSlot> = self.leaving.drain().collect();
-        victims.sort_unstable();
-        victims
+        std::mem::take(&mut self.leaving)
     }
 
     /// Keep a row that was to leave, if it is one.
     #[inline]
     pub(crate) fn let_stay(&mut self, slot: CacheSlot) {
-        if !self.leaving.is_empty() && self.leaving.remove(&slot) {
+        if !self.leaving.is_empty()
+            && let Ok(at) = self.leaving.binary_search(&slot)
+        {
+            self.leaving.remove(at);
             self.spare(slot);
         }
     }

@@ -199,6 +199,7 @@ impl TablePlan {
         let (table, hold) = (&*self.table, &mut self.hold);
         let rows = table.writing_rows_or_exclusive(turn)?;
         table.with_device_rows(&rows, || table.lock(), |held| held.settle(hold))?;
+        table.with_device_rows(&rows, || table.lock(), |held| held.make_room_on_device(hold, mode))?;
         let place = |held: &mut Held<'_>| held.place_on_device(hold, mode);
         let (mut held, fetched) = table.with_device_rows(&rows, || table.lock(), place)?;
         self.fetched = fetched;

@@ -20,7 +20,9 @@ use crate::types::{CacheSlot, Id};
 /// as long as that slot has the row.
 #[derive(Debug, Default)]
 pub(crate) struct DeviceCopies {
-    /// Of each slot that was read: the id of its row, and the number of the copy.
+    /// The slots that were read, each with the id of its row, in the order of the copies: `[n]`.
+    read: Vec<(CacheSlot, Id)>,
+    /// Of each of these slots: the id of its row, and the number of its last copy. It is made when it is asked for.
     places: HashMap<CacheSlot, (Id, usize)>,
     /// Vector parts of the copies: `[n, V]`.
     vectors: Vec<f32>,
@@ -48,6 +50,7 @@ impl DeviceCopies {
     /// Read the rows that are owed. Where that fails, the operation gets the error when it is run again.
     pub(crate) fn read(&mut self, base: &TableBase) {
         let owed = std::mem::take(&mut self.owed);
+        self.places.clear();
         if let Err(error) = owed.chunks(ROWS_PER_GATHER).try_for_each(|part| self.read_part(base, part)) {
             self.failed = Some(error);
             self.failures += 1;
@@ -65,8 +68,16 @@ impl DeviceCopies {
         self.vectors.resize(end * floats, 0.0);
         base.gather(&slots, &mut self.vectors[begin * floats..], &mut self.scalars[begin..])?;
         self.uncounted_bytes += (slots.len() * floats * 4) as u64;
-        self.places.extend(part.iter().zip(begin..).map(|(&(slot, id), number)| (slot, (id, number))));
+        self.read.extend_from_slice(part);
         Ok(())
+    }
+
+    /// Where the copies of slots are.
+    fn places(&mut self) -> &HashMap<CacheSlot, (Id, usize)> {
+        if self.places.is_empty() {
+            self.places = self.read.iter().zip(0..).map(|(&(slot, id), number)| (slot, (id, number))).collect();
+        }
+        &self.places
     }
 
     fn vector(&self, number: usize, floats: usize) -> &[f32] {
@@ -100,6 +111,7 @@ impl Residency {
 
     /// Forget the copies that there are, because nothing later in this operation needs them.
     pub(super) fn forget_copies(&mut self) {
+        self.copies.read.clear();
         self.copies.places.clear();
         self.copies.vectors.clear();
         self.copies.scalars.clear();
@@ -115,8 +127,12 @@ impl Residency {
         if let Some(error) = &self.copies.failed {
             return Err(error.clone());
         }
-        let copies = &self.copies.places;
         let row = |&slot: &CacheSlot| (slot, self.device.as_ref().map_or(0, |tier| tier.id(slot)));
+        // Mostly all that was read is asked for, in its order, or nothing was read.
+        if slots.iter().map(row).eq(self.copies.read.iter().copied()) {
+            return Ok(());
+        }
+        let copies = self.copies.places();
         let is_missing = |(slot, id): &(CacheSlot, Id)| copies.get(slot).is_none_or(|(of, _)| of != id);
         let missing: Vec<(CacheSlot, Id)> = slots.iter().map(row).filter(is_missing).collect();
         if missing.is_empty() {
@@ -130,6 +146,7 @@ impl Residency {
     /// Copies of the rows in these device slots. Errors as [`Residency::ask_for_copies`], and `Memory`.
     pub(super) fn copies_of(&mut self, slots: &[CacheSlot]) -> Result<Chunk> {
         self.ask_for_copies(slots)?;
+        self.copies.places();
         let (floats, mut rows) = (self.base.floats(), Chunk::default());
         memory::reserve(&mut rows.headers, "read rows from the device", slots.len())?;
         memory::reserve(&mut rows.vectors, "read rows from the device", slots.len() * floats)?;
@@ -140,6 +157,19 @@ impl Residency {
             rows.vectors.extend_from_slice(self.copies.vector(number, floats));
         }
         Ok(rows)
+    }
+
+    /// As [`Residency::copies_of`], where nothing later in this operation needs these copies. They are not copied once more, if they are all that
+    /// there are.
+    pub(super) fn last_copies_of(&mut self, slots: &[CacheSlot]) -> Result<Chunk> {
+        self.ask_for_copies(slots)?;
+        let in_order = self.copies.read.iter().map(|(slot, _)| slot).eq(slots);
+        let Some(tier) = self.device.as_ref().filter(|_| in_order) else { return self.copies_of(slots) };
+        let header = |(slot, scalar): (&CacheSlot, &f32)| RowHeader { scalar: *scalar, ..*tier.header(*slot) };
+        let headers = slots.iter().zip(&self.copies.scalars).map(header).collect();
+        let vectors = std::mem::take(&mut self.copies.vectors);
+        self.forget_copies();
+        Ok(Chunk { headers, vectors })
     }
 
     /// Make sure that there are copies of those of these device rows that a moment wants. Rows that cannot be read fail the moment, never the

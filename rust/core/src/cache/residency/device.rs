@@ -28,7 +28,7 @@ impl Residency {
         if victims.is_empty() {
             return Ok(());
         }
-        let demoted = self.copies_of(&victims).and_then(|rows| {
+        let demoted = self.last_copies_of(&victims).and_then(|rows| {
             if let Some(moment) = &mut self.moment {
                 moment.keep_read(&victims, &rows, self.base.floats());
             }
@@ -61,6 +61,8 @@ impl Residency {
         }
         let missing = wanted.saturating_sub(tier.slots.free_slots()).saturating_sub(freed) as usize;
         victims.extend(std::iter::from_fn(|| tier.victim()).take(missing));
+        // In this order they are read, and so are those that were chosen before.
+        victims.sort_unstable();
         victims
     }
 

@@ -107,6 +107,8 @@ pub(crate) struct Hold {
     pub(super) absent_before: u64,
     /// Rows that have a slot on the device and were not scattered into it yet.
     pub(super) arriving: Vec<Arriving>,
+    /// The positions of ids that have no slot on the device, once all others have pinned theirs for the plan to be placed.
+    pub(super) homeless: Option<Vec<u32>>,
 }
 
 /// A row that has a slot on the device and is not there yet.

@@ -112,15 +112,28 @@ impl Residency {
         missing
     }
 
-    /// The second stage, of a plan that is [settled](Residency::settle): give every row of it a slot on the device, and return what is to be
-    /// scattered into the device tensors. On an error no row of the plan has moved. Where rows are to be read from the device first, this
-    /// is called again.
+    /// The second stage begins, of a plan that is [settled](Residency::settle): make room for its rows, before any of them is read. Victims are to
+    /// be read from the device first, and then this is called again.
+    pub(crate) fn make_room_on_device(&mut self, hold: &mut Hold, mode: PlanMode) -> Result<()> {
+        let homeless = hold.homeless.take().unwrap_or_else(|| self.homeless_on_device(hold));
+        let made = self.make_device_room_for(hold, &homeless, mode);
+        // Nothing arrives on the device until this plan is placed.
+        hold.homeless = Some(homeless);
+        made
+    }
+
+    /// Pin what has a slot on the device. Returns the positions of the others.
+    fn homeless_on_device(&mut self, hold: &mut Hold) -> Vec<u32> {
+        let all = 0..hold.ids.len() as u32;
+        let absent: Vec<u32> = all.filter(|&position| hold.device[position as usize] == NO_SLOT).collect();
+        self.pin_on_device(hold, &absent)
+    }
+
+    /// The second stage: give every row of the plan a slot on the device, and return what is to be scattered into the device tensors. On an
+    /// error no row of the plan has moved. Where rows are to be read from the device first, this is called again.
     pub(crate) fn place_on_device(&mut self, hold: &mut Hold, mode: PlanMode) -> Result<Fetched> {
         let started = Instant::now();
-        let absent: Vec<u32> =
-            (0..hold.ids.len() as u32).filter(|&position| hold.device[position as usize] == NO_SLOT).collect();
-        let homeless = self.pin_on_device(hold, &absent);
-        self.make_device_room_for(hold, &homeless, mode)?;
+        let homeless = hold.homeless.take().unwrap_or_else(|| self.homeless_on_device(hold));
         let missing = [homeless, self.awaited(hold)].concat();
         let staged = self.stage(hold, &missing, mode)?;
         let staged = self.refuse_on_device(hold, staged, mode)?;
@@ -159,11 +172,11 @@ impl Residency {
         Ok(fetched)
     }
 
-    /// Make room on the device for about as many rows as are to come there of those at `homeless`, before any of them is read: victims are to be
-    /// read from the device without the table's lock, after which the plan is placed from the beginning.
+    /// Make room on the device for about as many rows as are to come there of those at `homeless`.
     fn make_device_room_for(&mut self, hold: &Hold, homeless: &[u32], mode: PlanMode) -> Result<()> {
-        if self.device_mut().slots.free_slots() as usize >= homeless.len() {
-            return Ok(());
+        let all_come = mode.reads_births(&self.base.config) || mode.train && !self.base.config.admission.refuses();
+        if all_come || self.device_mut().slots.free_slots() as usize >= homeless.len() {
+            return self.make_device_room_if_possible(homeless.len() as u32, mode);
         }
         let id = |&position: &u32| hold.ids[position as usize];
         let elsewhere = homeless.iter().filter(|position| self.host.slots.get(id(position)) == NO_SLOT);
@@ -174,9 +187,7 @@ impl Residency {
         }
         let unborn = elsewhere.iter().zip(&there).filter(|(_, there)| !**there).map(|(&position, _)| position);
         let unborn = unborn.collect::<Vec<u32>>();
-        let births = if mode.reads_births(&self.base.config) {
-            unborn.len()
-        } else if mode.train {
+        let births = if mode.train {
             self.admits(hold, unborn.iter().copied()).1.into_iter().filter(|admitted| *admitted).count()
         } else {
             0
