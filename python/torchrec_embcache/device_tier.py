@@ -191,6 +191,7 @@ class DeviceTier:
         side = side_streams(self.device)
         up = side.up if side is not None else None
         with on_stream(up, self.device), self._order.writing(up, fetched.slots):
+            self.keep_for_stream()
             vectors, scalars = (self._to_device(torch.from_numpy(part)) for part in (fetched.vectors, fetched.scalars))
             self._moves.scatter(self, torch.from_numpy(fetched.slots), vectors, scalars)
 

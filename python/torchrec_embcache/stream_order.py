@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from threading import get_ident
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 __all__ = ["Event", "SideStreams", "Stream", "StreamOrder", "current_stream", "on_stream", "side_streams"]
+
+
+# Numbers of writes are kept as int32.
+_MOST_WRITES = (1 << 31) - 2
 
 
 class Event(Protocol):
@@ -105,9 +110,9 @@ class StreamOrder:
 
     def __init__(self) -> None:
         self._number = 0
-        # Writes that are not known to be done, the oldest first; and on each stream the last read.
+        # Writes that are not known to be done, the oldest first; and the last read of each thread on each stream.
         self._writes: list[_Use] = []
-        self._readers: dict[Stream, _Use] = {}
+        self._readers: dict[tuple[Stream, int], _Use] = {}
         # The number of the last write of all slots, and of each slot the number of the last write of some that it was among.
         self._all = 0
         self._of_slots: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -122,7 +127,7 @@ class StreamOrder:
         self.streams[stream] = None
         for write in self._last_writes(slots):
             write.is_before(stream)
-        use = self._readers[stream] = _Use(stream, self._number)
+        use = self._readers[stream, get_ident()] = _Use(stream, self._number)
         try:
             yield
         finally:
@@ -154,6 +159,8 @@ class StreamOrder:
         return max(self._all, int(self._of_slots[known].max()) if len(known) else 0)
 
     def _note_write(self, stream: Stream, slots: NDArray[np.int64] | None) -> _Use:
+        if self._number >= _MOST_WRITES:
+            self._count_anew()
         self._number += 1
         while self._writes and self._writes[0].is_done():
             del self._writes[0]
@@ -167,7 +174,15 @@ class StreamOrder:
         if len(slots):
             most = int(slots.max()) + 1
             if most > len(self._of_slots):
-                self._of_slots = np.concatenate([self._of_slots, np.zeros(most - len(self._of_slots), np.int32)])
+                more = max(most - len(self._of_slots), len(self._of_slots))
+                self._of_slots = np.concatenate([self._of_slots, np.zeros(more, np.int32)])
             self._of_slots[slots] = self._number
         self._writes.append(use)
         return use
+
+    def _count_anew(self) -> None:
+        """Begin with small numbers again. All slots count as written by the last of the writes that are not done."""
+        for number, write in enumerate(self._writes, 1):
+            write.number = number
+        self._all = self._number = len(self._writes)
+        self._of_slots[:] = 0

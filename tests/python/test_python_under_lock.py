@@ -294,6 +294,33 @@ def test_a_finaliser_that_waits_for_a_thread_which_trains_the_same_rows_ends(tmp
     assert out.strip() == "trained"
 
 
+def test_a_child_that_is_forked_while_device_rows_are_read_collects_garbage(tmp_path: Path) -> None:
+    out = run(
+        """
+        codes = []
+
+        def forked(*_):
+            assert not gc.isenabled()
+            child = os.fork()
+            if child == 0:
+                os._exit(7 if gc.isenabled() else 8)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+        patched(DeviceTier, "gather", forked)
+        bag = make()
+        for step in range(3):
+            train(bag, step)
+        assert codes, "no row was read"
+        assert set(codes) == {7}
+        assert gc.isenabled()
+        bag.close()
+        print("collected")
+        """,
+        tmp_path,
+    )
+    assert out.strip() == "collected"
+
+
 def test_snapshots_and_parts_of_checkpoints_that_are_dropped_while_device_rows_are_read_hold_nobody_up(
     tmp_path: Path,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -121,6 +122,36 @@ def test_what_is_done_is_forgotten_and_an_error_leaves_the_order_as_it_was():
     with order.reading(queues[0], array((3,))):
         queues[0].put("rows", (3,), False)
     assert not clock.races()
+
+
+def test_two_threads_that_read_on_one_stream_are_both_waited_for():
+    clock = Clock()
+    compute, up = (Queue(clock) for _ in range(2))
+    order = StreamOrder()
+
+    def read():
+        with order.reading(compute):
+            compute.put("rows", None, False)
+
+    with order.reading(compute):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        compute.put("rows", None, False)  # after the other thread's
+    with order.writing(up, array((0,))):
+        up.put("rows", (0,), True)
+    assert not clock.races()
+
+
+def test_the_order_holds_when_the_numbers_of_writes_begin_anew(monkeypatch):
+    monkeypatch.setattr(stream_order, "_MOST_WRITES", 4)
+    dice, anew = random.Random(6), 0
+    for _ in range(2_000):
+        program = dice.choices(OPERATIONS, k=16)
+        order = StreamOrder()
+        assert not races(program, order), program
+        anew += order._number < sum(writes for _, writes, _ in program)
+    assert anew > 100
 
 
 def test_a_device_without_streams_needs_no_order():

@@ -12,6 +12,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use crate::error::{Error, Kind};
 use crate::memory;
 use crate::process::{PerProcess, is_main_thread};
+use crate::sync::{Mutex, lock};
 
 /// A thread, together with all threads that work on its behalf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +82,45 @@ pub(crate) struct ForeignCode(AtomicU64);
 /// Lives as long as the foreign code runs.
 pub(crate) struct Running<'a>(&'a ForeignCode);
 
+/// As [`ForeignCode`], beside a lock that several threads may hold to read.
+#[derive(Debug, Default)]
+pub(crate) struct ForeignReaders {
+    /// The threads that run foreign code, one as often as it does. The lock is held for no longer than it takes to change the list.
+    threads: Mutex<Vec<LogicalThread>>,
+    /// How many there are.
+    count: AtomicU64,
+}
+
+/// Lives as long as the foreign code of one thread runs.
+pub(crate) struct Reading<'a>(&'a ForeignReaders, LogicalThread);
+
+impl ForeignReaders {
+    /// The calling thread, which holds the lock, begins to run foreign code.
+    pub(crate) fn begin(&self) -> Reading<'_> {
+        let thread = LogicalThread::current();
+        let mut threads = lock(&self.threads);
+        threads.push(thread);
+        self.count.store(threads.len() as u64, Ordering::Relaxed);
+        Reading(self, thread)
+    }
+
+    /// Whether the calling thread is within such code. If so, asking for the lock would mean to wait for itself.
+    pub(crate) fn is_calling(&self) -> bool {
+        // A thread that runs such code has changed the count itself.
+        self.count.load(Ordering::Relaxed) > 0 && lock(&self.threads).contains(&LogicalThread::current())
+    }
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        let mut threads = lock(&self.0.threads);
+        if let Some(at) = threads.iter().position(|thread| *thread == self.1) {
+            threads.swap_remove(at);
+        }
+        self.0.count.store(threads.len() as u64, Ordering::Relaxed);
+    }
+}
+
 impl ForeignCode {
     /// The calling thread, which holds the lock, begins to run foreign code.
     pub(crate) fn begin(&self) -> Running<'_> {
@@ -117,6 +157,27 @@ mod tests {
                 assert_eq!(LogicalThread::current(), own);
             });
         });
+    }
+
+    #[test]
+    fn each_of_several_readers_is_known_as_long_as_it_runs_foreign_code() {
+        let foreign = ForeignReaders::default();
+        let mine = foreign.begin();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                assert!(!foreign.is_calling());
+                let theirs = foreign.begin();
+                assert!(foreign.is_calling());
+                drop(theirs);
+                assert!(!foreign.is_calling());
+            });
+        });
+        assert!(foreign.is_calling(), "another reader has come and gone");
+        let again = foreign.begin();
+        drop(mine);
+        assert!(foreign.is_calling());
+        drop(again);
+        assert!(!foreign.is_calling());
     }
 
     #[test]

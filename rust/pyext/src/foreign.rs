@@ -17,6 +17,7 @@ use embcache::logical_thread::off_main_thread;
 use embcache::signals::{self, are_kept_back, is_main_thread, keep_back};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+use pyo3::types::IntoPyDict;
 
 /// Whether the interpreter is about to end. From then on it gives the GIL to the main thread alone.
 static ENDING: AtomicBool = AtomicBool::new(false);
@@ -27,10 +28,28 @@ fn interpreter_ends() {
     ENDING.store(true, Ordering::Release);
 }
 
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    let ends = wrap_pyfunction!(interpreter_ends, module)?;
-    module.py().import("atexit")?.call_method1("register", (ends,)).map(drop)
+/// A child was forked. Whoever kept the collector waiting is in the parent.
+#[pyfunction]
+fn collector_runs_in_child(py: Python<'_>) {
+    let mut waits = COLLECTOR_WAITS.lock().unwrap_or_else(PoisonError::into_inner);
+    if waits.0 > 0 && waits.1 {
+        collector(py, "enable");
+    }
+    *waits = (0, false);
 }
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    // This waits for the GIL, and so it comes before anybody has the lock of `COLLECTOR_WAITS`.
+    COLLECTOR.get_or_try_init(py, || py.import("gc").map(Bound::unbind))?;
+    let after_fork = [("after_in_child", wrap_pyfunction!(collector_runs_in_child, module)?)].into_py_dict(py)?;
+    py.import("os")?.call_method("register_at_fork", (), Some(&after_fork))?;
+    let ends = wrap_pyfunction!(interpreter_ends, module)?;
+    py.import("atexit")?.call_method1("register", (ends,)).map(drop)
+}
+
+/// The module `gc`.
+static COLLECTOR: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
 /// How many threads run code that the garbage collector waits for, and whether it was on before the first of them.
 static COLLECTOR_WAITS: Mutex<(usize, bool)> = Mutex::new((0, false));
@@ -63,12 +82,10 @@ impl Drop for CollectorWaits<'_> {
     }
 }
 
-/// Call a function of the module `gc`; `None` where the interpreter is about to end and has no such module any more. None of the functions that
-/// are called here gives up the GIL.
+/// Call a function of the module `gc`. None of the functions that are called here gives up the GIL, so nobody who has it waits for the lock of
+/// `COLLECTOR_WAITS`.
 fn collector<'py>(py: Python<'py>, function: &str) -> Option<Bound<'py, PyAny>> {
-    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
-    let module = MODULE.get_or_try_init(py, || py.import("gc").map(Bound::unbind)).ok()?;
-    module.bind(py).call_method0(function).ok()
+    COLLECTOR.get(py)?.bind(py).call_method0(function).ok()
 }
 
 /// Run Python while the caller keeps kernels from changing rows on the device, or changes them himself. The garbage collector waits meanwhile.

@@ -1,7 +1,7 @@
 //! The Python binding of `embcache`. `_native.pyi` says what Python sees of it.
 //!
 //! A method makes one call of the core. Every call that can block, take a table's lock or run a kernel releases the GIL first, because
-//! a thread of the core that holds a table's lock may be waiting for the GIL, to read rows from the device.
+//! a thread that keeps kernels from a table's rows may be waiting for the GIL, to read rows from the device, and other threads of Python go on.
 
 mod blocks;
 mod buckets;

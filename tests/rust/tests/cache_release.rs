@@ -450,6 +450,8 @@ fn what_uses_rows_of_the_table_while_some_are_read_from_the_device_gets_a_typed_
         rig.amid_device_read(0, move || {
             let is_refused =
                 |error: Error| error.kind() == Kind::State && error.to_string().contains("wait for itself");
+            let read = std::thread::scope(|scope| scope.spawn(|| table.read_rows(&[1]).is_ok()).join());
+            assert!(read.expect("no panic"), "another thread reads rows meanwhile");
             let works = [table.len().is_ok_and(|rows| rows == 4), table.stats().is_ok_and(|stats| stats.rows == 4)];
             let all = [
                 table.read_rows(&[1]).is_err_and(is_refused),

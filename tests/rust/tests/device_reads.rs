@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use embcache::Kind;
 use embcache::cache::{Plan, PlanMode, PreImages, TableStats};
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, TableConfig};
-use embcache::io::MemoryEngine;
+use embcache::io::{Fault, MemoryEngine, Operation};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::dice::Dice;
@@ -282,5 +282,26 @@ fn a_sweep_by_weights_of_a_device_tier_takes_the_rows_that_it_takes_in_ram() {
             while queue.take().is_some() {}
             assert!(queue.wait().is_none(), "nobody waits for more");
         }
+    });
+}
+
+/// A row cannot leave the device where the SSD tier takes none. The batch reads in slots past the budget then, and does not look for other
+/// rows that could leave.
+#[test]
+fn an_evaluation_beside_a_failed_write_reads_few_rows_from_the_device() {
+    watched(String::new, || {
+        let (rig, faults) = Rig::with_faults(three_tiers(DIM, Some(12), 60, 1 << 20));
+        for step in 0..30 {
+            let ids: Vec<Id> = (0..9).map(|at| step * 5 + at).collect();
+            rig.train(&ids, BAG, step as u32).expect("a step");
+        }
+        faults.hit_every(Operation::Write, Fault::Fail(libc::EIO));
+        let error_of = |step: Id| rig.train(&(0..9).map(|at| 900 + step * 9 + at).collect::<Vec<Id>>(), BAG, 0).err();
+        let error = (0..3000).find_map(error_of).expect("no row can be written");
+        assert_eq!(error.kind(), Kind::ReadOnly, "{error}");
+        let before = rig.table.stats().expect("counters").device.expect("a device tier").read_bytes;
+        rig.evaluate(&[0, 1, 2, 3], BAG, true).expect("an evaluation");
+        let read = rig.table.stats().expect("counters").device.expect("a device tier").read_bytes - before;
+        assert!(read <= 16 * (2 * DIM as u64 * 4), "{read} bytes");
     });
 }

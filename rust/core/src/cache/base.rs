@@ -8,7 +8,7 @@ use crate::device::DeviceRows;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::deal;
 use crate::kernels::threads::Disjoint;
-use crate::logical_thread::ForeignCode;
+use crate::logical_thread::ForeignReaders;
 use crate::rows::{Decay, RowAddress, RowBirth, RowHeader, RowLayout, RowMut, RowRef};
 use crate::sizing::Sizing;
 use crate::ssd::SsdTier;
@@ -26,8 +26,8 @@ pub(crate) struct TableBase {
     pub(crate) sizing: Sizing,
     birth: RowBirth,
     device_rows: Option<Arc<dyn DeviceRows>>,
-    /// Whether a holder of `rows_in_use` is running the code of `device_rows`.
-    reading_device: ForeignCode,
+    /// The holders of `rows_in_use` that are running the code of `device_rows`.
+    reading_device: ForeignReaders,
     version: AtomicU64,
     /// How long each plan's forward waited until all of its rows had their slots.
     pub(crate) row_wait: Histogram,
@@ -49,7 +49,7 @@ impl TableBase {
             birth,
             ssd,
             device_rows,
-            reading_device: ForeignCode::default(),
+            reading_device: ForeignReaders::default(),
             version: AtomicU64::new(0),
             row_wait: Histogram::default(),
             lock_held: Histogram::default(),

@@ -30,12 +30,15 @@ impl TableInner {
             let done = work(&mut held);
             copies = held.take_copies();
             if done.is_ok() || !copies.are_owed() {
-                held.let_stay_on_device();
-                chosen.0 = None;
+                if chosen.0.take().is_some() {
+                    held.let_stay_on_device();
+                }
                 return done.map(|done| (held, done));
             }
             drop(held);
-            chosen.0 = Some(self);
+            if copies.have_victims() {
+                chosen.0 = Some(self);
+            }
             copies.read(self);
         }
     }
@@ -55,14 +58,12 @@ impl TableInner {
         lock: impl Fn() -> Result<Held<'a>>,
         mut work: impl FnMut(&mut Held<'a>) -> Result<T>,
     ) -> Result<(Held<'a>, T)> {
-        if self.has_device() {
-            let sweeps = lock()?.has_sweep();
-            if sweeps {
-                let rows = self.without_kernel_writes()?;
-                return self.with_device_rows(&rows, lock, work);
-            }
-        }
         let mut held = lock()?;
+        if self.has_device() && held.has_sweep() {
+            drop(held);
+            let rows = self.without_kernel_writes()?;
+            return self.with_device_rows(&rows, lock, work);
+        }
         let done = work(&mut held)?;
         Ok((held, done))
     }

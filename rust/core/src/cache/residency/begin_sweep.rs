@@ -121,7 +121,11 @@ impl Residency {
             self.sweep_after(next, None).and_then(|sweep| sweep.map_or(Ok(()), |sweep| self.end_before(&sweep)));
         match ended {
             Err(error) if self.owes_copies() => Err(error),
-            _ => Ok(()),
+            Err(_) => {
+                self.try_copies_again();
+                Ok(())
+            }
+            Ok(()) => Ok(()),
         }
     }
 

@@ -30,6 +30,8 @@ pub(crate) struct DeviceCopies {
     scalars: Vec<f32>,
     /// Rows that are to be read before the operation is run again.
     owed: Vec<(CacheSlot, Id)>,
+    /// Whether some of these are of victims of the device tier, which are to leave once they are read.
+    has_victims: bool,
     /// Bytes that were read since they were counted.
     uncounted_bytes: u64,
     /// Why rows could not be read. The operation is told when it asks again.
@@ -45,6 +47,11 @@ impl DeviceCopies {
     /// Whether rows are to be read before the operation is run again.
     pub(crate) fn are_owed(&self) -> bool {
         !self.owed.is_empty()
+    }
+
+    /// Whether the operation has chosen rows that are to leave the device.
+    pub(crate) fn have_victims(&self) -> bool {
+        self.has_victims
     }
 
     /// Read the rows that are owed. Where that fails, the operation gets the error when it is run again.
@@ -100,6 +107,16 @@ impl Residency {
     /// Whether the error that an operation has met says only that it is to be run again, once rows were read from the device.
     pub(super) fn owes_copies(&self) -> bool {
         self.copies.are_owed()
+    }
+
+    /// These rows are to leave the device once they are read.
+    pub(super) fn note_victims(&mut self) {
+        self.copies.has_victims = true;
+    }
+
+    /// Whether rows were read for this operation.
+    pub(super) fn has_copies(&self) -> bool {
+        !self.copies.read.is_empty()
     }
 
     /// Rows could not be read for something that may be left out. Let them be read once more for what may not.

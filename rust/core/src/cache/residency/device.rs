@@ -69,6 +69,9 @@ impl Residency {
     /// Keep victims of the device tier after all. Where their rows are to be read first, they are handed out again after that.
     pub(super) fn spare_on_device(&mut self, victims: &[CacheSlot]) {
         let owes = self.owes_copies();
+        if owes {
+            self.note_victims();
+        }
         let tier = self.device_mut();
         if owes {
             tier.will_leave(victims);
@@ -142,20 +145,24 @@ impl Residency {
         self.base.append(ssd, &refs, &known)
     }
 
-    /// Hand every dirty device row to the SSD tier and mark it clean. What was written stays so on an error.
-    pub(super) fn write_down_device(&mut self) -> Result<()> {
-        if self.device.is_none() || self.base.ssd.is_none() {
-            return Ok(());
-        }
-        let slots = &self.device_mut().slots;
-        let is_dirty = |slot: &CacheSlot| {
-            let row = slots.state(*slot);
-            row.is_current() && row.has(RowState::DIRTY)
-        };
-        let dirty: Vec<CacheSlot> = slots.occupied_from(0).filter(is_dirty).collect();
-        for slots in dirty.chunks(ROWS_PER_GATHER) {
-            let rows = self.copies_of(slots)?;
+    /// Hand every dirty row of the device slots from `next` on to the SSD tier and mark it clean, and move `next` behind them. What was written
+    /// stays so on an error.
+    pub(super) fn write_down_device(&mut self, next: &mut CacheSlot) -> Result<()> {
+        loop {
+            if self.device.is_none() || self.base.ssd.is_none() {
+                return Ok(());
+            }
+            let slots = &self.device_mut().slots;
+            let is_dirty = |slot: &CacheSlot| {
+                let row = slots.state(*slot);
+                row.is_current() && row.has(RowState::DIRTY)
+            };
+            let dirty: Vec<CacheSlot> = slots.occupied_from(*next).filter(is_dirty).take(ROWS_PER_GATHER).collect();
+            let Some(last) = dirty.last() else { return Ok(()) };
+            let after = last + 1;
+            let rows = self.last_copies_of(&dirty)?;
             self.forget_copies();
+            let slots = &dirty[..];
             let (Some(ssd), Some(tier)) = (&self.base.ssd, &mut self.device) else { return Ok(()) };
             let refs: Vec<RowRef<'_>> =
                 (0..slots.len()).map(|position| rows.row(position, self.base.floats())).collect();
@@ -164,8 +171,8 @@ impl Residency {
             for &slot in slots {
                 mark_written_down(&mut tier.slots, slot);
             }
+            *next = after;
         }
-        Ok(())
     }
 
     /// Copy what a moment wants of device rows that are about to change or to leave their slots. [`Residency::ask_for_moment`] was called with
@@ -175,7 +182,10 @@ impl Residency {
         for wanted in moment.take_wanted_on_device(slots).chunks(ROWS_PER_GATHER) {
             match self.copies_of(wanted) {
                 Ok(rows) => moment.keep_all(&rows, self.base.floats()),
-                Err(error) => moment.fail(error),
+                Err(error) => {
+                    moment.fail(error);
+                    self.try_copies_again();
+                }
             }
         }
         self.moment = Some(moment);

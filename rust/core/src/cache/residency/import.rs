@@ -54,7 +54,7 @@ impl Residency {
         done: &mut usize,
     ) -> Result<()> {
         // A sweep under way takes rows that are there by now, and none of these.
-        self.finish_sweep()?;
+        self.finish_sweep().map_err(|error| self.in_part(error, *done, ids.len(), "imported"))?;
         self.rows_came_in();
         match self.base.config.on_full {
             OnFull::Error => self.import_all(block, ids, no_writes),
@@ -105,7 +105,7 @@ impl Residency {
     }
 
     /// The error of a call that has done `done` of `all` rows.
-    fn in_part(&self, error: Error, done: usize, all: usize, what: &str) -> Error {
+    pub(crate) fn in_part(&self, error: Error, done: usize, all: usize, what: &str) -> Error {
         if done == 0 {
             return error;
         }

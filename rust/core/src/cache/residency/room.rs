@@ -85,10 +85,11 @@ impl Residency {
         Ok(())
     }
 
-    /// Hand every dirty row of the host and the device tier to the SSD tier.
-    pub(crate) fn write_down_all(&mut self, no_writes: NoKernelWrites<'_>) -> Result<()> {
+    /// Hand every dirty row of the host and the device tier to the SSD tier. `next` is the first device slot that this has not come to, where it
+    /// was called before and had rows read from the device; no kernel has written rows since.
+    pub(crate) fn write_down_all(&mut self, no_writes: NoKernelWrites<'_>, next: &mut CacheSlot) -> Result<()> {
         // Rows of the device come first, because the lock is given back while they are read.
-        self.write_down_device()?;
+        self.write_down_device(next)?;
         let slots = &self.host.slots;
         let current: Vec<CacheSlot> = slots.occupied_from(0).filter(|&slot| slots.state(slot).is_current()).collect();
         self.write_down(current.into_iter().map(|slot| no_writes.slot(slot)))

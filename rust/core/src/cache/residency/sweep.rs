@@ -184,12 +184,12 @@ impl Residency {
             dead += self.sweep_device(part.clone(), &under_way.judge, &mut under_way.later)?;
             under_way.device = under_way.device.after(&part);
             seen += part.len();
-            if under_way.judge.sweep.needs_weights() {
-                // Each part is read from the device. One is enough before a batch; and later ones need no copies of this one.
-                if !slice.is_to_the_end() {
-                    break;
-                }
+            if slice.is_to_the_end() {
+                // Later parts need no copies of this one.
                 self.forget_copies();
+            } else if self.has_copies() {
+                // One part that is read from the device is enough before a batch.
+                break;
             }
         }
         if under_way.is_in_ram() {

@@ -282,10 +282,11 @@ impl Table {
         let Some(ssd) = &table.ssd else { return Ok(None) };
         memory::check()?;
         let rows = table.reading_rows()?;
+        let mut next = 0;
         let written_down = |held: &mut Held<'_>| {
             held.finish_loads();
             held.finish_sweep()?;
-            held.write_down_all(rows.no_kernel_writes())
+            held.write_down_all(rows.no_kernel_writes(), &mut next)
         };
         let (held, ()) = table.with_device_rows(&rows, || table.lock(), written_down)?;
         work(ssd, &held).map(Some).map_err(|error| table.in_table(error))

@@ -101,9 +101,9 @@ impl Table {
         let rows = table.reading_rows()?;
         let mut done = 0;
         let import = |held: &mut Held<'_>| {
-            table.check_writable()?;
             held.finish_loads();
-            held.refuse_rows_in_use(ids[done..].iter().copied())?;
+            let checked = table.check_writable().and_then(|()| held.refuse_rows_in_use(ids[done..].iter().copied()));
+            checked.map_err(|error| held.in_part(error, done, ids.len(), "imported"))?;
             held.import(block, &ids, rows.no_kernel_writes(), &mut done)
         };
         table.with_device_rows(&rows, || table.lock_any(), import).map(drop)
