@@ -254,11 +254,11 @@ class TritonBackend(KernelBackend):
             given = [(each, *of_update) for each_of, of_update in zip(ready, numbers, strict=True) for each in each_of]
             for each, tiers, values in given:
                 each.compile(tiers, values)
-            plan.begin_update()
-            with ExitStack() as stack:
+            with ExitStack() as changing:
                 for update in updates:
                     for table, slots in update.slots.items():
-                        stack.enter_context(self._tier(table).changes(slots))
+                        changing.enter_context(self._tier(table).changes(slots))
+                plan.begin_update()
                 for each, tiers, values in given:
                     each.run(tiers, values)
             plan.commit()

@@ -306,7 +306,8 @@ impl TablePlan {
     /// of a device tier are in RAM.
     pub(super) fn keep_rows(&self, rows: &RowsHeld<'_>, tensors: Option<&DeviceTensors<'_>>) {
         let (table, has_moment) = (&*self.table, self.table.has_moment(rows));
-        if !has_moment && !table.has_device() {
+        let may_sweep = table.has_device() && table.config.eviction.is_some();
+        if !has_moment && !may_sweep {
             return;
         }
         let keep = |held: &mut Held<'_>| {

@@ -73,7 +73,12 @@ impl DeviceCopies {
         memory::reserve(&mut self.vectors, WHAT, slots.len() * floats)?;
         self.scalars.resize(end, 0.0);
         self.vectors.resize(end * floats, 0.0);
-        base.gather(&slots, &mut self.vectors[begin * floats..], &mut self.scalars[begin..])?;
+        if let Err(error) = base.gather(&slots, &mut self.vectors[begin * floats..], &mut self.scalars[begin..]) {
+            // The rows that are read later take these places.
+            self.scalars.truncate(begin);
+            self.vectors.truncate(begin * floats);
+            return Err(error);
+        }
         self.uncounted_bytes += (slots.len() * floats * 4) as u64;
         self.read.extend_from_slice(part);
         Ok(())
@@ -157,7 +162,10 @@ impl Residency {
         }
         self.copies.owed.extend(missing);
         let table = &self.base.config.name;
-        Err(Error::new(Kind::State, format!("table {table:?}: rows of its device tier are to be read first")))
+        let message = format!(
+            "table {table:?}: rows of its device tier were to be read first: a bug of torchrec-embcache to report"
+        );
+        Err(Error::new(Kind::State, message))
     }
 
     /// Copies of the rows in these device slots. Errors as [`Residency::ask_for_copies`], and `Memory`.
