@@ -9,6 +9,7 @@ mod checkpoint_delta;
 mod checkpoint_linked;
 mod checkpoint_null_disk;
 mod dedupe;
+mod device;
 mod host_hit;
 mod index;
 mod io;
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
         ("checkpoint_linked", checkpoint_linked::group()),
         ("checkpoint_null_disk", checkpoint_null_disk::group()),
         ("dedupe", dedupe::group()),
+        ("device", device::group()),
         ("host_hit", host_hit::group()),
         ("index", index::group()),
         ("io", io::group()),
