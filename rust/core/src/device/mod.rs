@@ -67,10 +67,10 @@ impl DeviceTier {
         if slot != NO_SLOT && self.slots.state(slot).has(RowState::LOADING) { NO_SLOT } else { slot }
     }
 
-    /// The row to evict next; see [`SlotMap::victim`].
-    pub(crate) fn victim(&mut self) -> Option<CacheSlot> {
+    /// The rows to evict next, `wanted` of them or as many as there are; see [`SlotMap::victims`].
+    pub(crate) fn victims(&mut self, wanted: usize) -> Vec<CacheSlot> {
         let headers = &self.headers;
-        self.slots.victim(|slot| headers[slot as usize].id)
+        self.slots.victims(wanted, |slot| headers[slot as usize].id, |slot| prefetch(headers, slot as usize))
     }
 
     /// Victims stay where they are until they were read. They are handed out by [`DeviceTier::take_leaving`] then.
@@ -79,7 +79,7 @@ impl DeviceTier {
         self.leaving.sort_unstable();
     }
 
-    /// The victims that were to leave and that nobody has wanted meanwhile, rising. Follow as after [`DeviceTier::victim`].
+    /// The victims that were to leave and that nobody has wanted meanwhile, rising. Follow as after [`DeviceTier::victims`].
     pub(crate) fn take_leaving(&mut self) -> Vec<CacheSlot> {
         std::mem::take(&mut self.leaving)
     }

@@ -1,8 +1,9 @@
-//! Many rows that come into the host tier at once.
+//! Many rows that come into the host tier, or leave it, at once.
 
-use super::HostTier;
+use super::{HostTier, ROWS_AHEAD};
 use crate::error::Result;
 use crate::host::Idle;
+use crate::rows::RowRef;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id};
 
@@ -32,5 +33,38 @@ impl HostTier {
             self.slots.set_state(slot, RowState::LOADING.with(RowState::ON_SSD).with(RowState::OCCUPIED));
         }
         (slots, refused)
+    }
+
+    /// Copy rows into slots of the tier, where ids find them from now on: slots of the budget, and where these end slots of the overflow. The
+    /// tier has none of the ids, and memory for all of the rows was [reserved](HostTier::reserve).
+    pub(crate) fn insert_rows(&mut self, rows: &[(RowRef<'_>, RowState)]) {
+        let mut slots = Vec::with_capacity(rows.len());
+        self.slots.take_many(rows.len(), &mut slots);
+        slots.extend((slots.len()..rows.len()).map(|_| self.slots.take_overflow()));
+        for (at, (&slot, (row, _))) in slots.iter().zip(rows).enumerate() {
+            if let Some(&later) = slots.get(at + ROWS_AHEAD) {
+                self.prefetch_row(later);
+            }
+            self.overwrite(&Idle::new(slot), *row);
+        }
+        let ids: Vec<Id> = rows.iter().map(|(row, _)| row.header.id).collect();
+        let put = self.slots.insert_all_new(&slots, &ids, RowState::default());
+        assert_eq!(put, slots.len(), "the ids are new to the tier");
+        for (&slot, (_, state)) in slots.iter().zip(rows) {
+            self.slots.set_state(slot, state.with(RowState::OCCUPIED));
+        }
+    }
+
+    /// Take rows out of their slots, none of them to make room, and give the slots back. `slots` and `ids` are `[n]`.
+    pub(crate) fn remove_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+        self.slots.remove_batch(slots, ids);
+        self.shrink_overflow();
+    }
+
+    /// Take victims out of their slots.
+    pub(crate) fn evict_all(&mut self, victims: &[Idle]) {
+        let slots: Vec<CacheSlot> = victims.iter().map(Idle::slot).collect();
+        let ids: Vec<Id> = slots.iter().map(|&slot| self.id(slot)).collect();
+        self.slots.evict_batch(&slots, &ids);
     }
 }

@@ -25,6 +25,9 @@ pub const INDEX_BYTES_PER_ROW: u64 = 12;
 /// [`HostTier::trained_until`] fetches the header of the slot that comes this many slots later into the processor's cache.
 const HEADERS_AHEAD: usize = 64;
 
+/// Whoever copies rows fetches the one that comes so many rows later into the processor's cache.
+pub(crate) const ROWS_AHEAD: usize = 8;
+
 /// The rows of one table in RAM. It is used under the lock of its table. Kernels read and write the rows that their plan has pinned without
 /// that lock; see [`Quiet`] and [`Idle`] for how others reach a row beside them.
 #[derive(Debug)]
@@ -143,16 +146,11 @@ impl HostTier {
         self.kernels_elsewhere.then(|| Idle::new(slot))
     }
 
-    /// The next row to evict by policy. Follow with [`HostTier::evict`] or [`HostTier::spare`].
-    pub(crate) fn victim(&mut self) -> Option<Idle> {
+    /// The next rows to evict by policy, `wanted` of them or as many as there are. Follow with [`HostTier::evict_all`] or [`HostTier::spare`].
+    pub(crate) fn victims(&mut self, wanted: usize) -> Vec<Idle> {
         let arena = &self.arena;
-        self.slots.victim(|slot| id_in(arena, slot)).map(Idle::new)
-    }
-
-    /// Take a victim out of its slot.
-    pub(crate) fn evict(&mut self, victim: &Idle) {
-        let id = self.id(victim.slot());
-        self.slots.evict(victim.slot(), id);
+        let prefetch = |slot| prefetch_address(arena.row(slot).header);
+        self.slots.victims(wanted, |slot| id_in(arena, slot), prefetch).into_iter().map(Idle::new).collect()
     }
 
     /// Keep a victim after all.
@@ -314,13 +312,6 @@ impl HostTier {
         self.shrink_overflow();
     }
 
-    /// Take rows out of their slots, none of them to make room, and give the slots back.
-    pub(crate) fn remove_batch(&mut self, slots: &[CacheSlot]) {
-        let ids: Vec<Id> = slots.iter().map(|&slot| self.id(slot)).collect();
-        self.slots.remove_batch(slots, &ids);
-        self.shrink_overflow();
-    }
-
     /// Give the memory of the overflow back to the system once no row is in it.
     pub(crate) fn shrink_overflow(&self) {
         if self.slots.overflow_used() == 0 {
@@ -406,7 +397,7 @@ mod tests {
     #[test]
     fn a_row_is_the_same_wherever_it_was_moved_and_a_victim_that_is_spared_stays() {
         let (mut tier, slot) = tier(false);
-        let victim = tier.victim().expect("the only row");
+        let victim = tier.victims(1).pop().expect("the only row");
         assert_eq!(victim.slot(), slot);
         tier.spare(&victim);
         let to = tier.take(false).expect("no memory is needed").expect("an empty slot");

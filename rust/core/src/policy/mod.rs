@@ -44,6 +44,19 @@ pub trait Policy: Send + std::fmt::Debug {
     /// proposed later than its turn. On average over many calls, `evictable` is asked a few times a call, whatever share of the
     /// slots is in use. A call that returns `None` has asked for all slots.
     fn victim(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot>;
+    /// The slots to evict next, `wanted` of them or as many as there are: as `victim`, each followed by `removed`. Follow with `remember`.
+    fn victims(&mut self, wanted: usize, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Vec<Victim> {
+        let mut victims = Vec::with_capacity(wanted);
+        while victims.len() < wanted
+            && let Some(slot) = self.victim(evictable)
+        {
+            self.all_removed(&[slot]);
+            victims.push(Victim { slot, departures: 0 });
+        }
+        victims
+    }
+    /// Remember the ids of rows that left. `victims`, as `victims` gave them, and `ids` are `[n]`.
+    fn remember(&mut self, _victims: &[Victim], _ids: &[Id]) {}
     /// Reserve memory, so that rows in slots below `slots` need no more.
     fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError>;
     /// The row in `slot` left.
@@ -54,6 +67,15 @@ pub trait Policy: Send + std::fmt::Debug {
     fn bytes_per_slot(&self) -> usize;
     /// A copy, which knows the same of every slot.
     fn boxed_clone(&self) -> Box<dyn Policy>;
+}
+
+/// A slot whose row a policy has chosen to leave, and forgotten.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Victim {
+    /// The slot.
+    pub slot: CacheSlot,
+    /// The policy remembers the row's id for so many departures.
+    departures: u32,
 }
 
 /// The number of parked slots that each `victim` looks at again. A slot that is in use when its turn comes is *parked*: it is put

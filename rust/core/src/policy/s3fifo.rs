@@ -10,7 +10,7 @@ use std::collections::TryReserveError;
 
 use super::ghost::Ghost;
 use super::list::{Links, List, PerSlot};
-use super::{AHEAD, Policy, RECHECKED};
+use super::{AHEAD, Policy, RECHECKED, Victim};
 use crate::types::{CacheSlot, Id};
 
 /// The queues of the module's description. Slots that were in use when their turn came are parked, and return to the end of their
@@ -101,6 +101,13 @@ impl S3Fifo {
             self.marks.set(slot, 0);
         }
         mark
+    }
+
+    /// Take a slot out whose row leaves to make room. Returns for how many departures the ghost is to remember the row's id.
+    fn take_out_evicted(&mut self, slot: CacheSlot) -> u32 {
+        let resident = self.small.len() + self.main.len() + self.parked.len();
+        let is_small = self.take_out(slot).queue == Queue::Small;
+        if is_small { resident - resident / SMALL_SHARE } else { 0 }
     }
 
     /// Look at the `count` oldest parked slots. Those that are evictable return to the end of their queue.
@@ -198,16 +205,41 @@ impl Policy for S3Fifo {
         })
     }
 
+    fn victims(&mut self, wanted: usize, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Vec<Victim> {
+        let mut victims = Vec::with_capacity(wanted);
+        while victims.len() < wanted
+            && let Some(slot) = self.victim(evictable)
+        {
+            let departures = self.take_out_evicted(slot);
+            victims.push(Victim { slot, departures });
+        }
+        victims
+    }
+
+    fn remember(&mut self, victims: &[Victim], ids: &[Id]) {
+        for (at, (victim, &id)) in victims.iter().zip(ids).enumerate() {
+            if let Some(&later) = ids.get(at + AHEAD) {
+                self.ghost.prefetch(later);
+            }
+            if victim.departures > 0 {
+                self.ghost.remember(id, victim.departures);
+            }
+        }
+    }
+
     fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
         self.links.reserve(slots)?;
         self.marks.reserve(slots)
     }
 
     fn removed(&mut self, slot: CacheSlot, id: Id, evicted: bool) {
-        let resident = self.small.len() + self.main.len() + self.parked.len();
-        let mark = self.take_out(slot);
-        if evicted && mark.queue == Queue::Small {
-            self.ghost.remember(id, resident - resident / SMALL_SHARE);
+        if !evicted {
+            self.take_out(slot);
+            return;
+        }
+        let departures = self.take_out_evicted(slot);
+        if departures > 0 {
+            self.ghost.remember(id, departures);
         }
     }
 

@@ -1,4 +1,4 @@
-//! Many rows that come into a tier at once.
+//! Many rows that come into a tier, or leave it, at once.
 
 use super::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};
@@ -36,5 +36,23 @@ impl SlotMap {
         }
         self.policy.all_inserted(slots, ids);
         put
+    }
+
+    /// Take rows out of their slots, none of them to make room, and give the slots back. `slots` and `ids` are `[n]`.
+    pub fn remove_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+        self.index.remove_batch(ids);
+        self.policy.all_removed(slots);
+        for &slot in slots {
+            self.give_back(slot);
+        }
+    }
+
+    /// Take victims out of their slots and give the slots back. `slots` and `ids` are `[n]`.
+    pub fn evict_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+        self.index.remove_batch(ids);
+        for &slot in slots {
+            self.pins.unclaim(slot);
+            self.give_back(slot);
+        }
     }
 }

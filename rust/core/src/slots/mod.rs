@@ -309,15 +309,6 @@ impl SlotMap {
         self.give_back(slot);
     }
 
-    /// Take rows out of their slots, none of them to make room, and give the slots back. `slots` and `ids` are `[n]`.
-    pub fn remove_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
-        self.index.remove_batch(ids);
-        self.policy.all_removed(slots);
-        for &slot in slots {
-            self.give_back(slot);
-        }
-    }
-
     /// Move a row with its state to a taken slot, and give its old slot back. Neither slot may be pinned.
     pub fn relocate(&mut self, from: CacheSlot, to: CacheSlot, id: Id) {
         let state = self.state(from);
@@ -328,21 +319,34 @@ impl SlotMap {
         self.set_state(to, state);
     }
 
-    /// The row to evict next, which the policy has forgotten already. Follow with `evict`, or with `spare` to keep the row.
+    /// The rows to evict next, `wanted` of them or as many as there are, which the policy has forgotten already. Follow with `evict_batch`, or
+    /// with `spare` to keep a row. `prefetch` starts to load what `id_of` will look at.
     ///
     /// # Panics
     /// When the policy proposes a slot that it was told is in use.
-    pub fn victim(&mut self, id_of: impl Fn(CacheSlot) -> Id) -> Option<CacheSlot> {
+    pub fn victims(
+        &mut self,
+        wanted: usize,
+        id_of: impl Fn(CacheSlot) -> Id,
+        prefetch: impl Fn(CacheSlot),
+    ) -> Vec<CacheSlot> {
         self.count_groups();
         let (pins, states) = (&self.pins, &self.states);
-        let slot = self.policy.victim(&mut |slot| {
+        let victims = self.policy.victims(wanted, &mut |slot| {
             !states[slot as usize].has(RowState::LOADING.with(RowState::SHADOW)) && !pins.is_pinned(slot)
-        })?;
-        self.unlist(slot, id_of(slot));
-        Some(slot)
+        });
+        let mut slots = Vec::with_capacity(victims.len());
+        for victim in &victims {
+            prefetch(victim.slot);
+            assert!(pins.try_claim(victim.slot), "slot {} is in use and cannot be evicted", victim.slot);
+            slots.push(victim.slot);
+        }
+        let ids: Vec<Id> = slots.iter().map(|&slot| id_of(slot)).collect();
+        self.policy.remember(&victims, &ids);
+        slots
     }
 
-    /// Make a row of the caller's choice a victim. Follow as after `victim`.
+    /// Make a row of the caller's choice a victim. Follow as after `victims`.
     ///
     /// # Panics
     /// When the slot is pinned.
@@ -350,13 +354,6 @@ impl SlotMap {
         self.count_groups();
         assert!(self.pins.try_claim(slot), "slot {slot} is in use and cannot be evicted");
         self.policy.removed(slot, id, true);
-    }
-
-    /// Take a victim out of its slot and give the slot back.
-    pub fn evict(&mut self, slot: CacheSlot, id: Id) {
-        self.index.remove(id);
-        self.pins.unclaim(slot);
-        self.give_back(slot);
     }
 
     /// Keep a victim after all.

@@ -13,6 +13,11 @@ fn filled(capacity: u32, rows: u32) -> SlotMap {
     slots
 }
 
+/// The row to evict next.
+fn next_victim(slots: &mut SlotMap, id_of: impl Fn(CacheSlot) -> i64) -> Option<CacheSlot> {
+    slots.victims(1, id_of, |_| {}).pop()
+}
+
 #[test]
 fn newest_rows_are_listed_in_turn_however_many_at_a_time() {
     for rows in [0, 1, 5, 3000] {
@@ -80,13 +85,60 @@ fn rows_that_come_in_together_come_in_as_one_by_one() {
             let found: Vec<CacheSlot> = (0..1040).map(|id| slots.get(id)).collect();
             let id_of = |slot| found.iter().position(|&held| held == slot).expect("an id's") as i64;
             let mut victims = Vec::new();
-            while let Some(slot) = slots.victim(id_of) {
-                slots.evict(slot, id_of(slot));
+            while let Some(slot) = next_victim(slots, id_of) {
+                slots.evict_batch(&[slot], &[id_of(slot)]);
                 victims.push(slot);
             }
             (found.clone(), victims, slots.used())
         };
         assert_eq!(of(&mut together), of(&mut one_by_one), "{policy:?}");
+    }
+}
+
+#[test]
+fn victims_that_are_chosen_together_are_those_that_come_one_by_one() {
+    for policy in PolicyKind::ALL {
+        let [mut one_by_one, mut together] = [(); 2].map(|()| {
+            let mut slots = SlotMap::new(200, policy);
+            let mut taken = Vec::new();
+            slots.take_many(200, &mut taken);
+            assert_eq!(slots.insert_all_new(&taken, &(0..200).collect::<Vec<i64>>(), RowState::DIRTY), 200);
+            for step in [2, 2, 3] {
+                slots.accessed(&(0..200).filter(|slot| slot % step == 0).collect::<Vec<CacheSlot>>());
+            }
+            slots.pin(1);
+            slots.pin(7);
+            slots
+        });
+        let leave = |slots: &mut SlotMap, together: bool| {
+            let asked: Vec<CacheSlot> = if together {
+                slots.victims(60, i64::from, |_| {})
+            } else {
+                std::iter::from_fn(|| next_victim(slots, i64::from)).take(60).collect()
+            };
+            let ids: Vec<i64> = asked.iter().map(|&slot| slot.into()).collect();
+            slots.evict_batch(&asked, &ids);
+            asked
+        };
+        let left = leave(&mut together, true);
+        assert_eq!((left.len(), &left), (60, &leave(&mut one_by_one, false)), "{policy:?}");
+        // Some come back: a policy that remembers them puts them elsewhere than new ones.
+        let orders = [&mut one_by_one, &mut together].map(|slots| {
+            for &id in left[..30].iter().chain(&[500, 501]) {
+                let slot = slots.take().expect("an empty slot");
+                slots.insert(slot, id.into(), RowState::DIRTY);
+            }
+            let mut ids: Vec<i64> = (0..200).collect();
+            (0..502).for_each(|id| {
+                if slots.get(id) != NO_SLOT {
+                    ids[slots.get(id) as usize] = id
+                }
+            });
+            std::iter::from_fn(|| next_victim(slots, |slot| ids[slot as usize])).collect::<Vec<CacheSlot>>()
+        });
+        assert_eq!(orders[0], orders[1], "{policy:?}");
+        assert_eq!(orders[0].len(), 200 - 60 + 32 - 2, "all but those in use");
+        assert!(together.victims(3, i64::from, |_| {}).is_empty());
     }
 }
 
@@ -122,13 +174,13 @@ fn rows_that_are_removed_together_leave_as_one_by_one() {
         }
         for _ in 0..together.used() {
             let victims = [&mut one_by_one, &mut together].map(|slots| {
-                let victim = slots.victim(i64::from).expect("a row");
-                slots.evict(victim, victim.into());
+                let victim = next_victim(slots, i64::from).expect("a row");
+                slots.evict_batch(&[victim], &[victim.into()]);
                 victim
             });
             assert_eq!(victims[0], victims[1], "{policy:?}");
         }
-        assert_eq!(together.victim(i64::from), None);
+        assert_eq!(next_victim(&mut together, i64::from), None);
         assert!((0..200).all(|_| one_by_one.take() == together.take()));
     }
 }
@@ -150,11 +202,11 @@ fn no_slot_is_lost_when_the_limit_falls_and_rises_again() {
 #[test]
 fn a_spared_victim_is_found_and_can_be_a_victim_again() {
     let mut slots = filled(4, 4);
-    let victim = slots.victim(i64::from).expect("a victim");
+    let victim = next_victim(&mut slots, i64::from).expect("a victim");
     assert_eq!(victim, slots.get(0), "the least recently used");
     slots.spare(victim, 0);
     assert_eq!(slots.get(0), victim);
-    let all: Vec<CacheSlot> = std::iter::from_fn(|| slots.victim(i64::from)).collect();
+    let all: Vec<CacheSlot> = std::iter::from_fn(|| next_victim(&mut slots, i64::from)).collect();
     assert_eq!(all.len(), 4);
 }
 
@@ -164,10 +216,10 @@ fn pinned_loading_and_shadow_rows_are_never_victims() {
     slots.pin(slots.get(0));
     slots.mark(slots.get(1), RowState::LOADING);
     slots.mark(slots.get(2), RowState::SHADOW);
-    assert_eq!(slots.victim(i64::from), Some(slots.get(3)));
-    assert_eq!(slots.victim(i64::from), None);
+    assert_eq!(next_victim(&mut slots, i64::from), Some(slots.get(3)));
+    assert_eq!(next_victim(&mut slots, i64::from), None);
     assert!(slots.unpin(slots.get(0)), "the last pin");
-    assert_eq!(slots.victim(i64::from), Some(slots.get(0)));
+    assert_eq!(next_victim(&mut slots, i64::from), Some(slots.get(0)));
 }
 
 #[test]
@@ -179,8 +231,8 @@ fn a_group_protects_its_rows_and_counts_only_when_single_pins_are_asked_for() {
     assert_eq!(slots.unpin_group(&group), Some(first.clone()), "nobody asked");
     assert_eq!(slots.pinned(), 0);
     let groups = [slots.pin_group(Arc::clone(&first)), slots.pin_group(Arc::clone(&second))];
-    assert_eq!(slots.victim(i64::from), Some(slots.get(3)));
-    assert_eq!((slots.victim(i64::from), slots.pinned()), (None, 3));
+    assert_eq!(next_victim(&mut slots, i64::from), Some(slots.get(3)));
+    assert_eq!((next_victim(&mut slots, i64::from), slots.pinned()), (None, 3));
     for (group, held) in groups.iter().zip([first, second]) {
         assert_eq!(slots.unpin_group(group), None, "the victim's search counted them");
         let last: Vec<bool> = held.iter().map(|&slot| slots.unpin(slot)).collect();

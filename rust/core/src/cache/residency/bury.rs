@@ -112,15 +112,16 @@ impl Residency {
         let copies = self.copies_of_host(dead)?;
         self.bury_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
         self.keep_host(dead.iter().map(Idle::quiet));
-        let (mut unborn, mut leaving) = (Vec::new(), Vec::with_capacity(dead.len()));
+        let (mut unborn, mut leaving, mut ids) = (Vec::new(), Vec::with_capacity(dead.len()), Vec::new());
         for (idle, row) in dead.iter().zip(&rows) {
             if self.host.slots.is_pinned(idle.slot()) {
                 unborn.push((row.id, idle.slot()));
             } else {
                 leaving.push(idle.slot());
+                ids.push(row.id);
             }
         }
-        self.host.remove_batch(&leaving);
+        self.host.remove_batch(&leaving, &ids);
         self.unbear_in_host(&unborn);
         self.died(&rows, copies, by);
         Ok(())

@@ -167,9 +167,14 @@ impl Residency {
     fn drop_from_host(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<u64> {
         let (mut victims, mut spared): (Vec<Idle>, Vec<Idle>) = (Vec::new(), Vec::new());
         while (victims.len() as u64) < rows {
-            let Some(victim) = self.host.victim() else { break };
-            let stays = needed.contains(&self.host.id(victim.slot()));
-            if stays { spared.push(victim) } else { victims.push(victim) }
+            let chosen = self.host.victims(rows as usize - victims.len());
+            if chosen.is_empty() {
+                break;
+            }
+            for victim in chosen {
+                let stays = needed.contains(&self.host.id(victim.slot()));
+                if stays { spared.push(victim) } else { victims.push(victim) }
+            }
         }
         let ids: Vec<Id> = victims.iter().map(|victim| self.host.id(victim.slot())).collect();
         let removed = self.copies_of_host(&victims).and_then(|copies| {
@@ -184,9 +189,7 @@ impl Residency {
         }
         let copies = removed?;
         self.keep_host(victims.iter().map(Idle::quiet));
-        for victim in &victims {
-            self.host.evict(victim);
-        }
+        self.host.evict_all(&victims);
         self.host.shrink_overflow();
         self.traffic.host.evictions += ids.len() as u64;
         self.note_dropped(&ids, copies);
@@ -199,7 +202,7 @@ impl Residency {
         let (mut victims, mut spared): (Vec<CacheSlot>, Vec<CacheSlot>) = (Vec::new(), Vec::new());
         let mut chosen = device.take_leaving().into_iter();
         while (victims.len() as u64) < rows {
-            let Some(victim) = chosen.next().or_else(|| device.victim()) else { break };
+            let Some(victim) = chosen.next().or_else(|| device.victims(1).pop()) else { break };
             let id = device.id(victim);
             // A plan that has pinned the row's slot in the host tier may still come for it.
             let stays = needed.contains(&id) || host.slots.get(id) != NO_SLOT;

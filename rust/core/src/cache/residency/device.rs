@@ -7,7 +7,7 @@ use crate::device::DeviceTier;
 use crate::error::Result;
 use crate::rows::RowRef;
 use crate::slots::RowState;
-use crate::types::{CacheSlot, NO_SLOT};
+use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// A row that leaves the device tier: its position among those that do, and its state.
 type Leaving = (usize, RowState);
@@ -60,7 +60,7 @@ impl Residency {
             }
         }
         let missing = wanted.saturating_sub(tier.slots.free_slots()).saturating_sub(freed) as usize;
-        victims.extend(std::iter::from_fn(|| tier.victim()).take(missing));
+        victims.extend(tier.victims(missing));
         // In this order they are read, and so are those that were chosen before.
         victims.sort_unstable();
         victims
@@ -92,10 +92,8 @@ impl Residency {
     /// Take victims out of the device tier.
     pub(super) fn evict_from_device(&mut self, victims: &[CacheSlot]) {
         let tier = self.device_mut();
-        for &slot in victims {
-            let id = tier.id(slot);
-            tier.slots.evict(slot, id);
-        }
+        let ids: Vec<Id> = victims.iter().map(|&slot| tier.id(slot)).collect();
+        tier.slots.evict_batch(victims, &ids);
     }
 
     /// Copy rows that leave the device into the host tier. Those that do not fit there go to the SSD tier. On an error nothing has changed.
@@ -103,10 +101,11 @@ impl Residency {
         let floats = self.base.floats();
         let mut shadowed = Vec::new();
         let mut moving: Vec<Leaving> = Vec::new();
-        for (position, &slot) in slots.iter().enumerate() {
-            let tier = self.device_mut();
-            let (id, row) = (tier.id(slot), tier.slots.state(slot));
-            let shadow = self.host.slots.get(id);
+        let ids: Vec<Id> = rows.headers.iter().map(|header| header.id).collect();
+        let mut shadows = vec![NO_SLOT; ids.len()];
+        self.host.slots.index().get_batch(&ids, &mut shadows);
+        for (position, (&slot, shadow)) in slots.iter().zip(shadows).enumerate() {
+            let row = self.device_mut().slots.state(slot);
             if shadow == NO_SLOT {
                 moving.push((position, row));
             } else {
@@ -118,11 +117,10 @@ impl Residency {
         let fit = if self.base.ssd.is_some() { free.min(moving.len()) } else { moving.len() };
         self.host.reserve(fit)?;
         self.append_demoted(&moving[fit..], rows)?;
-        for &(position, row) in &moving[..fit] {
-            let taken = self.host.take(true)?.expect("overflow always has a slot");
-            self.host.insert_row(&taken, rows.row(position, floats), row);
-        }
-        self.moved(rows.headers.iter().map(|header| header.id));
+        let fitting: Vec<(RowRef<'_>, RowState)> =
+            moving[..fit].iter().map(|&(position, row)| (rows.row(position, floats), row)).collect();
+        self.host.insert_rows(&fitting);
+        self.moved(ids.into_iter());
         for (position, row, shadow) in shadowed {
             let idle = self.host.beside_device(shadow).expect("kernels run on the device tier that the row leaves");
             self.host.overwrite(&idle, rows.row(position, floats));

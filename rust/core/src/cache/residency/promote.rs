@@ -11,9 +11,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Residency;
 use super::hold::{Arriving, Fetched, Hold, PlanMode};
 use super::stage::{Staged, StagedRow};
+use super::{Residency, SLOTS_AHEAD};
 use crate::error::Result;
 use crate::memory;
 use crate::slots::RowState;
@@ -28,9 +28,11 @@ impl Residency {
         let missing = self.pin_on_device(hold, &all);
         let mut reads: Vec<(u32, Id)> = Vec::new();
         let mut waits = false;
-        for position in missing {
-            let id = hold.ids[position as usize];
-            let slot = self.host.slots.get(id);
+        let (ids, slots) = self.host_slots(hold, &missing);
+        for (at, (&position, (&id, &slot))) in missing.iter().zip(ids.iter().zip(&slots)).enumerate() {
+            if let Some(&later) = slots.get(at + SLOTS_AHEAD) {
+                self.host.slots.prefetch(later);
+            }
             if slot == NO_SLOT {
                 reads.push((position, id));
                 continue;
@@ -90,6 +92,14 @@ impl Residency {
         Arc::make_mut(&mut hold.host)[position as usize] = slot;
     }
 
+    /// The ids at `positions` of a plan, and the host slot of each, `NO_SLOT` where it has none.
+    pub(super) fn host_slots(&self, hold: &Hold, positions: &[u32]) -> (Vec<Id>, Vec<CacheSlot>) {
+        let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
+        let mut slots = vec![NO_SLOT; ids.len()];
+        self.host.slots.index().get_batch(&ids, &mut slots);
+        (ids, slots)
+    }
+
     /// Pin those of `positions` that have slots on the device. Returns the others.
     fn pin_on_device(&mut self, hold: &mut Hold, positions: &[u32]) -> Vec<u32> {
         let tier = self.device_mut();
@@ -98,7 +108,10 @@ impl Residency {
         tier.slots.index().get_batch(&ids, &mut slots);
         let mut missing = Vec::new();
         let mut accessed = Vec::new();
-        for (&position, &slot) in positions.iter().zip(&slots) {
+        for (at, (&position, &slot)) in positions.iter().zip(&slots).enumerate() {
+            if let Some(&later) = slots.get(at + SLOTS_AHEAD) {
+                tier.slots.prefetch(later);
+            }
             if slot == NO_SLOT {
                 missing.push(position);
             } else {
@@ -178,12 +191,12 @@ impl Residency {
         if all_come || self.device_mut().slots.free_slots() as usize >= homeless.len() {
             return self.make_device_room_if_possible(homeless.len() as u32, mode);
         }
-        let id = |&position: &u32| hold.ids[position as usize];
-        let elsewhere = homeless.iter().filter(|position| self.host.slots.get(id(position)) == NO_SLOT);
-        let elsewhere: Vec<u32> = elsewhere.copied().collect();
+        let (ids, slots) = self.host_slots(hold, homeless);
+        let elsewhere = homeless.iter().zip(&ids).zip(&slots).filter(|(_, slot)| **slot == NO_SLOT);
+        let (elsewhere, ids): (Vec<u32>, Vec<Id>) = elsewhere.map(|((&position, &id), _)| (position, id)).unzip();
         let mut there = vec![false; elsewhere.len()];
         if let Some(ssd) = &self.base.ssd {
-            ssd.maybe_contains(&elsewhere.iter().map(id).collect::<Vec<Id>>(), &mut there);
+            ssd.maybe_contains(&ids, &mut there);
         }
         let unborn = elsewhere.iter().zip(&there).filter(|(_, there)| !**there).map(|(&position, _)| position);
         let unborn = unborn.collect::<Vec<u32>>();
@@ -248,6 +261,8 @@ impl Residency {
 
     /// Give the staged rows device slots, which are LOADING until the rows are promoted.
     fn give_device_slots(&mut self, hold: &mut Hold, staged: Staged) -> Fetched {
+        let homes = self.take_homes(hold, &staged);
+        let mut homes = homes.iter();
         let mut fetched = Fetched { vectors: staged.vectors, ..Fetched::default() };
         for (row, header) in staged.rows.iter().zip(&staged.headers) {
             let from_host = hold.host[row.position as usize] != NO_SLOT;
@@ -261,13 +276,14 @@ impl Residency {
             let tier = self.device_mut();
             let mut slot = hold.device[row.position as usize];
             if slot == NO_SLOT {
-                slot = tier.slots.take().unwrap_or_else(|| tier.slots.take_overflow());
-                tier.slots.insert(slot, header.id, there);
+                if let Some(&later) = homes.as_slice().get(SLOTS_AHEAD) {
+                    tier.prefetch_header(later);
+                }
+                slot = *homes.next().expect("each row without a slot was given one");
                 tier.slots.pin(slot);
                 hold.device[row.position as usize] = slot;
-            } else {
-                tier.slots.set_state(slot, there);
             }
+            tier.slots.set_state(slot, there);
             // Also where another plan was to bring the row, which a sweep may have taken since.
             *tier.header_mut(slot) = *header;
             fetched.slots.push(slot);
@@ -277,6 +293,20 @@ impl Residency {
         self.traffic.device.written_bytes += fetched.vectors.len() as u64 * 4;
         self.traffic.host.read_bytes += fetched.vectors.len() as u64 * 4;
         fetched
+    }
+
+    /// Take slots on the device for the staged rows that have none, where ids find them from now on. They are in the order of the rows.
+    fn take_homes(&mut self, hold: &Hold, staged: &Staged) -> Vec<CacheSlot> {
+        let homeless = staged.rows.iter().zip(&staged.headers);
+        let homeless = homeless.filter(|(row, _)| hold.device[row.position as usize] == NO_SLOT);
+        let ids: Vec<Id> = homeless.map(|(_, header)| header.id).collect();
+        let tier = self.device_mut();
+        let mut slots = Vec::with_capacity(ids.len());
+        tier.slots.take_many(ids.len(), &mut slots);
+        slots.extend((slots.len()..ids.len()).map(|_| tier.slots.take_overflow()));
+        let put = tier.slots.insert_all_new(&slots, &ids, RowState::LOADING);
+        assert_eq!(put, slots.len(), "the rows are new to the device");
+        slots
     }
 
     /// Leave those rows out of what is to be scattered that another plan has brought to the device meanwhile: they may have been trained
@@ -312,17 +342,23 @@ impl Residency {
         }
         self.moved(arriving.iter().map(|row| hold.ids[row.position as usize]));
         let host = Arc::make_mut(&mut hold.host);
-        for Arriving { position, state: staged } in arriving {
+        let (mut left, mut ids) = (Vec::with_capacity(arriving.len()), Vec::with_capacity(arriving.len()));
+        for (at, &Arriving { position, state: staged }) in arriving.iter().enumerate() {
+            if let Some(later) = arriving.get(at + SLOTS_AHEAD) {
+                self.host.slots.prefetch(host[later.position as usize]);
+            }
             let host_slot = std::mem::replace(&mut host[position as usize], NO_SLOT);
             let row = if host_slot == NO_SLOT { staged } else { self.host.slots.state(host_slot) };
             self.device_mut().slots.set_state(hold.device[position as usize], row.with(RowState::OCCUPIED));
             if host_slot != NO_SLOT {
                 if self.host.slots.unpin(host_slot) {
-                    self.host.remove(host_slot, false);
+                    left.push(host_slot);
+                    ids.push(hold.ids[position as usize]);
                 } else {
                     self.host.slots.set_state(host_slot, RowState::OCCUPIED.with(RowState::SHADOW));
                 }
             }
         }
+        self.host.remove_batch(&left, &ids);
     }
 }

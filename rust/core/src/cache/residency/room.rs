@@ -31,11 +31,7 @@ impl Residency {
 
     /// Evict up to `rows` unpinned rows by policy. Returns how many.
     fn evict(&mut self, rows: usize) -> Result<usize> {
-        let mut victims: Vec<Idle> = Vec::with_capacity(rows);
-        while victims.len() < rows {
-            let Some(victim) = self.host.victim() else { break };
-            victims.push(victim);
-        }
+        let victims = self.host.victims(rows);
         self.keep_host(victims.iter().map(Idle::quiet));
         if let Err(error) = self.write_down(victims.iter().map(Idle::quiet)) {
             for victim in &victims {
@@ -43,9 +39,7 @@ impl Residency {
             }
             return Err(error);
         }
-        for victim in &victims {
-            self.host.evict(victim);
-        }
+        self.host.evict_all(&victims);
         self.traffic.host.evictions += victims.len() as u64;
         self.host.shrink_overflow();
         self.fit_host_to_index();

@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use super::Residency;
 use super::hold::{Hold, PlanMode};
+use super::{Residency, SLOTS_AHEAD};
 use crate::error::Result;
+use crate::host::ROWS_AHEAD;
 use crate::memory;
 use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
@@ -88,9 +89,12 @@ impl Residency {
     fn stage_from_host(&mut self, hold: &mut Hold, positions: &[u32]) -> Result<(Vec<StagedRow>, Vec<u32>)> {
         let mut reads: Vec<u32> = Vec::new();
         let mut rows: Vec<StagedRow> = Vec::with_capacity(positions.len());
-        for &position in positions {
-            let id = hold.ids[position as usize];
-            let slot = self.host.slots.get(id);
+        let (ids, mut slots) = self.host_slots(hold, positions);
+        for (at, (&position, &id)) in positions.iter().zip(&ids).enumerate() {
+            if let Some(&later) = slots.get(at + SLOTS_AHEAD) {
+                self.host.slots.prefetch(later);
+            }
+            let slot = slots[at];
             if slot == NO_SLOT {
                 reads.push(position);
                 continue;
@@ -100,6 +104,8 @@ impl Residency {
             }
             if self.host.slots.state(slot).has(RowState::LOADING) {
                 self.finish_loads();
+                // Rows that no plan has pinned may have left.
+                self.host.slots.index().get_batch(&ids[at..], &mut slots[at..]);
             }
             let row = self.host.slots.state(slot);
             if row.has(RowState::FAILED) {
@@ -166,7 +172,11 @@ impl Residency {
     pub(super) fn fill_staged(&self, hold: &Hold, staged: &mut Staged, threads: usize) {
         let floats = self.base.floats();
         let no_writes = self.host.no_kernel_writes().expect("the rows go to a device tier, on which kernels run");
-        for (index, row) in staged.rows[..staged.from_host].iter().enumerate() {
+        let from_host = &staged.rows[..staged.from_host];
+        for (index, row) in from_host.iter().enumerate() {
+            if let Some(later) = from_host.get(index + ROWS_AHEAD) {
+                self.host.prefetch_row(hold.host[later.position as usize]);
+            }
             let source = self.host.row(no_writes.slot(hold.host[row.position as usize]));
             staged.headers[index] = *source.header;
             staged.vectors[index * floats..][..floats].copy_from_slice(source.vector);

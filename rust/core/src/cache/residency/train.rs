@@ -140,8 +140,11 @@ impl Residency {
                 }
             }
         }
-        for slot in device {
+        for (at, &slot) in device.iter().enumerate() {
             let Some(tier) = &mut self.device else { break };
+            if let Some(&later) = device.get(at + SLOTS_AHEAD) {
+                tier.slots.prefetch(later);
+            }
             let gone = RowState::PROVISIONAL.with(RowState::LOADING);
             if slot != NO_SLOT && tier.slots.unpin(slot) && tier.slots.state(slot).has(gone) {
                 let unborn = tier.slots.state(slot).has(RowState::PROVISIONAL);
