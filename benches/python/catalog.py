@@ -17,6 +17,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "births_uniform_two_threads": "the same, two threads",
         "births_normal_two_threads": "the same, normally distributed weights",
         "device_moves_zipf105": "ids of batches planned, their rows brought to a device, others taken back; a tenth of 1.25M rows is there",
+        "device_moves_two_threads": "the same for four tables on two threads",
     },
     "Admission and eviction (one thread)": {
         "admission_all_known": "rate of training with `Count(5)`, every id known / without admission, rowwise Adagrad, 10M rows",

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use embcache::cache::{DeviceRows, Lookup, PlanMode, RowBlock, Table};
+use embcache::cache::{DeviceRows, Lookup, Plan, PlanMode, RowBlock, Table};
 use embcache::config::OptimizerKind;
 use embcache::io::default_engine;
 use embcache::rows::RowHeader;
@@ -18,16 +18,15 @@ use embcache_benches::{
 const BATCH: usize = 20_480;
 /// Rows are prefetched so many ahead.
 const ROWS_AHEAD: usize = 8;
-const LIMIT: &str = "plain dedupe, open addressing, a clock over the device's slots, and the copies in one function";
+const LIMIT: &str =
+    "plain dedupe, open addressing, a clock over the device's slots, and the copies in one function, on one thread";
 
 pub(crate) fn group() -> Group {
-    Group::Alone(vec![Bench {
-        name: "device_moves_zipf105",
-        unit: "ids/s",
-        better: Better::Higher,
-        limit: Some(LIMIT),
-        make: device_moves,
-    }])
+    let (unit, better, limit) = ("ids/s", Better::Higher, Some(LIMIT));
+    Group::Alone(vec![
+        Bench { name: "device_moves_zipf105", unit, better, limit, make: |scale| device_moves(scale, 1, 1) },
+        Bench { name: "device_moves_two_threads", unit, better, limit, make: |scale| device_moves(scale, 4, 2) },
+    ])
 }
 
 type Row = [f32; DIM];
@@ -73,48 +72,93 @@ impl DeviceRows for Memory {
 
 struct DeviceMoves {
     ids: Ids,
-    memory: Arc<Memory>,
+    /// The ids of a batch for each table, one table after the other, and where those of each begin.
+    given: Vec<i64>,
+    splits: Vec<i64>,
+    mode: PlanMode,
+    memories: Vec<Arc<Memory>>,
     lookup: Lookup,
-    plain: Plain,
+    plain: Vec<Plain>,
 }
 
-fn device_moves(scale: Scale) -> Box<dyn Rounds> {
+fn device_moves(scale: Scale, tables: usize, threads: usize) -> Box<dyn Rounds> {
     let rows = scale.pick(1_250_000, 50_000);
     let on_device = rows as u32 / scale.pick(10, 5);
     let ids = Ids::from_ranks(&zipf_ranks(3, BATCH * scale.pick(100, 4), rows, 1.05), BATCH, scattered_id);
     let present: Vec<i64> = (0..rows).map(scattered_id).collect();
-
-    let mut config = table_config(OptimizerKind::RowWiseAdagrad, rows + rows / 100);
-    config.device_rows = Some(on_device);
-    let memory = Arc::new(Memory::new(on_device as usize));
-    let engine = default_engine().expect("an engine for files, which are not used");
-    let table = Table::open(config, Some(Arc::clone(&memory) as Arc<dyn DeviceRows>), engine).expect("a table in RAM");
-    for ids in present.chunks(100_000) {
-        let headers: Vec<RowHeader> = ids.iter().map(|&id| RowHeader { id, ..RowHeader::default() }).collect();
-        let vectors: Vec<f32> = ids.iter().flat_map(|&id| row(id)).collect();
-        table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("rows that fit");
-    }
-    let lookup = Lookup::new(&[table], &[0]).expect("one feature of one table");
-    let mut moves = DeviceMoves { ids, memory, lookup, plain: Plain::new(&present, on_device) };
+    let memories: Vec<Arc<Memory>> = (0..tables).map(|_| Arc::new(Memory::new(on_device as usize))).collect();
+    let opened: Vec<Table> = memories.iter().map(|memory| table(&present, on_device, memory)).collect();
+    let features: Vec<usize> = (0..tables).collect();
+    let mut moves = DeviceMoves {
+        ids,
+        given: Vec::new(),
+        splits: (0..=tables).map(|table| (table * BATCH) as i64).collect(),
+        mode: PlanMode { threads, ..PlanMode::TRAIN },
+        memories,
+        lookup: Lookup::new(&opened, &features).expect("one feature of each table"),
+        plain: (0..tables).map(|_| Plain::new(&present, on_device)).collect(),
+    };
     // The frequent rows are there when the first round begins.
     moves.ours();
     moves.limit();
     Box::new(moves)
 }
 
-/// Bring the rows of a batch to the device and commit a step of them. Returns how many have moved there.
-fn step(lookup: &Lookup, memory: &Memory, ids: &[i64]) -> usize {
-    let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("ids of the table");
-    let bring = || {
-        plan.wait().expect("rows in RAM");
-        let (slots, vectors, scalars) = plan.fetched(0).expect("rows that arrive");
-        memory.scatter(&slots, &vectors, &scalars);
-        plan.scattered().expect("a table that is open");
-        slots.len()
-    };
-    let moved = plan.exclusively(bring).expect("a table that is open");
-    plan.exclusively(|| plan.begin_update().and_then(|()| plan.commit())).and_then(|done| done).expect("a step");
-    moved
+/// A table that has these ids, and room for `on_device` of them in `memory`.
+fn table(present: &[i64], on_device: u32, memory: &Arc<Memory>) -> Table {
+    let rows = present.len() as u64;
+    let mut config = table_config(OptimizerKind::RowWiseAdagrad, rows + rows / 100);
+    config.device_rows = Some(on_device);
+    let engine = default_engine().expect("an engine for files, which are not used");
+    let reader = Some(Arc::clone(memory) as Arc<dyn DeviceRows>);
+    let table = Table::open(config, reader, engine).expect("a table in RAM");
+    for ids in present.chunks(100_000) {
+        let headers: Vec<RowHeader> = ids.iter().map(|&id| RowHeader { id, ..RowHeader::default() }).collect();
+        let vectors: Vec<f32> = ids.iter().flat_map(|&id| row(id)).collect();
+        table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("rows that fit");
+    }
+    table
+}
+
+impl DeviceMoves {
+    /// Give each table these ids.
+    fn give(&mut self, number: usize) {
+        self.given.clear();
+        for _ in &self.memories {
+            self.given.extend_from_slice(&self.ids.values[number * BATCH..][..BATCH]);
+        }
+    }
+
+    fn plan(&self, mode: PlanMode) -> Plan {
+        self.lookup.plan(&self.given, &self.splits, mode).expect("ids of the tables")
+    }
+
+    /// Bring the rows of a batch to the device and commit a step of them. Returns how many have moved there.
+    fn step(&self) -> usize {
+        let plan = self.plan(self.mode);
+        let bring = || {
+            plan.wait().expect("rows in RAM");
+            let mut moved = 0;
+            for (table, memory) in self.memories.iter().enumerate() {
+                let (slots, vectors, scalars) = plan.fetched(table).expect("rows that arrive");
+                memory.scatter(&slots, &vectors, &scalars);
+                moved += slots.len();
+            }
+            plan.scattered().expect("tables that are open");
+            moved
+        };
+        let moved = plan.exclusively(bring).expect("tables that are open");
+        plan.exclusively(|| plan.begin_update().and_then(|()| plan.commit())).and_then(|done| done).expect("a step");
+        moved
+    }
+
+    fn batches(&self) -> usize {
+        self.ids.values.len() / BATCH
+    }
+
+    fn rate(&self, begin: Instant) -> f64 {
+        (self.ids.values.len() * self.memories.len()) as f64 / begin.elapsed().as_secs_f64()
+    }
 }
 
 /// A cache of rows on a device, as a plain loop keeps it.
@@ -210,35 +254,42 @@ impl Plain {
 impl Rounds for DeviceMoves {
     fn ours(&mut self) -> f64 {
         let begin = Instant::now();
-        let moved: usize = self.ids.batches().map(|batch| step(&self.lookup, &self.memory, batch)).sum();
+        let mut moved = 0;
+        for number in 0..self.batches() {
+            self.give(number);
+            moved += self.step();
+        }
         assert!(moved > 0, "not all rows fit the device");
-        self.ids.values.len() as f64 / begin.elapsed().as_secs_f64()
+        self.rate(begin)
     }
 
     fn limit(&mut self) -> Option<f64> {
         let begin = Instant::now();
         for batch in self.ids.batches() {
-            self.plain.step(batch);
+            for plain in &mut self.plain {
+                plain.step(batch);
+            }
         }
-        Some(self.ids.values.len() as f64 / begin.elapsed().as_secs_f64())
+        Some(self.rate(begin))
     }
 
     fn check(&mut self) {
-        for batch in self.ids.batches().take(2) {
-            step(&self.lookup, &self.memory, batch);
-            self.plain.step(batch);
-            let plan = self.lookup.plan(batch, &[0, BATCH as i64], PlanMode::EVALUATE).expect("ids of the table");
+        for number in 0..2 {
+            self.give(number);
+            self.step();
+            let plan = self.plan(PlanMode::EVALUATE);
             plan.wait().and_then(|()| plan.scattered()).expect("rows that are there");
-            let slots = plan.slots(0).expect("the rows are in place");
-            let tensors = self.memory.0.lock().unwrap_or_else(PoisonError::into_inner);
-            for ((&id, &slot), &number) in batch.iter().zip(&slots).zip(&self.plain.dedupe.inverse) {
-                assert_eq!(tensors.0[slot as usize].map(f32::to_bits), row(id).map(f32::to_bits), "our rows are there");
-                let slot = self.plain.slots[self.plain.numbers[number as usize] as usize];
-                assert_eq!(
-                    self.plain.device[slot as usize].map(f32::to_bits),
-                    row(id).map(f32::to_bits),
-                    "the limit's rows are there"
-                );
+            let batch = &self.ids.values[number * BATCH..][..BATCH];
+            for (table, (memory, plain)) in self.memories.iter().zip(&mut self.plain).enumerate() {
+                plain.step(batch);
+                let slots = plan.slots(table).expect("the rows are in place");
+                let tensors = memory.0.lock().unwrap_or_else(PoisonError::into_inner);
+                for ((&id, &slot), &number) in batch.iter().zip(&slots).zip(&plain.dedupe.inverse) {
+                    let wanted = row(id).map(f32::to_bits);
+                    assert_eq!(tensors.0[slot as usize].map(f32::to_bits), wanted, "our rows are there");
+                    let slot = plain.slots[plain.numbers[number as usize] as usize];
+                    assert_eq!(plain.device[slot as usize].map(f32::to_bits), wanted, "the limit's rows are there");
+                }
             }
         }
     }

@@ -125,10 +125,17 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
     if let Some(pool) = pools.iter().find(|pool| pool.current_num_threads() == size) {
         return Some(Arc::clone(pool));
     }
+    let pool = build(size, "embcache-kernel")?;
+    pools.push(Arc::clone(&pool));
+    Some(pool)
+}
+
+/// A new pool of `size` threads with this name; `None` where the system gives no threads.
+fn build(size: usize, name: &'static str) -> Option<Arc<ThreadPool>> {
     let (begun, all_begun) = mpsc::channel();
     let builder = ThreadPoolBuilder::new()
         .num_threads(size)
-        .thread_name(|which| format!("embcache-kernel-{which}"))
+        .thread_name(move |which| format!("{name}-{which}"))
         .start_handler(move |_| {
             let _ = begun.send(());
         });
@@ -136,8 +143,32 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
     // Wait until all threads have begun. A thread needs memory for its start, and ends the process if the system has none left
     // then.
     for () in all_begun.iter().take(size) {}
-    pools.push(Arc::clone(&pool));
     Some(pool)
+}
+
+/// Pools of threads that [`for_each_that_waits`] has used and that serve nobody now.
+static IDLE_POOLS: PerProcess<Mutex<Vec<Arc<ThreadPool>>>> = PerProcess::new();
+
+/// A pool that serves one call.
+struct OwnPool(Arc<ThreadPool>);
+
+impl OwnPool {
+    /// A pool of `size` threads; `None` where the system gives no threads.
+    fn of(size: usize) -> Option<Self> {
+        let mut idle = lock(IDLE_POOLS.get(|| Ok(Mutex::default())).ok()?);
+        let found = idle.iter().position(|pool| pool.current_num_threads() == size);
+        let kept = found.map(|at| idle.swap_remove(at));
+        drop(idle);
+        kept.or_else(|| build(size, "embcache-table")).map(Self)
+    }
+}
+
+impl Drop for OwnPool {
+    fn drop(&mut self) {
+        if let Ok(idle) = IDLE_POOLS.get(|| Ok(Mutex::default())) {
+            lock(idle).push(Arc::clone(&self.0));
+        }
+    }
 }
 
 /// The number of threads that the machine runs at once. It is kept, because the system reads files to find it.
@@ -168,9 +199,31 @@ pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T)
 pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     let tasks: Vec<T> = tasks.collect();
     let helpers = (machine_threads() / 2).min(tasks.len()).saturating_sub(1);
-    let Some(pool) = (if helpers > 0 && !works_behind() { pool(helpers) } else { None }) else {
-        return tasks.into_iter().for_each(work);
-    };
+    match if helpers > 0 && !works_behind() { pool(helpers) } else { None } {
+        Some(pool) => share_out(&pool, helpers, tasks, work),
+        None => tasks.into_iter().for_each(work),
+    }
+}
+
+/// Do independent tasks, which may wait for locks and for code that is not the core's, on `threads` threads, of which this is one. Tasks
+/// begin in their order.
+///
+/// The other threads serve this call alone as long as it lasts. Otherwise they could stand behind tasks of another call which wait for locks
+/// that this call's caller has.
+pub(crate) fn for_each_that_waits<T: Send>(threads: usize, tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
+    if threads <= 1 || works_behind() {
+        return tasks.for_each(work);
+    }
+    let tasks: Vec<T> = tasks.collect();
+    let helpers = threads.min(tasks.len()).saturating_sub(1);
+    match if helpers > 0 { OwnPool::of(helpers) } else { None } {
+        Some(pool) => share_out(&pool.0, helpers, tasks, work),
+        None => tasks.into_iter().for_each(work),
+    }
+}
+
+/// Do tasks on the caller's thread and on `helpers` threads of a pool.
+fn share_out<T: Send>(pool: &ThreadPool, helpers: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
     let tasks = Mutex::new(tasks.into_iter());
     let take = || {
         loop {

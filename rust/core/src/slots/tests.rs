@@ -131,7 +131,7 @@ fn victims_that_are_chosen_together_are_those_that_come_one_by_one() {
             let mut ids: Vec<i64> = (0..200).collect();
             (0..502).for_each(|id| {
                 if slots.get(id) != NO_SLOT {
-                    ids[slots.get(id) as usize] = id
+                    ids[slots.get(id) as usize] = id;
                 }
             });
             std::iter::from_fn(|| next_victim(slots, |slot| ids[slot as usize])).collect::<Vec<CacheSlot>>()

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::shape::Shape;
+use super::side_by_side::{Threads, for_each_table};
 use super::state::{PlanState, Stage, TablePlan};
 use crate::cache::locks::{RowsHeld, TableInner, Turn, Turns};
 use crate::cache::residency::{Fetched, PlanMode};
@@ -17,6 +18,7 @@ pub struct Plan {
     /// Where the ids of each feature begin: `[F + 1]`.
     pub(super) splits: Vec<usize>,
     pub(super) mode: PlanMode,
+    threads: Threads,
     turns: Turns<PlanState>,
 }
 
@@ -27,14 +29,29 @@ impl std::fmt::Debug for Plan {
 }
 
 impl Plan {
-    pub(super) fn new(shape: Arc<Shape>, splits: Vec<usize>, mode: PlanMode, tables: Vec<TablePlan>) -> Self {
+    /// `mode` has the threads for one table.
+    pub(super) fn new(
+        shape: Arc<Shape>,
+        splits: Vec<usize>,
+        mode: PlanMode,
+        threads: Threads,
+        tables: Vec<TablePlan>,
+    ) -> Self {
         let turns = Turns::new(PlanState { tables, stage: Stage::Started, pooled: None });
-        Self { shape, splits, mode, turns }
+        Self { shape, splits, mode, threads, turns }
     }
 
     pub(super) fn start(&self) -> Result<()> {
         let turn = self.turns.take();
         let mut state = turn.state();
+        if self.threads.tables > 1 {
+            return for_each_table(&mut state.tables, self.threads.tables, |table| {
+                let mut batch = FetchBatch::default();
+                let started = table.start(self.mode, &mut batch);
+                batch.submit();
+                started
+            });
+        }
         // One submission for all tables. It goes out on an error too, because other plans may have found rows that wait for it.
         let mut batch = FetchBatch::default();
         let started = state.tables.iter_mut().try_for_each(|table| table.start(self.mode, &mut batch));
@@ -53,7 +70,8 @@ impl Plan {
         if state.stage != Stage::Started {
             return Ok(());
         }
-        if let Err(error) = state.tables.iter_mut().try_for_each(|table| table.place(self.mode, &turn)) {
+        let place = |table: &mut TablePlan| table.place(self.mode, &turn);
+        if let Err(error) = for_each_table(&mut state.tables, self.threads.tables, place) {
             state.release();
             return Err(error);
         }
@@ -75,10 +93,7 @@ impl Plan {
             _ => return Err(Error::new(Kind::State, "scattered comes after Plan.wait, before the forward")),
         }
         // All that can fail is behind. Each table by itself is right before and after.
-        let mut moved = Ok(());
-        for table in &mut state.tables {
-            moved = moved.and(table.promote(&turn));
-        }
+        let moved = for_each_table(&mut state.tables, self.threads.tables, |table| table.promote(&turn));
         if moved.is_err() {
             state.release();
         } else {
@@ -201,7 +216,7 @@ impl Plan {
         let turn = self.turn()?;
         let mut state = self.trainable(&turn)?;
         state.check_shared()?;
-        state.commit(&turn)
+        state.commit(&turn, self.threads.tables)
     }
 
     /// Give back every pin without training. It is harmless to call this twice. It waits for another thread that uses this plan, and for no

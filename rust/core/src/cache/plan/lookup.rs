@@ -4,11 +4,13 @@ use std::sync::Arc;
 
 use super::handle::{Plan, check_len};
 use super::shape::Shape;
+use super::side_by_side::Threads;
 use super::state::TablePlan;
 use crate::cache::residency::PlanMode;
 use crate::cache::table::Table;
 use crate::error::{Error, Kind, Result};
 use crate::index::{Deduped, Deduper};
+use crate::kernels::threads::for_each_that_waits;
 use crate::memory;
 use crate::sync::{Mutex, lock};
 use crate::types::Id;
@@ -22,14 +24,15 @@ const MAX_IDS: usize = 1 << 30;
 #[derive(Debug)]
 pub struct Lookup {
     shape: Arc<Shape>,
-    deduper: Mutex<Deduper>,
+    /// As many as have been in use at once. Each keeps its memory for the next batch.
+    dedupers: Mutex<Vec<Deduper>>,
 }
 
 impl Lookup {
     /// Errors: `Input` unless every table is given once and has features, as neighbours, in the tables' order.
     pub fn new(tables: &[Table], feature_tables: &[usize]) -> Result<Self> {
         let tables = tables.iter().map(|table| Arc::clone(&table.inner)).collect();
-        Ok(Self { shape: Arc::new(Shape::new(tables, feature_tables)?), deduper: Mutex::default() })
+        Ok(Self { shape: Arc::new(Shape::new(tables, feature_tables)?), dedupers: Mutex::default() })
     }
 
     /// Plan a batch. `ids` is `[N]`, feature after feature; `feature_splits` is `[F + 1]` and says where each feature's ids begin.
@@ -50,18 +53,30 @@ impl Lookup {
             shape.tables.iter().try_for_each(|table| table.check_writable())?;
         }
         memory::check_room("plan a batch", ids.len() * PLAN_BYTES_AN_ID)?;
-        let mut tables = Vec::with_capacity(shape.tables.len());
-        for (table, features) in shape.tables.iter().zip(&shape.table_features) {
-            let mut deduped = Deduped::default();
+        let all_on_device = shape.tables.iter().all(|table| table.has_device());
+        let threads = Threads::of(mode, shape.tables.len(), ids.len(), all_on_device);
+        let mode = PlanMode { threads: threads.each, ..mode };
+        let mut tables: Vec<Option<TablePlan>> = shape.tables.iter().map(|_| None).collect();
+        let parts = tables.iter_mut().zip(shape.tables.iter().zip(&shape.table_features));
+        for_each_that_waits(threads.tables, parts, |(planned, (table, features))| {
             let range = splits[features.start]..splits[features.end];
-            lock(&self.deduper).dedupe(&ids[range.clone()], &mut deduped);
+            let deduped = self.dedupe(&ids[range.clone()]);
             let clicks = clicks.get(range).unwrap_or_default();
-            tables.push(TablePlan::new(Arc::clone(table), deduped, mode, clicks));
-        }
+            *planned = Some(TablePlan::new(Arc::clone(table), deduped, mode, clicks));
+        });
+        let tables = tables.into_iter().flatten().collect();
         // From here on the drop of the plan gives back what was pinned, on errors too.
-        let plan = Plan::new(Arc::clone(shape), splits, mode, tables);
+        let plan = Plan::new(Arc::clone(shape), splits, mode, threads, tables);
         plan.start()?;
         Ok(plan)
+    }
+
+    fn dedupe(&self, ids: &[Id]) -> Deduped {
+        let mut deduper = lock(&self.dedupers).pop().unwrap_or_default();
+        let mut deduped = Deduped::default();
+        deduper.dedupe(ids, &mut deduped);
+        lock(&self.dedupers).push(deduper);
+        deduped
     }
 }
 

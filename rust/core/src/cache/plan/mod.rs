@@ -6,6 +6,7 @@ mod handle;
 mod lookup;
 mod shape;
 mod shared;
+mod side_by_side;
 mod state;
 mod tensors;
 

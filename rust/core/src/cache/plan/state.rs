@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::side_by_side::for_each_table;
 use crate::cache::locks::{Held, RowsHeld, TableInner, Tear, Turn};
 use crate::cache::residency::{Absent, Demand, Fetched, Hold, PlanMode};
 use crate::cache::rows::DeviceTensors;
@@ -54,11 +55,8 @@ impl std::fmt::Debug for PlanState {
 impl PlanState {
     /// Commit a step whose rows were updated outside of the core. The rows of all tables are updated by now: where one table was closed
     /// meanwhile, and so has no rows any more, the others make the step, and the error says so.
-    pub(super) fn commit(&mut self, turn: &Turn<'_, Self>) -> Result<()> {
-        let mut ended = Ok(());
-        for table in &mut self.tables {
-            ended = ended.and(table.end_step(turn));
-        }
+    pub(super) fn commit(&mut self, turn: &Turn<'_, Self>, at_once: usize) -> Result<()> {
+        let ended = for_each_table(&mut self.tables, at_once, |table| table.end_step(turn));
         self.stage = Stage::Trained;
         ended
     }
@@ -119,9 +117,7 @@ impl TablePlan {
     /// `clicks` are those of the occurrences: `[N]`, or empty for none.
     pub(super) fn new(table: Arc<TableInner>, ids: Deduped, mode: PlanMode, clicks: &[u32]) -> Self {
         let Deduped { unique, inverse } = ids;
-        // A plan that is made ahead would wait for threads that are at work for the batch before.
-        let threads = if mode.ahead { 1 } else { mode.threads };
-        let transposed = || TransposedIndex::from_inverse(&inverse, unique.len(), threads);
+        let transposed = || TransposedIndex::from_inverse(&inverse, unique.len(), mode.threads);
         let index = if mode.train { transposed() } else { TransposedIndex::default() };
         let refuses = mode.train && table.config.admission.refuses();
         let demand = if refuses { demand(&index, clicks) } else { Demand::default() };

@@ -1,0 +1,53 @@
+//! Work on the tables of a plan, side by side. Each table has locks of its own, so that a plan of many tables takes little longer than
+//! that of one where there are threads.
+
+use super::state::TablePlan;
+use crate::cache::residency::PlanMode;
+use crate::error::{Error, Result};
+use crate::kernels::threads::for_each_that_waits;
+use crate::logical_thread::LogicalThread;
+use crate::sync::{Mutex, lock};
+
+/// With fewer ids than this for each thread, a further thread costs more time than it saves.
+const IDS_PER_THREAD: usize = 4096;
+
+/// The threads of a plan.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Threads {
+    /// So many tables are worked on at once.
+    pub(super) tables: usize,
+    /// So many threads work on one table.
+    pub(super) each: usize,
+}
+
+impl Threads {
+    /// For a plan of so many tables and ids. `all_on_device` says that the kernels of all tables run on device tiers.
+    pub(super) fn of(mode: PlanMode, tables: usize, ids: usize, all_on_device: bool) -> Self {
+        // A plan that is made ahead would take threads from kernels that work on the batch before.
+        let threads = if mode.ahead && !all_on_device { 1 } else { mode.threads };
+        let at_once = threads.min(tables).min(ids / IDS_PER_THREAD).max(1);
+        Self { tables: at_once, each: (threads / at_once).max(1) }
+    }
+}
+
+/// Do `work` for each table of a plan, `at_once` of them at a time, on behalf of the calling thread. All are done when this returns.
+///
+/// Errors: that of the first table, in their order, whose work has one.
+pub(super) fn for_each_table(
+    tables: &mut [TablePlan],
+    at_once: usize,
+    work: impl Fn(&mut TablePlan) -> Result<()> + Sync,
+) -> Result<()> {
+    let me = LogicalThread::current();
+    let first: Mutex<Option<(usize, Error)>> = Mutex::new(None);
+    for_each_that_waits(at_once, tables.iter_mut().enumerate(), |(number, table)| {
+        if let Err(error) = me.run(|| work(table)) {
+            let mut first = lock(&first);
+            if first.as_ref().is_none_or(|(other, _)| number < *other) {
+                *first = Some((number, error));
+            }
+        }
+    });
+    let first = lock(&first).take();
+    first.map_or(Ok(()), |(_, error)| Err(error))
+}

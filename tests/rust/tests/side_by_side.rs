@@ -1,0 +1,159 @@
+//! A plan works on its tables side by side: with the results of one after the other, and beside other plans of the same tables.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use embcache::Kind;
+use embcache::cache::{DeviceTensors, Lookup, PlanMode};
+use embcache::config::{OptimizerKind, TableConfig};
+use embcache::io::MemoryEngine;
+use embcache::types::Id;
+use embcache_tests::dice::Dice;
+use embcache_tests::{Contents, Rig, config, hyperparameters, three_tiers, watched};
+
+const DIM: usize = 4;
+/// Ids of a batch for each table. They are so many that each table has a thread.
+const IDS: usize = 6000;
+const BAG: usize = 10;
+
+/// Tables with all tiers, with a device tier beside RAM, and with RAM and SSD alone.
+fn tables() -> Vec<Rig> {
+    let wanted = [
+        three_tiers(DIM, Some(1000), 700, 1 << 22),
+        TableConfig { device_rows: Some(1000), ..config(DIM, OptimizerKind::Adagrad, 4000) },
+        three_tiers(DIM, None, 1500, 1 << 22),
+    ];
+    let open = |config| Rig::open(config, Arc::new(MemoryEngine::default())).expect("a table");
+    wanted.into_iter().map(open).collect()
+}
+
+fn lookup(rigs: &[Rig]) -> Lookup {
+    let tables: Vec<_> = rigs.iter().map(|rig| rig.table.clone()).collect();
+    Lookup::new(&tables, &(0..rigs.len()).collect::<Vec<usize>>()).expect("one feature of each table")
+}
+
+/// The ids of a batch, of `most` different ones from `first` on, other ones for each table.
+fn batch(tables: usize, number: u64, first: Id, most: u64) -> Vec<Id> {
+    let mut dice = Dice(number * 1_000_000);
+    (0..tables * IDS).map(|_| first + dice.roll(most) as Id).collect()
+}
+
+/// Call `body` with the device tensors of all tables.
+fn with_tensors<'a>(
+    rigs: &[Rig],
+    mut tensors: Vec<Option<DeviceTensors<'a>>>,
+    body: &mut dyn FnMut(&mut [Option<DeviceTensors<'_>>]),
+) {
+    let Some((rig, rest)) = rigs.split_first() else { return body(&mut tensors) };
+    rig.with_tensors(|own| {
+        let mut all: Vec<Option<DeviceTensors<'_>>> = tensors.into_iter().collect();
+        all.push(own.first_mut().and_then(Option::take));
+        with_tensors(rest, all, body);
+    });
+}
+
+/// A training step of all tables, as Python makes it: rows move, and are updated, while nobody else uses rows.
+fn step(rigs: &[Rig], lookup: &Lookup, ids: &[Id], threads: usize) -> embcache::Result<()> {
+    let splits: Vec<i64> = (0..=rigs.len()).map(|table| (table * IDS) as i64).collect();
+    let plan = lookup.plan(ids, &splits, PlanMode { threads, ..PlanMode::TRAIN })?;
+    plan.exclusively(|| {
+        plan.wait()?;
+        rigs.iter().enumerate().try_for_each(|(table, rig)| rig.scatter(&plan, table))?;
+        plan.scattered()
+    })??;
+    let offsets: Vec<i64> = (0..=ids.len()).step_by(BAG).map(|offset| offset as i64).collect();
+    let mut out = vec![0.0; IDS / BAG * rigs.len() * DIM];
+    let numbers = vec![hyperparameters(); rigs.len()];
+    plan.exclusively(|| {
+        let mut done = Ok(());
+        with_tensors(rigs, Vec::new(), &mut |tensors| {
+            done = plan.forward_pooled(&offsets, None, &vec![false; rigs.len()], &mut out, tensors, 1).and_then(|()| {
+                let grad: Vec<f32> = out.iter().map(|value| value * 0.01 + 0.02).collect();
+                plan.backward_pooled(&grad, &numbers, None, tensors, 1)
+            });
+        });
+        done
+    })?
+}
+
+fn contents(rigs: &[Rig]) -> Vec<Contents> {
+    rigs.iter().map(|rig| rig.contents().expect("contents")).collect()
+}
+
+#[test]
+fn tables_side_by_side_have_the_rows_of_tables_one_after_the_other() {
+    watched(String::new, || {
+        let trained = |threads| {
+            let rigs = tables();
+            let lookup = lookup(&rigs);
+            for number in 0..10 {
+                step(&rigs, &lookup, &batch(rigs.len(), number, 0, 3000), threads).expect("a step");
+            }
+            for rig in &rigs {
+                assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
+            }
+            contents(&rigs)
+        };
+        let one_by_one = trained(1);
+        assert!(one_by_one.iter().all(|rows| rows.len() > 2000), "each table has more rows than fit its fastest tier");
+        assert!(trained(4) == one_by_one);
+    });
+}
+
+#[test]
+fn where_several_tables_fail_the_first_of_them_is_told_and_no_row_has_moved() {
+    watched(String::new, || {
+        let (rigs, oracle) = (tables(), tables());
+        let (ours, theirs) = (lookup(&rigs), lookup(&oracle));
+        // Each batch has rows of the one before, and others that come in the place of rows which leave.
+        let ids = |number: u64| batch(rigs.len(), number, number as Id * 400, 900);
+        (0..3).for_each(|number| step(&rigs, &ours, &ids(number), 4).expect("a step"));
+        let before = contents(&rigs);
+        rigs[..2].iter().for_each(|rig| rig.set_device_busy(true));
+        for _ in 0..5 {
+            let error = step(&rigs, &ours, &ids(3), 4).expect_err("rows that leave cannot be read");
+            assert_eq!(error.kind(), Kind::Storage, "{error}");
+            assert!(rigs.iter().all(|rig| rig.table.stats().expect("counters").pinned_rows == 0));
+        }
+        rigs[..2].iter().for_each(|rig| rig.set_device_busy(false));
+        assert!(contents(&rigs) == before);
+        (3..6).for_each(|number| step(&rigs, &ours, &ids(number), 4).expect("a step"));
+        (0..6).for_each(|number| step(&oracle, &theirs, &ids(number), 1).expect("a step"));
+        assert!(contents(&rigs) == contents(&oracle));
+    });
+}
+
+/// Two threads train other ids of the same tables. Each has tables of its own order, and its plans work on all tables at once.
+#[test]
+fn plans_of_several_threads_that_work_on_the_same_tables_side_by_side_all_end() {
+    watched(String::new, || {
+        let (rigs, oracle) = (tables(), tables());
+        let steps = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            for thread in 0..3_u64 {
+                let (rigs, steps) = (&rigs, &steps);
+                scope.spawn(move || {
+                    let lookup = lookup(rigs);
+                    for number in 0..8 {
+                        let ids = batch(rigs.len(), thread * 100 + number, thread as Id * 10_000, 1200);
+                        step(rigs, &lookup, &ids, 4).expect("a step");
+                        steps.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        assert_eq!(steps.into_inner(), 24);
+        let theirs = lookup(&oracle);
+        for thread in 0..3_u64 {
+            for number in 0..8 {
+                let ids = batch(rigs.len(), thread * 100 + number, thread as Id * 10_000, 1200);
+                step(&oracle, &theirs, &ids, 1).expect("a step");
+            }
+        }
+        let weights = |rigs: &[Rig]| -> Vec<Vec<(Id, Vec<u32>)>> {
+            let of = |rows: Contents| rows.into_iter().map(|(id, (_, bits))| (id, bits)).collect();
+            contents(rigs).into_iter().map(of).collect()
+        };
+        assert!(weights(&rigs) == weights(&oracle), "each id was trained by one thread, in the order of its steps");
+    });
+}
