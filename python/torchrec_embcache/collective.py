@@ -1,6 +1,11 @@
-"""What ranks do together: exchange values, and raise each other's errors. Without `torch.distributed` there is one rank."""
+"""What ranks do together: exchange values, and raise each other's errors. Without `torch.distributed` there is one rank.
 
+All of it goes from CPU to CPU. An exchange between devices would wait for what the device still computes, and so would the CPU.
+"""
+
+import atexit
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,7 +14,17 @@ import torch.distributed as dist
 
 from .exceptions import EmbCacheError, StateError
 
-__all__ = ["Group", "all_gather", "gathered", "is_distributed", "raise_on_every_rank", "rank", "together", "world_size"]
+__all__ = [
+    "Group",
+    "all_gather",
+    "cpu_group",
+    "gathered",
+    "is_distributed",
+    "raise_on_every_rank",
+    "rank",
+    "together",
+    "world_size",
+]
 
 T = TypeVar("T")
 
@@ -29,26 +44,56 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
+# Of groups that exchange no tensors of the CPU, such as those of NCCL: a gloo group of the same ranks.
+_gloo_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """A group of the same ranks that exchanges tensors of the CPU: `group` itself where it does so, else a gloo group.
+
+    The gloo group is made at the first call for `group`. All of its ranks make that call at the same time.
+    """
+    asked = group if group is not None else dist.group.WORLD
+    if asked is None or _takes_cpu_tensors(asked):
+        return group
+    if asked not in _gloo_groups:
+        made = dist.new_group(dist.get_process_group_ranks(asked), backend="gloo", use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup), "this rank is one of the group's"
+        _gloo_groups[asked] = made
+    return _gloo_groups[asked]
+
+
+def _takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    return any(device.type == "cpu" for device in group._device_types)  # noqa: SLF001 - torch says it nowhere else
+
+
+def _end_groups() -> None:
+    """Let go of the gloo groups where the default group was destroyed, as the group that saves use; see `beside`."""
+    if not is_distributed():
+        _gloo_groups.clear()
+
+
+atexit.register(_end_groups)
+
+
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The value of each rank, in the order of the ranks. Collective; values are pickled."""
     if not is_distributed():
         return [value]
     values: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
+    dist.all_gather_object(values, value, cpu_group(group))
     return values
 
 
-def raise_on_every_rank(
-    error: Exception | None, group: dist.ProcessGroup | None = None, device: torch.device | None = None
-) -> None:
+def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise on every rank if any rank has an error. Collective.
 
-    A rank raises its own error if it has one, else that of the first rank that has. One flag, a tensor on `device`, is reduced;
-    errors travel only where it is set.
+    A rank raises its own error if it has one, else that of the first rank that has. One flag is reduced; errors travel only where
+    it is set.
     """
     if is_distributed() and dist.get_world_size(group) > 1:
-        flag = torch.tensor([error is not None], dtype=torch.int32, device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+        flag = torch.tensor([error is not None], dtype=torch.int32, device="cpu")
+        dist.all_reduce(flag, dist.ReduceOp.MAX, cpu_group(group))
         if not flag.item():
             return
         errors = all_gather(_portable(error), group)
@@ -69,15 +114,13 @@ def together(work: Callable[[], T]) -> T:
     return result[0]
 
 
-def gathered(
-    work: Callable[[], T], group: dist.ProcessGroup | None = None, device: torch.device | None = None
-) -> list[T]:
+def gathered(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """What `work()` returns on each rank of `group`, in their order. An error on any rank is raised on all. Collective.
 
-    Values are pickled. `device` is where tensors of the group's collectives lie.
+    Values are pickled.
     """
     result, error = _tried(work)
-    raise_on_every_rank(error, group, device)
+    raise_on_every_rank(error, group)
     return all_gather(result[0], group)
 
 

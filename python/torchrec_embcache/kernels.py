@@ -139,7 +139,7 @@ class KernelBackend(ABC):
     ) -> None:
         """Have the commit update the rows that refused ids share, by the sums of all ranks. Nothing is updated before."""
         if self.sharing:
-            plan.train_shared(shared.of_all_ranks(sums()).cpu().numpy(), hyperparameters)
+            plan.train_shared(shared.of_all_ranks(sums()).numpy(), hyperparameters)
 
 
 class CoreBackend(KernelBackend):

@@ -95,7 +95,7 @@ class LookupGroup:
 
     def shared_sums(self) -> SharedSums:
         """What one backward sums for the rows that refused ids share."""
-        return SharedSums(self._add_up, self._sums, self.device)
+        return SharedSums(self._add_up, self._sums)
 
     # ---- lookahead
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import _native
 from .buckets import BucketHash, buckets_of
-from .collective import all_gather, together
+from .collective import all_gather, cpu_group, together
 from .exceptions import InputError, StateError
 from .optimizers import OptimizerSpec
 from .rows import Ids, RowMetadata, Values, row_ids, row_vectors
@@ -106,7 +106,7 @@ def import_on_owners(
         raise InputError(
             f"table {name!r}: some ranks give slots or metadata and others do not: give the same parts everywhere"
         )
-    arrived = _exchange(rows, owners, torch.device("cpu") if shard is None else shard.device)
+    arrived = _exchange(rows, owners)
 
     def check_twice() -> None:
         distinct, counts = np.unique(arrived.ids, return_counts=True)
@@ -150,7 +150,7 @@ def _owners(name: str, ids: NDArray[np.int64], holdings: list[_Holding | None]) 
     return owners
 
 
-def _exchange(rows: _Rows, owners: NDArray[np.int64], device: torch.device) -> _Rows:
+def _exchange(rows: _Rows, owners: NDArray[np.int64]) -> _Rows:
     """The rows that all ranks give to this one, in the order of the ranks. Collective."""
     order = np.argsort(owners, kind="stable")
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -158,19 +158,20 @@ def _exchange(rows: _Rows, owners: NDArray[np.int64], device: torch.device) -> _
         return rows
     sent = np.bincount(owners, minlength=world)
     received = [int(counts[dist.get_rank()]) for counts in all_gather(sent)]
-    columns = [_send(column[order], sent.tolist(), received, device) for column in rows.columns()]
+    columns = [_send(column[order], sent.tolist(), received) for column in rows.columns()]
     ids, vectors, *others = columns
     scalars = others.pop(0) if rows.scalars is not None else None
     return _Rows(ids, vectors, scalars, _native.RowMetadata(*others) if rows.metadata is not None else None)
 
 
-def _send(column: NDArray[Any], sent: list[int], received: list[int], device: torch.device) -> NDArray[Any]:
+def _send(column: NDArray[Any], sent: list[int], received: list[int]) -> NDArray[Any]:
     """Send one column's rows to their owners. Returns the rows that arrive here, [m] or [m, width], of the column's type.
 
     They travel as bytes, which every backend of torch.distributed can send.
     """
     width = column.dtype.itemsize * (column.shape[1] if column.ndim == 2 else 1)
-    own = torch.from_numpy(np.ascontiguousarray(column).reshape(-1).view(np.uint8)).to(device)
-    arrived = torch.empty(sum(received) * width, dtype=torch.uint8, device=device)
-    dist.all_to_all_single(arrived, own, [rows * width for rows in received], [rows * width for rows in sent])
-    return arrived.cpu().numpy().view(column.dtype).reshape(-1, *column.shape[1:])
+    own = torch.from_numpy(np.ascontiguousarray(column).reshape(-1).view(np.uint8))
+    arrived = torch.empty(sum(received) * width, dtype=torch.uint8, device="cpu")
+    to, by = [rows * width for rows in sent], [rows * width for rows in received]
+    dist.all_to_all_single(arrived, own, by, to, group=cpu_group())
+    return arrived.numpy().view(column.dtype).reshape(-1, *column.shape[1:])

@@ -33,15 +33,18 @@ class OtherRankFailedError(StateError):
 class SharedSums:
     """The sums of one backward, until those of all ranks are added up. Every rank comes here once, also where it has failed."""
 
-    def __init__(self, add_up: Callable[[Tensor], None] | None, size: int, device: torch.device) -> None:
-        """`add_up` adds up a tensor of all ranks in place; None for one rank. `size`: how many integers the sums are."""
-        self._add_up, self._size, self._device = add_up, size, device
+    def __init__(self, add_up: Callable[[Tensor], None] | None, size: int) -> None:
+        """`add_up` adds up a CPU tensor of all ranks in place; None for one rank. `size`: how many integers the sums are."""
+        self._add_up, self._size = add_up, size
 
     def of_all_ranks(self, sums: Tensor) -> Tensor:
-        """The sums, int64 [size], of all ranks. `OtherRankFailedError` where one has failed before it came here. Collective."""
+        """The sums, int64 [size], of all ranks, on the CPU. Collective.
+
+        Raises `OtherRankFailedError` where a rank has failed before it came here.
+        """
         if self._add_up is None:
-            return sums
-        both = torch.cat([sums.to(self._device), torch.zeros(1, dtype=torch.int64, device=self._device)])
+            return sums.cpu()
+        both = torch.cat([sums.cpu(), torch.zeros(1, dtype=torch.int64, device="cpu")])
         self._come(both)
         if both[-1].item():
             raise OtherRankFailedError("another rank has failed in this backward, and nothing is updated")
@@ -50,7 +53,7 @@ class SharedSums:
     def fail(self) -> None:
         """Tell the other ranks that this one has failed, unless it came here before. Collective."""
         if self._add_up is not None:
-            failed = torch.zeros(self._size + 1, dtype=torch.int64, device=self._device)
+            failed = torch.zeros(self._size + 1, dtype=torch.int64, device="cpu")
             failed[-1] = 1
             with contextlib.suppress(Exception):  # the error that this is about is raised
                 self._come(failed)

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.cache import CacheTable, internals
-from torchrec_embcache.collective import all_gather, gathered, raise_on_every_rank
+from torchrec_embcache.collective import all_gather, cpu_group, gathered, raise_on_every_rank
 from torchrec_embcache.exceptions import ConfigError, MismatchError, StateError
 from torchrec_embcache.gradients import raise_at_end_of_backward
 from torchrec_embcache.lifecycle import Lifecycle
@@ -38,11 +38,11 @@ class AgreesWithRanks:
 
     def _agree(self, error: Exception | None) -> None:
         """Raise the error of any rank on all of them. Every rank comes here at the same point of a step."""
-        raise_on_every_rank(error, self._env.process_group, self._cache.device)
+        raise_on_every_rank(error, self._env.process_group)
 
     def _add_up(self, values: Tensor) -> None:
-        """Add up the integers of all ranks, in place, so that the order does not matter. Collective."""
-        dist.all_reduce(values, dist.ReduceOp.SUM, self._env.process_group)
+        """Add up the integers of all ranks, in place, so that the order does not matter. `values` is on the CPU. Collective."""
+        dist.all_reduce(values, dist.ReduceOp.SUM, cpu_group(self._env.process_group))
 
     def _after_backward(self, tables: Sequence[TableShard]) -> Callable[[Exception | None], None]:
         """What the backward of a lookup over this rank's `tables` calls at its end."""
@@ -67,7 +67,7 @@ class AgreesWithRanks:
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """What `work()` gives on each rank. An error on one of them is raised on all. Collective."""
-        return gathered(work, self._env.process_group, self._cache.device)
+        return gathered(work, self._env.process_group)
 
     def _agree_on_buckets(self) -> None:
         """Open the tables, and check that all ranks say the same of how ids fall into buckets. Collective.

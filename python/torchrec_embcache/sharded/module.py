@@ -116,7 +116,7 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         except Exception as caught:
             error = caught
         try:
-            raise_on_every_rank(error, env.process_group, on)
+            raise_on_every_rank(error, env.process_group)
         except BaseException as raised:
             if error is None:  # another rank has no tables
                 state["_cache"].close_unflushed(raised)

@@ -45,7 +45,7 @@ impl Plan {
         let turn = self.turns.take();
         let mut state = turn.state();
         if self.threads.tables > 1 {
-            return for_each_table(&mut state.tables, self.threads.tables, |table| {
+            return for_each_table(state.tables.iter_mut(), self.threads.tables, |table| {
                 let mut batch = FetchBatch::default();
                 let started = table.start(self.mode, &mut batch);
                 batch.submit();
@@ -71,7 +71,7 @@ impl Plan {
             return Ok(());
         }
         let place = |table: &mut TablePlan| table.place(self.mode, &turn);
-        if let Err(error) = for_each_table(&mut state.tables, self.threads.tables, place) {
+        if let Err(error) = for_each_table(state.tables.iter_mut(), self.threads.tables, place) {
             state.release();
             return Err(error);
         }
@@ -93,7 +93,7 @@ impl Plan {
             _ => return Err(Error::new(Kind::State, "scattered comes after Plan.wait, before the forward")),
         }
         // All that can fail is behind. Each table by itself is right before and after.
-        let moved = for_each_table(&mut state.tables, self.threads.tables, |table| table.promote(&turn));
+        let moved = for_each_table(state.tables.iter_mut(), self.threads.tables, |table| table.promote(&turn));
         if moved.is_err() {
             state.release();
         } else {

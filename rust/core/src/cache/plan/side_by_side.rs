@@ -1,7 +1,6 @@
 //! Work on the tables of a plan, side by side. Each table has locks of its own, so that a plan of many tables takes little longer than
 //! that of one where there are threads.
 
-use super::state::TablePlan;
 use crate::cache::residency::PlanMode;
 use crate::error::{Error, Result};
 use crate::kernels::threads::for_each_that_waits;
@@ -33,14 +32,14 @@ impl Threads {
 /// Do `work` for each table of a plan, `at_once` of them at a time, on behalf of the calling thread. All are done when this returns.
 ///
 /// Errors: that of the first table, in their order, whose work has one.
-pub(super) fn for_each_table(
-    tables: &mut [TablePlan],
+pub(super) fn for_each_table<T: Send>(
+    tables: impl Iterator<Item = T>,
     at_once: usize,
-    work: impl Fn(&mut TablePlan) -> Result<()> + Sync,
+    work: impl Fn(T) -> Result<()> + Sync,
 ) -> Result<()> {
     let me = LogicalThread::current();
     let first: Mutex<Option<(usize, Error)>> = Mutex::new(None);
-    for_each_that_waits(at_once, tables.iter_mut().enumerate(), |(number, table)| {
+    for_each_that_waits(at_once, tables.enumerate(), |(number, table)| {
         if let Err(error) = me.run(|| work(table)) {
             let mut first = lock(&first);
             if first.as_ref().is_none_or(|(other, _)| number < *other) {

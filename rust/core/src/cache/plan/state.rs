@@ -56,7 +56,7 @@ impl PlanState {
     /// Commit a step whose rows were updated outside of the core. The rows of all tables are updated by now: where one table was closed
     /// meanwhile, and so has no rows any more, the others make the step, and the error says so.
     pub(super) fn commit(&mut self, turn: &Turn<'_, Self>, at_once: usize) -> Result<()> {
-        let ended = for_each_table(&mut self.tables, at_once, |table| table.end_step(turn));
+        let ended = for_each_table(self.tables.iter_mut(), at_once, |table| table.end_step(turn));
         self.stage = Stage::Trained;
         ended
     }
