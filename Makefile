@@ -33,7 +33,7 @@ NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core ru
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row; a report in target/demo"
 	@echo "make test         the tests of the core and of the package"
-	@echo "make test-cuda    the tests of the kernels on a GPU, held against the core's on the CPU; make bench-cuda measures them"
+	@echo "make test-cuda    the tests of the kernels and of pipelines on a GPU, held against the core's on the CPU; make bench-cuda measures them"
 	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
 	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test"
 	@echo "make lint         format, lints, types, stubs, import directions"
@@ -72,7 +72,7 @@ test: test-rust test-loom test-python
 HAS_CUDA = $(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device is here, so nothing was done: torch.cuda.is_available() is False")'
 test-cuda: $(NATIVE)
 	@$(HAS_CUDA)
-	@EMBCACHE_TEST_CUDA=1 $(PY) -m pytest -q tests/python/test_triton_kernels.py
+	@EMBCACHE_TEST_CUDA=1 $(PY) -m pytest -q tests/python/test_triton_kernels.py tests/python/test_device_pipelines.py
 
 bench-cuda: $(NATIVE)
 	@$(HAS_CUDA)

@@ -187,8 +187,10 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
             self.wait_sparse_data_dist(context)
         for module in self._pipelined_modules:
             name = module.forward.name
-            data = context.input_dist_tensors_requests.pop(name).wait()
-            beside = {"beside": True} if isinstance(module, ShardedCacheModule) else {}
-            module.prefetch(data, ctx=context.module_contexts[name], **beside)
+            # On this stream, because the stream of the forwards still computes the batches before.
+            with self._stream_context(self._data_dist_stream):
+                data = context.input_dist_tensors_requests.pop(name).wait()
+                beside = {"beside": True} if isinstance(module, ShardedCacheModule) else {}
+                module.prefetch(data, ctx=context.module_contexts[name], **beside)
             context.input_dist_tensors_requests[name] = NoWait(data)
         self._planned += 1

@@ -3,7 +3,6 @@
 import gc
 import inspect
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from torchrec_models import (
     Settings,
     batches,
     dense_optimizer,
+    drain,
     pinned_rows,
     rows_of,
     sharded,
@@ -34,15 +34,6 @@ STEPS = 12
 
 def made(settings: Settings | None = None) -> Any:
     return sharded(Model(settings or Settings()), MIXED, FUSED)
-
-
-def drain(pipeline: Any, steps: Iterator[Batch]) -> torch.Tensor:
-    losses = []
-    while True:
-        try:
-            losses.append(pipeline.progress(steps)[0])
-        except StopIteration:
-            return torch.stack(losses)
 
 
 def _pipelines(rank: int, world: int, kind: str, lookahead: int, settings: Settings | None = None) -> Any:

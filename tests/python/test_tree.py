@@ -67,7 +67,7 @@ _SHARD = _BASE | {
     "table_shard",
 }
 _TABLE = _SHARD | {"sweeping", "table_copy", "table_warnings", "cache"}
-_CACHE = _TABLE | {"bags", "lookahead", "lookup", "whole_model", "state_dicts"}
+_CACHE = _TABLE | {"bags", "host_copies", "lookahead", "lookup", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "sessions"}
 PYTHON_IMPORTS: dict[str, set[str]] = {
@@ -75,6 +75,7 @@ PYTHON_IMPORTS: dict[str, set[str]] = {
     **{name: {"exceptions"} for name in ("collective", "gradients", "hyperparameters", "metrics")},
     **{name: {"exceptions"} for name in ("shared_rows", "under_way")},
     "device_tier": {"exceptions", "stream_order"},
+    "host_copies": {"stream_order"},
     "exceptions": set(),
     "closing": set(),
     "buckets": set(),

@@ -174,6 +174,16 @@ def train(model: nn.Module, steps: Iterator[Batch]) -> Tensor:
     return torch.stack(losses)
 
 
+def drain(pipeline: Any, steps: Iterator[Batch]) -> Tensor:
+    """Train by a pipeline on all batches. Returns the loss of each step."""
+    losses = []
+    while True:
+        try:
+            losses.append(pipeline.progress(steps)[0])
+        except StopIteration:
+            return torch.stack(losses)
+
+
 Rows = dict[tuple[str, str, int], list[float]]
 
 

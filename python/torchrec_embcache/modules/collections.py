@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
+from torchrec_embcache.host_copies import host_copies
 from torchrec_embcache.tracing import as_one_call
 
 from .collection import CacheCollection, Trainer, matching, stand_ins
@@ -180,9 +181,10 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
         if traced is not None:
             return traced
         features, lookup, train = self._start(features, weighted=self._is_weighted)
+        ids, offsets = (copy.numpy() for copy in host_copies([features.values(), features.offsets()]))
         values = lookup.pooled(
-            features.values().cpu().numpy(),
-            features.offsets().cpu().numpy().astype(np.int64),
+            ids,
+            offsets.astype(np.int64),
             self._mean,
             features.weights() if self._is_weighted else None,
             train=train,

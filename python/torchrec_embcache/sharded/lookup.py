@@ -16,6 +16,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.host_copies import host_copies
 from torchrec_embcache.lookup import IdBatch, LookupGroup, PlannedBatch
 from torchrec_embcache.modules.optimizer import TableOptimizer
 from torchrec_embcache.modules.tables import ModuleTables, zero_row_parameter
@@ -29,23 +30,41 @@ I64 = NDArray[np.int64]
 Clicks = Literal["alone", "with mean weights"]
 
 
+class HostFeatures:
+    """What the CPU reads of one batch of one lookup."""
+
+    def __init__(self, features: KeyedJaggedTensor, clicks: Clicks | None, arrived_on: Any) -> None:
+        """`arrived_on` is the stream on which the batch arrived; see `host_copies`."""
+        self.features = features
+        self.bags: int = features.stride()
+        self.weights: torch.Tensor | None = features.weights_or_none()
+        # Nothing is computed before it is copied, because it would be computed on another stream.
+        counted = [features.weights()] if clicks is not None else []
+        ids, lengths, *counted = host_copies([features.values(), features.lengths(), *counted], arrived_on)
+        if clicks is not None:
+            self.weights = None
+        if clicks == "with mean weights":
+            counted = [clicks_and_weights(both)[0] for both in counted]
+            self.weights = clicks_and_weights(features.weights())[1]
+        self.offsets: I64 = np.zeros(lengths.numel() + 1, np.int64)
+        np.cumsum(lengths.numpy().reshape(-1), out=self.offsets[1:])
+        count = len(features.keys())
+        splits = np.ascontiguousarray(self.offsets[:: self.bags]) if self.bags else np.zeros(count + 1, np.int64)
+        clicked = counted[0].numpy().astype(np.uint32) if counted else None
+        self.ids = IdBatch(ids.numpy(), splits, clicked)
+
+
 class PlannedFeatures:
     """One batch of one lookup: its ids, and its plan where this rank has tables."""
 
-    def __init__(self, features: KeyedJaggedTensor, train: bool, clicks: Clicks | None) -> None:
+    def __init__(self, features: HostFeatures, train: bool) -> None:
         self.train = train
-        self.offsets: I64 = features.offsets().cpu().numpy().astype(np.int64)
-        self.bags: int = features.stride()
-        count = len(features.keys())
-        splits = np.ascontiguousarray(self.offsets[:: self.bags]) if self.bags else np.zeros(count + 1, np.int64)
-        self.weights: torch.Tensor | None = features.weights_or_none()
-        counted = None
-        if clicks is not None:
-            both, self.weights = features.weights(), None
-            if clicks == "with mean weights":
-                both, self.weights = clicks_and_weights(both)
-            counted = both.cpu().numpy().astype(np.uint32)
-        self.ids = IdBatch(features.values().cpu().numpy(), splits, counted)
+        self.offsets, self.bags, self.weights, self.ids = (
+            features.offsets,
+            features.bags,
+            features.weights,
+            features.ids,
+        )
         self.batch: PlannedBatch | None = None
 
     def wait(self) -> None:
@@ -98,6 +117,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         self._anchor = torch.zeros(0, device=tables.device, requires_grad=True)
         self._after_backward = after_backward
         self._next: PlannedFeatures | None = None
+        self._announced: list[HostFeatures] = []
 
     @property
     def fused_optimizer(self) -> TableOptimizer:
@@ -119,20 +139,28 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         """Do nothing. TorchRec calls this before a state_dict is loaded."""
 
     def announce(
-        self, features: KeyedJaggedTensor, *, train: bool, beside: bool, failed: Callable[[Exception], None]
+        self,
+        features: KeyedJaggedTensor,
+        *,
+        train: bool,
+        beside: bool,
+        failed: Callable[[Exception], None],
+        arrived_on: Any = None,
     ) -> None:
         """Begin to fetch the rows of a batch that a later forward looks up. Call it in the order of the forwards.
 
         `failed` is called with an error. With `beside` a thread plans the batch; call `settle` before anyone uses the tables.
+        `arrived_on` is the stream on which the batch arrived; see `host_copies`.
         """
         if self._group is None:
             return
         try:
-            ids = PlannedFeatures(features, train, self._clicks).ids
+            there = HostFeatures(features, self._clicks, arrived_on)
+            self._announced.append(there)
             if beside:
-                self._group.prefetch_beside(ids, train=train, failed=failed)
+                self._group.prefetch_beside(there.ids, train=train, failed=failed)
             else:
-                self._group.prefetch(ids, train=train)
+                self._group.prefetch(there.ids, train=train)
         except Exception as error:
             failed(error)
 
@@ -143,15 +171,25 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
 
     def forget_announced(self) -> None:
         """Unpin the rows of all batches that were announced."""
+        self._announced.clear()
         if self._group is not None:
             self._group.drop_prefetched()
 
-    def plan(self, features: KeyedJaggedTensor, *, train: bool) -> PlannedFeatures:
-        """Plan the batch of the next forward."""
-        planned = PlannedFeatures(features, train, self._clicks)
+    def plan(self, features: KeyedJaggedTensor, *, train: bool, arrived_on: Any = None) -> PlannedFeatures:
+        """Plan the batch of the next forward. `arrived_on` is the stream on which it arrived; see `host_copies`."""
+        planned = PlannedFeatures(self._on_host(features, arrived_on), train)
         if self._group is not None:
             planned.batch = self._group.plan(planned.ids, train=train)
         return planned
+
+    def _on_host(self, features: KeyedJaggedTensor, arrived_on: Any) -> HostFeatures:
+        """What the CPU reads of a batch. It was copied already where the batch was announced."""
+        place = next((place for place, there in enumerate(self._announced) if there.features is features), None)
+        if place is None:
+            return HostFeatures(features, self._clicks, arrived_on)
+        found = self._announced[place]
+        del self._announced[: place + 1]  # no forward comes for those before it
+        return found
 
     def use(self, planned: PlannedFeatures) -> None:
         """Make this the batch of the next forward."""

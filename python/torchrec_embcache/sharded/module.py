@@ -327,7 +327,17 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             ctx.error = error
             return
         for lookup, features in zip(self._lookups, dist_input, strict=True):
-            lookup.announce(features, train=train, beside=beside, failed=self._say_not_ahead)
+            lookup.announce(
+                features, train=train, beside=beside, failed=self._say_not_ahead, arrived_on=self._arrived_on()
+            )
+
+    def _arrived_on(self) -> Any:
+        """The stream on which a pipeline of TorchRec's brings batches; None without a pipeline, and on devices without streams.
+
+        A pipeline puts an object in the place of `forward` that has the stream. The stream of the forward itself waits for the
+        step before, whose rows the CPU would then wait for.
+        """
+        return getattr(getattr(self, "forward", None), "_stream", None)
 
     def _say_not_ahead(self, error: Exception) -> None:
         # The forward of the batch plans it again, and raises on every rank what is still wrong then.
@@ -365,7 +375,7 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
                 if error is None:
                     train = self._trains()
                     for lookup, features in zip(self._lookups, dist_input, strict=True):
-                        planned.append(lookup.plan(features, train=train))
+                        planned.append(lookup.plan(features, train=train, arrived_on=self._arrived_on()))
                     for batch in planned:
                         batch.wait()
             except Exception as caught:

@@ -1,0 +1,36 @@
+"""Copies of a batch's tensors in RAM, where ids are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .stream_order import current_stream, on_stream
+
+__all__ = ["host_copies"]
+
+
+def host_copies(tensors: Sequence[Tensor], arrived_on: Any = None) -> list[Tensor]:
+    """The tensors on the CPU. Those that are there already are not copied.
+
+    `arrived_on` is the stream of the device on which the tensors arrived; None: the caller's. They are copied on that stream, so
+    that the CPU waits for what was queued there until now, and for nothing that other streams compute. All of them are on one
+    device.
+    """
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.detach() for tensor in tensors]
+    device = tensors[0].device
+    with on_stream(arrived_on, device), torch.no_grad():
+        copies = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
+            for tensor in tensors
+        ]
+        stream = current_stream(device)
+        if stream is not None:
+            stream.record_event().synchronize()
+    return copies
