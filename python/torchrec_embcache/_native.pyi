@@ -457,7 +457,7 @@ class FetchedRows:
     """The M rows that a plan fetched for the device tier of a table."""
 
     slots: I64  # [M], where each is to be scattered to
-    vectors: F32  # [M, V]
+    vectors: F32 | None  # [M, V]; None: they are the first rows of what was lent for them
     scalars: F32  # [M]
 
 @final
@@ -499,12 +499,15 @@ class Plan:
     `release` can be called at any time.
     """
 
-    def wait(self) -> None: ...  # until every row is in a slot of the tier that kernels run on (with a device tier: in `fetched`)
+    # Until every row is in a slot of the tier that kernels run on (with a device tier: in `fetched`). `lent` may have, for each table, memory
+    # [most_arriving, V] for rows on their way to its device tier; `fetched` gets the same.
+    def wait(self, lent: Sequence[F32 | None] | None = None) -> None: ...
+    def most_arriving(self) -> list[int]: ...  # for each table: how many rows go to its device tier at most
     def complete_ahead(self) -> bool: ...  # whether an `ahead` plan fetched everything, or the budget ended it early
     def overflow_rows(self) -> list[int]: ...  # for each table: how many rows did not fit the tier that kernels run on
     # Of a table of the lookup with a device tier, by its number:
     def required_slots(self, table: int) -> int: ...  # the device tensors must have at least so many slots; those from device_rows on are overflow
-    def fetched(self, table: int) -> FetchedRows: ...  # to be scattered before the forward
+    def fetched(self, table: int, lent: F32 | None = None) -> FetchedRows: ...  # to be scattered before the forward
     def scattered(self) -> None: ...  # says that what `fetched` gave is in the tensors of all tables; a plan released before leaves rows where they were
     def slots(self, feature: int) -> I64: ...  # [N_f], the cache slot of each occurrence of the feature; -1 for one that reads `absent_row`
     def absent_row(self, table: int) -> F32 | None: ...  # [D], what ids read that have no row and get none; None: zeros

@@ -5,7 +5,7 @@ Shapes: n rows, D a table's width, V = D * (1 + vector slots), S cache slots of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,9 +19,9 @@ from .exceptions import DeviceMemoryError, EmbCacheError
 from .stream_order import StreamOrder, current_stream, on_stream, side_streams
 
 if TYPE_CHECKING:
-    from ._native import DeviceArrays, FetchedRows, GatheredRows
+    from ._native import DeviceArrays, FetchedRows, GatheredRows, Plan
 
-__all__ = ["DeviceTier", "RowMoves", "TorchMoves", "is_out_of_memory", "memory_of", "memory_that"]
+__all__ = ["DeviceTier", "RowMoves", "TorchMoves", "bring_rows", "is_out_of_memory", "memory_of", "memory_that"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -181,18 +181,36 @@ class DeviceTier:
                 ) from error
             raise
 
-    def scatter(self, fetched: FetchedRows) -> None:
-        """Put the rows that a plan fetched into their cache slots.
+    def staging(self, rows: int) -> Tensor | None:
+        """Memory [rows, V] for the vectors of rows on their way here; None for no rows. The core writes them there.
+
+        The device copies from it by itself, where it can. Raises torch's error where there is no memory.
+        """
+        if rows == 0:
+            return None
+        floats = self.dim * (1 + len(self.vector_slots))
+        pin = self.device.type == "cuda"
+        return torch.empty(rows, floats, dtype=torch.float32, device="cpu", pin_memory=pin)
+
+    def scatter(self, fetched: FetchedRows, staging: Tensor | None) -> None:
+        """Put the rows that a plan fetched, with this memory for their vectors, into their cache slots.
 
         They come to the device on a stream of their own. It waits for those who used these slots, and who reads rows waits for it.
         """
-        if len(fetched.slots) == 0:
+        count = len(fetched.slots)
+        if count == 0:
             return
         side = side_streams(self.device)
         up = side.up if side is not None else None
         with on_stream(up, self.device), self._order.writing(up, fetched.slots):
             self.keep_for_stream()
-            vectors, scalars = (self._to_device(torch.from_numpy(part)) for part in (fetched.vectors, fetched.scalars))
+            if fetched.vectors is not None:
+                vectors = self._to_device(torch.from_numpy(fetched.vectors))
+            else:
+                assert staging is not None, "the core says None only for rows that are there"
+                # Torch notes that the device copies from this memory, and gives it to nobody else before that is done.
+                vectors = staging[:count].to(self.device, non_blocking=True)
+            scalars = self._to_device(torch.from_numpy(fetched.scalars))
             self._moves.scatter(self, torch.from_numpy(fetched.slots), vectors, scalars)
 
     def _to_host(self, part: Tensor) -> Tensor:
@@ -214,6 +232,19 @@ class DeviceTier:
         """The tensors as numpy arrays of the same memory, for the core's kernels on the CPU."""
         scalars = self.scalars.numpy() if self.scalars is not None else None
         return _native.DeviceArrays(self.weights.numpy(), [slot.numpy() for slot in self.vector_slots], scalars)
+
+
+def bring_rows(plan: Plan, tiers: Sequence[DeviceTier | None]) -> None:
+    """Bring the rows of a plan into their slots; call this within `Plan.exclusively`. `tiers` has one for each table, or None."""
+    most = plan.most_arriving()
+    staging = [tier.staging(rows) if tier is not None else None for tier, rows in zip(tiers, most, strict=True)]
+    lent = [memory.numpy() if memory is not None else None for memory in staging]
+    plan.wait(lent)
+    for table, (tier, memory) in enumerate(zip(tiers, staging, strict=True)):
+        if tier is not None:
+            tier.ensure(plan.required_slots(table))
+            tier.scatter(plan.fetched(table, lent[table]), memory)
+    plan.scattered()
 
 
 def _grown(tensor: Tensor, more: int) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from . import _native, lifetime
 from .backends import make_backend
 from .bags import check_offsets
-from .device_tier import memory_of
+from .device_tier import bring_rows, memory_of
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads
@@ -257,18 +257,10 @@ class LookupGroup:
         _, backend = self._open()
         tiers = [table.tier for table in self.tables]
 
-        def bring() -> None:
-            plan.wait()
-            for index, tier in enumerate(tiers):
-                if tier is not None:
-                    tier.ensure(plan.required_slots(index))
-                    tier.scatter(plan.fetched(index))
-            plan.scattered()
-
         if any(tier is not None for tier in tiers):
             # Exclusively: whoever copies rows must not read a slot before its row is there. An error leaves each row where it was.
             with memory_of(self.names(), self.device):
-                plan.exclusively(bring)
+                plan.exclusively(lambda: bring_rows(plan, tiers))
         else:
             plan.wait()
         for index, rows in enumerate(plan.overflow_rows()):

@@ -70,9 +70,17 @@ fn hyperparameters(rows: &PyReadonlyArray2<'_, f64>) -> PyResult<Vec<Hyperparame
 #[pymethods]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
 impl PyPlan {
-    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+    #[pyo3(signature = (lent = None))]
+    fn wait(&self, py: Python<'_>, lent: Option<Vec<Option<PyReadwriteArray2<'_, f32>>>>) -> PyResult<()> {
         let plan = self.plan()?;
-        py.detach(|| plan.wait()).map_err(to_python)
+        let mut lent = lent.unwrap_or_default();
+        let rows = lent.iter_mut().map(|rows| rows.as_mut().map(|rows| slice2_mut("lent", rows)).transpose());
+        let mut rows = rows.collect::<PyResult<Vec<_>>>()?;
+        py.detach(|| plan.wait_into(&mut rows)).map_err(to_python)
+    }
+    fn most_arriving(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        let plan = self.plan()?;
+        py.detach(|| plan.most_arriving()).map_err(to_python)
     }
     fn complete_ahead(&self, py: Python<'_>) -> PyResult<bool> {
         let plan = self.plan()?;
@@ -92,15 +100,22 @@ impl PyPlan {
         py.detach(|| plan.required_slots(table)).map_err(to_python)
     }
 
-    fn fetched(&self, py: Python<'_>, table: usize) -> PyResult<PyFetchedRows> {
+    #[pyo3(signature = (table, lent = None))]
+    fn fetched(
+        &self,
+        py: Python<'_>,
+        table: usize,
+        mut lent: Option<PyReadwriteArray2<'_, f32>>,
+    ) -> PyResult<PyFetchedRows> {
         let plan = self.plan()?;
+        let lent = lent.as_mut().map(|lent| slice2_mut("lent", lent)).transpose()?.unwrap_or_default();
         let (fetched, floats) =
-            py.detach(|| Ok((plan.fetched(table)?, plan.vector_floats(table)?))).map_err(to_python)?;
-        let (slots, vectors, scalars) = fetched;
+            py.detach(|| Ok((plan.fetched_into(table, lent)?, plan.vector_floats(table)?))).map_err(to_python)?;
+        let vectors = fetched.vectors.map(|vectors| matrix(py, vectors, floats)).transpose()?;
         Ok(PyFetchedRows {
-            slots: slots_to_python(py, &slots).unbind(),
-            vectors: matrix(py, vectors, floats)?.unbind(),
-            scalars: scalars.into_pyarray(py).unbind(),
+            slots: slots_to_python(py, &fetched.slots).unbind(),
+            vectors: vectors.map(Bound::unbind),
+            scalars: fetched.scalars.into_pyarray(py).unbind(),
         })
     }
 

@@ -140,7 +140,7 @@ impl PyFoundRows {
 #[pyclass(frozen, get_all, name = "FetchedRows", module = "torchrec_embcache._native")]
 pub(crate) struct PyFetchedRows {
     pub(crate) slots: Py<PyArray1<i64>>,
-    pub(crate) vectors: Py<PyArray2<f32>>,
+    pub(crate) vectors: Option<Py<PyArray2<f32>>>,
     pub(crate) scalars: Py<PyArray1<f32>>,
 }
 

@@ -270,6 +270,26 @@ impl Rig {
         Ok(())
     }
 
+    /// As [`Rig::place`], with this memory `[n, V]` for the rows that go to the device. Returns how many were in it, or `None` where they were
+    /// elsewhere.
+    ///
+    /// # Panics
+    /// Panics where there is no device tier.
+    pub fn place_from(&self, plan: &Plan, lent: &mut [f32]) -> embcache::Result<Option<usize>> {
+        let device = self.device.as_ref().expect("a device tier");
+        plan.wait_into(&mut [Some(&mut *lent)])?;
+        device.resize(plan.required_slots(0)? as usize);
+        let rows = plan.fetched_into(0, lent)?;
+        let floats = self.table.config().layout().vector_floats();
+        let vectors = match &rows.vectors {
+            Some(vectors) => vectors,
+            None => &lent[..rows.slots.len() * floats],
+        };
+        device.scatter(&rows.slots, vectors, &rows.scalars);
+        plan.scattered()?;
+        Ok(rows.vectors.is_none().then_some(rows.slots.len()))
+    }
+
     /// Do `amid` while rows are read from the device, after `reads` more reads. Its error ends that read.
     ///
     /// # Panics

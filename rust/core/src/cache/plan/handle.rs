@@ -6,7 +6,7 @@ use super::shape::Shape;
 use super::side_by_side::{Threads, for_each_table};
 use super::state::{PlanState, Stage, TablePlan};
 use crate::cache::locks::{RowsHeld, TableInner, Turn, Turns};
-use crate::cache::residency::{Fetched, PlanMode};
+use crate::cache::residency::{FetchedRows, PlanMode};
 use crate::error::{Error, Kind, Result};
 use crate::ssd::FetchBatch;
 use crate::sync::MutexGuard;
@@ -65,13 +65,20 @@ impl Plan {
     ///
     /// Errors: `Storage` and `Corruption` of reads, `Capacity`, `ReadOnly`. The plan is released then, and no row of it has moved.
     pub fn wait(&self) -> Result<()> {
+        self.wait_into(&mut [])
+    }
+
+    /// As [`Plan::wait`]. For each table `lent` may have memory `[n, V]` for the rows that go to its device tier, with n as
+    /// [`Plan::most_arriving`] says. Give the same memory to [`Plan::fetched_into`].
+    pub fn wait_into(&self, lent: &mut [Option<&mut [f32]>]) -> Result<()> {
         let turn = self.turn()?;
         let mut state = turn.state();
         if state.stage != Stage::Started {
             return Ok(());
         }
-        let place = |table: &mut TablePlan| table.place(self.mode, &turn);
-        if let Err(error) = for_each_table(state.tables.iter_mut(), self.threads.tables, place) {
+        let lent = lent.iter_mut().map(Option::as_deref_mut).chain(std::iter::repeat_with(|| None));
+        let place = |(table, lent): (&mut TablePlan, _)| table.place(self.mode, &turn, lent);
+        if let Err(error) = for_each_table(state.tables.iter_mut().zip(lent), self.threads.tables, place) {
             state.release();
             return Err(error);
         }
@@ -169,13 +176,25 @@ impl Plan {
         Ok(held.required_device_slots())
     }
 
+    /// For each table how many rows go to its device tier at most. 0 for a table that has none.
+    pub fn most_arriving(&self) -> Result<Vec<usize>> {
+        let turn = self.turn()?;
+        let state = turn.state();
+        state.tables.iter().map(|table| Ok(table.table.lock_any()?.most_arriving(table.hold()))).collect()
+    }
+
     /// The rows to scatter into a table's device tensors: slots `[M]`, vector parts `[M, V]`, scalar slots `[M]`. They are handed out once.
     pub fn fetched(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<f32>, Vec<f32>)> {
+        let FetchedRows { slots, vectors, scalars } = self.fetched_into(table, &mut [])?;
+        Ok((slots, vectors.unwrap_or_default(), scalars))
+    }
+
+    /// As [`Plan::fetched`], where `lent` was lent for the rows.
+    pub fn fetched_into(&self, table: usize, lent: &mut [f32]) -> Result<FetchedRows> {
         self.table(table)?;
         let turn = self.turn()?;
         let mut state = waited_for(&turn, "fetched")?;
-        let Fetched { slots, vectors, scalars } = state.tables[table].take_fetched()?;
-        Ok((slots, vectors, scalars))
+        state.tables[table].take_fetched(lent)
     }
 
     /// Floats of the vector part of a table's rows.

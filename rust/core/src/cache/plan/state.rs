@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use super::side_by_side::for_each_table;
 use crate::cache::locks::{Held, RowsHeld, TableInner, Tear, Turn};
-use crate::cache::residency::{Absent, Demand, Fetched, Hold, PlanMode};
+use crate::cache::residency::{Absent, Demand, FetchedRows, Hold, PlanMode};
 use crate::cache::rows::DeviceTensors;
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::index::Deduped;
 use crate::kernels::{Hyperparameters, OptimizerStep, TransposedIndex};
 use crate::ssd::FetchBatch;
@@ -107,7 +107,7 @@ pub(super) struct TablePlan {
     /// What ids read that have no row and get none: `[D]`, or `None` for zeros.
     absent: Option<Vec<f32>>,
     /// Rows to scatter into the device tensors.
-    fetched: Fetched,
+    fetched: FetchedRows,
     is_placed: bool,
     /// How this batch trains the table's shared row, once that is said.
     pub(super) shared_step: Option<SharedStep>,
@@ -129,7 +129,7 @@ impl TablePlan {
             occurrence_slots: Vec::new(),
             overflow_rows: 0,
             absent: None,
-            fetched: Fetched::default(),
+            fetched: FetchedRows::default(),
             is_placed: false,
             shared_step: None,
         }
@@ -150,21 +150,21 @@ impl TablePlan {
     }
 
     /// The second stage: every row gets its slot on the tier that kernels run on.
-    pub(super) fn place(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>) -> Result<()> {
+    pub(super) fn place(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>, lent: Option<&mut [f32]>) -> Result<()> {
         if self.is_placed {
             return Ok(());
         }
         let started = Instant::now();
-        let placed = self.place_rows(mode, turn);
+        let placed = self.place_rows(mode, turn, lent);
         self.table.row_wait.record(started.elapsed());
         placed
     }
 
-    fn place_rows(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>) -> Result<()> {
+    fn place_rows(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>, lent: Option<&mut [f32]>) -> Result<()> {
         self.wait_for_loads()?;
         let mode = PlanMode { ahead: false, ..mode };
         if self.table.has_device() {
-            self.place_on_device(mode, turn)?;
+            self.place_on_device(mode, turn, lent)?;
         } else {
             self.place_in_host(mode)?;
         }
@@ -191,12 +191,17 @@ impl TablePlan {
         self.absent.as_deref()
     }
 
-    fn place_on_device(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>) -> Result<()> {
+    fn place_on_device(
+        &mut self,
+        mode: PlanMode,
+        turn: &Turn<'_, PlanState>,
+        mut lent: Option<&mut [f32]>,
+    ) -> Result<()> {
         let (table, hold) = (&*self.table, &mut self.hold);
         let rows = table.writing_rows_or_exclusive(turn)?;
         table.with_device_rows(&rows, || table.lock(), |held| held.settle(hold))?;
         table.with_device_rows(&rows, || table.lock(), |held| held.make_room_on_device(hold, mode))?;
-        let place = |held: &mut Held<'_>| held.place_on_device(hold, mode);
+        let place = |held: &mut Held<'_>| held.place_on_device(hold, mode, lent.as_deref_mut());
         let (mut held, fetched) = table.with_device_rows(&rows, || table.lock(), place)?;
         self.fetched = fetched;
         self.overflow_rows = held.note_overflow(&self.hold);
@@ -282,10 +287,17 @@ impl TablePlan {
         first_error.map_or(Ok(()), |error| Err(self.table.in_table(error)))
     }
 
-    /// What is to be scattered. It is handed out once.
-    pub(super) fn take_fetched(&mut self) -> Result<Fetched> {
+    /// What is to be scattered. It is handed out once. `lent` is the memory that was lent for the rows.
+    ///
+    /// Errors: `Input` where the rows are in lent memory, and `lent` is not that.
+    pub(super) fn take_fetched(&mut self, lent: &mut [f32]) -> Result<FetchedRows> {
+        let floats = self.table.floats() * self.fetched.slots.len();
+        if self.fetched.vectors.is_none() && lent.len() < floats {
+            let message = "the rows are in memory that was lent to Plan.wait: give the same to Plan.fetched";
+            return Err(Error::new(Kind::Input, message));
+        }
         let mut fetched = std::mem::take(&mut self.fetched);
-        self.table.lock_any()?.drop_arrived(&mut fetched);
+        self.table.lock_any()?.drop_arrived(&mut fetched, lent);
         Ok(fetched)
     }
 

@@ -121,13 +121,13 @@ pub(super) struct Arriving {
 
 /// Rows to scatter into the device tensors before the forward.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Fetched {
+pub struct FetchedRows {
     /// Device slots: `[M]`.
-    pub(crate) slots: Vec<CacheSlot>,
-    /// Vector parts: `[M, V]`.
-    pub(crate) vectors: Vec<f32>,
+    pub slots: Vec<CacheSlot>,
+    /// Vector parts: `[M, V]`; `None` where they are the first ones in memory that was lent.
+    pub vectors: Option<Vec<f32>>,
     /// Scalar slots: `[M]`, zeros where the layout has none.
-    pub(crate) scalars: Vec<f32>,
+    pub scalars: Vec<f32>,
 }
 
 impl Hold {

@@ -43,8 +43,8 @@ use std::sync::Arc;
 
 pub(super) use copies::DeviceCopies;
 pub(super) use demand::Demand;
-pub(super) use hold::{Absent, Fetched, Hold};
-pub use hold::{PlanMode, Unseen};
+pub(super) use hold::{Absent, Hold};
+pub use hold::{FetchedRows, PlanMode, Unseen};
 pub(super) use newest::ExportBegun;
 pub(super) use note::check_room;
 

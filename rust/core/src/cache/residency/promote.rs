@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::hold::{Arriving, Fetched, Hold, PlanMode};
+use super::hold::{Arriving, FetchedRows, Hold, PlanMode};
 use super::stage::{Staged, StagedRow};
 use super::{Residency, SLOTS_AHEAD};
 use crate::error::Result;
@@ -143,12 +143,18 @@ impl Residency {
     }
 
     /// The second stage: give every row of the plan a slot on the device, and return what is to be scattered into the device tensors. On an
-    /// error no row of the plan has moved. Where rows are to be read from the device first, this is called again.
-    pub(crate) fn place_on_device(&mut self, hold: &mut Hold, mode: PlanMode) -> Result<Fetched> {
+    /// error no row of the plan has moved. Where rows are to be read from the device first, this is called again. The vector parts go to
+    /// `lent`, if that is enough for them.
+    pub(crate) fn place_on_device(
+        &mut self,
+        hold: &mut Hold,
+        mode: PlanMode,
+        lent: Option<&mut [f32]>,
+    ) -> Result<FetchedRows> {
         let started = Instant::now();
         let homeless = hold.homeless.take().unwrap_or_else(|| self.homeless_on_device(hold));
         let missing = [homeless, self.awaited(hold)].concat();
-        let staged = self.stage(hold, &missing, mode)?;
+        let staged = self.stage(hold, &missing, mode, lent)?;
         let staged = self.refuse_on_device(hold, staged, mode)?;
         let refused = hold.refused_bits();
         let is_refused = |position: u32| refused.get(position as usize).copied().unwrap_or(false);
@@ -216,6 +222,13 @@ impl Residency {
         }
     }
 
+    /// How many rows are to be brought to the device at most, for a plan that has begun.
+    pub(crate) fn most_arriving(&self, hold: &Hold) -> usize {
+        let Some(tier) = &self.device else { return 0 };
+        let arrives = |slot: CacheSlot| slot == NO_SLOT || tier.slots.state(slot).has(RowState::LOADING);
+        hold.device.iter().filter(|&&slot| arrives(slot)).count()
+    }
+
     /// Positions of rows that have a slot on the device from another plan and are not there yet. That plan may never bring them, so this
     /// one does.
     fn awaited(&mut self, hold: &Hold) -> Vec<u32> {
@@ -229,7 +242,7 @@ impl Residency {
 
     /// Decide for good which of a training plan's ids get no row, and leave them out of what is staged where they read something else
     /// than a row. Then fill in what was not read.
-    fn refuse_on_device(&mut self, hold: &mut Hold, mut staged: Staged, mode: PlanMode) -> Result<Staged> {
+    fn refuse_on_device<'a>(&mut self, hold: &mut Hold, mut staged: Staged<'a>, mode: PlanMode) -> Result<Staged<'a>> {
         if mode.train && self.base.config.admission.refuses() {
             let unborn = staged.rows.iter().filter(|row| row.state.has(RowState::PROVISIONAL));
             let mut unborn: Vec<u32> = unborn.map(|row| row.position).collect();
@@ -260,10 +273,11 @@ impl Residency {
     }
 
     /// Give the staged rows device slots, which are LOADING until the rows are promoted.
-    fn give_device_slots(&mut self, hold: &mut Hold, staged: Staged) -> Fetched {
+    fn give_device_slots(&mut self, hold: &mut Hold, staged: Staged<'_>) -> FetchedRows {
         let homes = self.take_homes(hold, &staged);
         let mut homes = homes.iter();
-        let mut fetched = Fetched { vectors: staged.vectors, ..Fetched::default() };
+        let bytes = staged.vectors.len() as u64 * 4;
+        let mut fetched = FetchedRows { vectors: staged.vectors.into_own(), ..FetchedRows::default() };
         for (row, header) in staged.rows.iter().zip(&staged.headers) {
             let from_host = hold.host[row.position as usize] != NO_SLOT;
             // The host tier says itself which of its rows are not born yet.
@@ -290,13 +304,13 @@ impl Residency {
             fetched.scalars.push(header.scalar);
             hold.arriving.push(Arriving { position: row.position, state: row.state.without(RowState::LOADING) });
         }
-        self.traffic.device.written_bytes += fetched.vectors.len() as u64 * 4;
-        self.traffic.host.read_bytes += fetched.vectors.len() as u64 * 4;
+        self.traffic.device.written_bytes += bytes;
+        self.traffic.host.read_bytes += bytes;
         fetched
     }
 
     /// Take slots on the device for the staged rows that have none, where ids find them from now on. They are in the order of the rows.
-    fn take_homes(&mut self, hold: &Hold, staged: &Staged) -> Vec<CacheSlot> {
+    fn take_homes(&mut self, hold: &Hold, staged: &Staged<'_>) -> Vec<CacheSlot> {
         let homeless = staged.rows.iter().zip(&staged.headers);
         let homeless = homeless.filter(|(row, _)| hold.device[row.position as usize] == NO_SLOT);
         let ids: Vec<Id> = homeless.map(|(_, header)| header.id).collect();
@@ -310,24 +324,27 @@ impl Residency {
     }
 
     /// Leave those rows out of what is to be scattered that another plan has brought to the device meanwhile: they may have been trained
-    /// since.
-    pub(crate) fn drop_arrived(&self, fetched: &mut Fetched) {
+    /// since. `lent` is the memory that was lent for the rows.
+    pub(crate) fn drop_arrived(&self, fetched: &mut FetchedRows, lent: &mut [f32]) {
         let Some(tier) = &self.device else { return };
         let floats = self.base.floats();
+        let vectors = fetched.vectors.as_deref_mut().unwrap_or(lent);
         let mut kept = 0;
         for at in 0..fetched.slots.len() {
             if tier.slots.state(fetched.slots[at]).has(RowState::LOADING) {
                 if kept < at {
                     fetched.slots[kept] = fetched.slots[at];
                     fetched.scalars[kept] = fetched.scalars[at];
-                    fetched.vectors.copy_within(at * floats..(at + 1) * floats, kept * floats);
+                    vectors.copy_within(at * floats..(at + 1) * floats, kept * floats);
                 }
                 kept += 1;
             }
         }
         fetched.slots.truncate(kept);
         fetched.scalars.truncate(kept);
-        fetched.vectors.truncate(kept * floats);
+        if let Some(vectors) = &mut fetched.vectors {
+            vectors.truncate(kept * floats);
+        }
     }
 
     /// The third stage: the rows were scattered, and from now on their newest copies are on the device. Their host slots are freed, or kept

@@ -21,14 +21,69 @@ pub(super) struct StagedRow {
     pub(super) counted: bool,
 }
 
+/// Vector parts of rows on their way to the device.
+pub(super) enum Vectors<'a> {
+    /// In memory of their own.
+    Own(Vec<f32>),
+    /// In memory that the caller has lent, from which the device may copy by itself.
+    Lent(&'a mut [f32]),
+}
+
+impl<'a> Vectors<'a> {
+    /// Memory for so many floats: what was lent, if it is enough.
+    ///
+    /// Errors: `Memory`.
+    fn of(lent: Option<&'a mut [f32]>, floats: usize) -> Result<Self> {
+        match lent.and_then(|lent| lent.get_mut(..floats)) {
+            Some(lent) => Ok(Self::Lent(lent)),
+            None => Ok(Self::Own(memory::zeros("stage a batch", floats)?)),
+        }
+    }
+
+    /// Keep the first floats alone.
+    fn truncate(&mut self, floats: usize) {
+        match self {
+            Self::Own(vectors) => vectors.truncate(floats),
+            Self::Lent(lent) => *lent = &mut std::mem::take(lent)[..floats],
+        }
+    }
+
+    /// The memory of their own; `None` where they are in what was lent.
+    pub(super) fn into_own(self) -> Option<Vec<f32>> {
+        match self {
+            Self::Own(vectors) => Some(vectors),
+            Self::Lent(_) => None,
+        }
+    }
+}
+
+impl std::ops::Deref for Vectors<'_> {
+    type Target = [f32];
+    fn deref(&self) -> &[f32] {
+        match self {
+            Self::Own(vectors) => vectors,
+            Self::Lent(lent) => lent,
+        }
+    }
+}
+
+impl std::ops::DerefMut for Vectors<'_> {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        match self {
+            Self::Own(vectors) => vectors,
+            Self::Lent(lent) => lent,
+        }
+    }
+}
+
 /// Rows copied from wherever they are.
-pub(super) struct Staged {
+pub(super) struct Staged<'a> {
     /// `[M]`
     pub(super) rows: Vec<StagedRow>,
     /// `[M]`
     pub(super) headers: Vec<RowHeader>,
     /// `[M, V]`
-    pub(super) vectors: Vec<f32>,
+    pub(super) vectors: Vectors<'a>,
     /// How many of the rows, which come first, are in the host tier.
     pub(super) from_host: usize,
     /// How many of the others were read from SSD, and how many are not there.
@@ -36,7 +91,7 @@ pub(super) struct Staged {
     pub(super) ssd_misses: u64,
 }
 
-impl Staged {
+impl Staged<'_> {
     /// Leave out the rows at these positions of the plan: bits `[U]`, or empty for none.
     pub(super) fn leave_out(&mut self, positions: &[bool], floats: usize) {
         let (mut kept, mut from_host) = (0, 0);
@@ -60,8 +115,15 @@ impl Staged {
 }
 
 impl Residency {
-    /// List the rows at `positions` with where they are, and read those that are on SSD. Those in the host tier are pinned there.
-    pub(super) fn stage(&mut self, hold: &mut Hold, positions: &[u32], mode: PlanMode) -> Result<Staged> {
+    /// List the rows at `positions` with where they are, and read those that are on SSD, into `lent` if that is enough for all. Those in the host
+    /// tier are pinned there.
+    pub(super) fn stage<'a>(
+        &mut self,
+        hold: &mut Hold,
+        positions: &[u32],
+        mode: PlanMode,
+        lent: Option<&'a mut [f32]>,
+    ) -> Result<Staged<'a>> {
         let (mut rows, reads) = self.stage_from_host(hold, positions)?;
         let from_host = rows.len();
         let mut there = vec![false; reads.len()];
@@ -78,7 +140,7 @@ impl Residency {
                 rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted });
             }
         }
-        let vectors = memory::zeros("stage a batch", rows.len() * self.base.floats())?;
+        let vectors = Vectors::of(lent, rows.len() * self.base.floats())?;
         let headers = memory::zeros("stage a batch", rows.len())?;
         let mut staged = Staged { rows, headers, vectors, from_host, ssd_hits: 0, ssd_misses: 0 };
         self.read_staged(hold, &mut staged)?;
@@ -117,7 +179,7 @@ impl Residency {
     }
 
     /// Read the staged rows that are on SSD. Those that turn out not to be there become provisional.
-    fn read_staged(&mut self, hold: &Hold, staged: &mut Staged) -> Result<()> {
+    fn read_staged(&mut self, hold: &Hold, staged: &mut Staged<'_>) -> Result<()> {
         let Some(ssd) = &self.base.ssd else { return Ok(()) };
         let (mut wanted, mut unseen) = (Vec::new(), 0);
         for (index, row) in staged.rows.iter().enumerate().skip(staged.from_host) {
@@ -143,7 +205,7 @@ impl Residency {
     }
 
     /// Bury those of the rows that were just read from SSD which sweeps take: they become provisional, as those are that were not there. Returns how many.
-    fn bury_dead_read(&mut self, wanted: &[(Id, usize)], staged: &mut Staged) -> Result<usize> {
+    fn bury_dead_read(&mut self, wanted: &[(Id, usize)], staged: &mut Staged<'_>) -> Result<usize> {
         let (dim, floats) = (self.base.layout.dim, self.base.floats());
         let mut buried = 0;
         for (by, only) in self.judges_of_arrivals() {
@@ -169,7 +231,7 @@ impl Residency {
     }
 
     /// Copy the staged rows that are in the host tier, and give those that were never trained their initial values.
-    pub(super) fn fill_staged(&self, hold: &Hold, staged: &mut Staged, threads: usize) {
+    pub(super) fn fill_staged(&self, hold: &Hold, staged: &mut Staged<'_>, threads: usize) {
         let floats = self.base.floats();
         let no_writes = self.host.no_kernel_writes().expect("the rows go to a device tier, on which kernels run");
         let from_host = &staged.rows[..staged.from_host];
