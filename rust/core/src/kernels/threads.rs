@@ -149,15 +149,19 @@ fn build(size: usize, name: &'static str) -> Option<Arc<ThreadPool>> {
 /// Pools of threads that [`for_each_that_waits`] has used and that serve nobody now.
 static IDLE_POOLS: PerProcess<Mutex<Vec<Arc<ThreadPool>>>> = PerProcess::new();
 
+/// So many pools are kept at most.
+const MOST_IDLE_POOLS: usize = 4;
+
 /// A pool that serves one call.
 struct OwnPool(Arc<ThreadPool>);
 
 impl OwnPool {
-    /// A pool of `size` threads; `None` where the system gives no threads.
+    /// A pool of `size` threads or more; `None` where the system gives no threads.
     fn of(size: usize) -> Option<Self> {
         let mut idle = lock(IDLE_POOLS.get(|| Ok(Mutex::default())).ok()?);
-        let found = idle.iter().position(|pool| pool.current_num_threads() == size);
-        let kept = found.map(|at| idle.swap_remove(at));
+        // The smallest come first.
+        let found = idle.iter().position(|pool| pool.current_num_threads() >= size);
+        let kept = found.map(|at| idle.remove(at));
         drop(idle);
         kept.or_else(|| build(size, "embcache-table")).map(Self)
     }
@@ -165,8 +169,13 @@ impl OwnPool {
 
 impl Drop for OwnPool {
     fn drop(&mut self) {
-        if let Ok(idle) = IDLE_POOLS.get(|| Ok(Mutex::default())) {
-            lock(idle).push(Arc::clone(&self.0));
+        let Ok(idle) = IDLE_POOLS.get(|| Ok(Mutex::default())) else { return };
+        let mut idle = lock(idle);
+        let size = self.0.current_num_threads();
+        let place = idle.partition_point(|pool| pool.current_num_threads() < size);
+        idle.insert(place, Arc::clone(&self.0));
+        if idle.len() > MOST_IDLE_POOLS {
+            idle.remove(0);
         }
     }
 }
@@ -325,6 +334,30 @@ mod tests {
                 inside.wait();
             },
         );
+    }
+
+    #[test]
+    fn tasks_that_wait_for_tasks_of_other_calls_all_end() {
+        // Each call has a task on a thread of its own that waits for one of each other call.
+        let (calls, threads) = (6, 3);
+        let inside = std::sync::Barrier::new(calls * threads);
+        let ended = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..calls {
+                scope.spawn(|| {
+                    for_each_that_waits(threads, 0..threads, |_| {
+                        inside.wait();
+                        ended.fetch_add(1, Ordering::Relaxed);
+                    });
+                });
+            }
+        });
+        assert_eq!(ended.into_inner(), calls * threads);
+        let idle = lock(IDLE_POOLS.get(|| Ok(Mutex::default())).expect("the list")).len();
+        assert!((1..=MOST_IDLE_POOLS).contains(&idle), "{idle} pools are kept");
+        let order = Mutex::new(Vec::new());
+        for_each_that_waits(1, 0..5, |task| lock(&order).push(task));
+        assert_eq!(order.into_inner().expect("no panic"), [0, 1, 2, 3, 4]);
     }
 
     #[test]

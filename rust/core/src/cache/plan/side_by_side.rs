@@ -25,7 +25,7 @@ impl Threads {
         // A plan that is made ahead would take threads from kernels that work on the batch before.
         let threads = if mode.ahead && !all_on_device { 1 } else { mode.threads };
         let at_once = threads.min(tables).min(ids / IDS_PER_THREAD).max(1);
-        Self { tables: at_once, each: (threads / at_once).max(1) }
+        Self { tables: at_once, each: (mode.threads / at_once).max(1) }
     }
 }
 

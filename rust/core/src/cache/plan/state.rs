@@ -117,7 +117,9 @@ impl TablePlan {
     /// `clicks` are those of the occurrences: `[N]`, or empty for none.
     pub(super) fn new(table: Arc<TableInner>, ids: Deduped, mode: PlanMode, clicks: &[u32]) -> Self {
         let Deduped { unique, inverse } = ids;
-        let transposed = || TransposedIndex::from_inverse(&inverse, unique.len(), mode.threads);
+        // A plan that is made ahead would wait for threads that are at work for the batch before.
+        let threads = if mode.ahead { 1 } else { mode.threads };
+        let transposed = || TransposedIndex::from_inverse(&inverse, unique.len(), threads);
         let index = if mode.train { transposed() } else { TransposedIndex::default() };
         let refuses = mode.train && table.config.admission.refuses();
         let demand = if refuses { demand(&index, clicks) } else { Demand::default() };
