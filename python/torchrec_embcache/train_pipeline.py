@@ -187,10 +187,15 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
             self.wait_sparse_data_dist(context)
         for module in self._pipelined_modules:
             name = module.forward.name
-            # On this stream, because the stream of the forwards still computes the batches before.
-            with self._stream_context(self._data_dist_stream):
-                data = context.input_dist_tensors_requests.pop(name).wait()
-                beside = {"beside": True} if isinstance(module, ShardedCacheModule) else {}
-                module.prefetch(data, ctx=context.module_contexts[name], **beside)
+            request, module_context = context.input_dist_tensors_requests.pop(name), context.module_contexts[name]
+            if isinstance(module, ShardedCacheModule):
+                # On this stream, because the stream of the forwards still computes the batches before.
+                with self._stream_context(self._data_dist_stream):
+                    data = request.wait()
+                    module.prefetch(data, ctx=module_context, beside=True)
+            else:
+                # What TorchRec's own modules queue for this is to come after the forwards before.
+                data = request.wait()
+                module.prefetch(data, ctx=module_context)
             context.input_dist_tensors_requests[name] = NoWait(data)
         self._planned += 1
