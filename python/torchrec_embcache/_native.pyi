@@ -502,7 +502,7 @@ class Plan:
     # Until every row is in a slot of the tier that kernels run on (with a device tier: in `fetched`). `lent` may have, for each table, memory
     # [most_arriving, V] for rows on their way to its device tier; `fetched` gets the same.
     def wait(self, lent: Sequence[F32 | None] | None = None) -> None: ...
-    def most_arriving(self) -> list[int]: ...  # for each table: how many rows go to its device tier at most
+    def most_arriving(self) -> list[int]: ...  # for each table: about how many rows go to its device tier, mostly no more than this
     def complete_ahead(self) -> bool: ...  # whether an `ahead` plan fetched everything, or the budget ended it early
     def overflow_rows(self) -> list[int]: ...  # for each table: how many rows did not fit the tier that kernels run on
     # Of a table of the lookup with a device tier, by its number:

@@ -7,7 +7,7 @@ import atexit
 import pickle
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from .exceptions import EmbCacheError, StateError
 
 __all__ = [
     "Group",
+    "add_up",
     "all_gather",
     "cpu_group",
     "gathered",
@@ -45,44 +46,49 @@ def world_size() -> int:
 
 
 # Of groups that exchange no tensors of the CPU, such as those of NCCL: a gloo group of the same ranks.
-_gloo_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_gloo_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 
-def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """A group of the same ranks that exchanges tensors of the CPU: `group` itself where it does so, else a gloo group.
+def cpu_group(group: dist.ProcessGroup | None = None) -> Any:
+    """The ranks of `group`, or of the default group, as a group whose own methods exchange tensors of the CPU.
 
-    The gloo group is made at the first call for `group`. All of its ranks make that call at the same time.
+    That is `group` itself where it does so, else a gloo group. The gloo group is made at the first call for `group`. All of its
+    ranks make that call at the same time, and no others.
     """
     asked = group if group is not None else dist.group.WORLD
-    if asked is None or _takes_cpu_tensors(asked):
-        return group
+    assert asked is not None, "the callers ask whether there is a default group"
+    if any(device.type == "cpu" for device in asked._device_types):  # noqa: SLF001 - torch says it nowhere else
+        return asked
     if asked not in _gloo_groups:
-        made = dist.new_group(dist.get_process_group_ranks(asked), backend="gloo", use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup), "this rank is one of the group's"
-        _gloo_groups[asked] = made
+        _gloo_groups[asked] = _gloo_group(asked)
     return _gloo_groups[asked]
 
 
-def _takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    return any(device.type == "cpu" for device in group._device_types)  # noqa: SLF001 - torch says it nowhere else
+def _gloo_group(of: dist.ProcessGroup) -> Any:
+    # `new_group` would have ranks outside of the group take part, or name the groups after it in another way than those do.
+    timeouts = [of._get_backend(device).options._timeout for device in of._device_types]  # noqa: SLF001
+    store = dist.distributed_c10d.PrefixStore("torchrec_embcache", dist.distributed_c10d._get_process_group_store(of))  # noqa: SLF001
+    return dist.ProcessGroupGloo(store, of.rank(), of.size(), max(timeouts))
 
 
-def _end_groups() -> None:
-    """Let go of the gloo groups where the default group was destroyed, as the group that saves use; see `beside`."""
-    if not is_distributed():
-        _gloo_groups.clear()
-
-
-atexit.register(_end_groups)
+# As the group that saves use: see `beside`. Their threads end before the interpreter does.
+atexit.register(_gloo_groups.clear)
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The value of each rank, in the order of the ranks. Collective; values are pickled."""
-    if not is_distributed():
-        return [value]
-    values: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, cpu_group(group))
-    return values
+    return _exchange(value, cpu_group(group)) if is_distributed() else [value]
+
+
+def add_up(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Add up the numbers of all ranks, in place. `values` is on the CPU. Collective."""
+    _reduce(values, dist.ReduceOp.SUM, group)
+
+
+def _reduce(values: torch.Tensor, how: Any, group: dist.ProcessGroup | None) -> None:
+    options = dist.AllreduceOptions()
+    options.reduceOp = how
+    cpu_group(group).allreduce([values], options).wait()
 
 
 def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
@@ -93,7 +99,7 @@ def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None
     """
     if is_distributed() and dist.get_world_size(group) > 1:
         flag = torch.tensor([error is not None], dtype=torch.int32, device="cpu")
-        dist.all_reduce(flag, dist.ReduceOp.MAX, cpu_group(group))
+        _reduce(flag, dist.ReduceOp.MAX, group)
         if not flag.item():
             return
         errors = all_gather(_portable(error), group)
@@ -168,7 +174,7 @@ class Group:
         return [value for values, _ in outcomes for value in values]
 
 
-def _exchange(value: T, group: dist.ProcessGroup) -> list[T]:
+def _exchange(value: T, group: Any) -> list[T]:
     """Do as `all_gather`, by the group's own methods, which need no default group."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]

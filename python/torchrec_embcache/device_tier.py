@@ -186,6 +186,7 @@ class DeviceTier:
 
         The device copies from it by itself, where it can. Raises torch's error where there is no memory.
         """
+        rows = min(rows, self.capacity)  # mostly no more come at once, and others lie elsewhere
         if rows == 0:
             return None
         floats = self.dim * (1 + len(self.vector_slots))
@@ -208,8 +209,8 @@ class DeviceTier:
                 vectors = self._to_device(torch.from_numpy(fetched.vectors))
             else:
                 assert staging is not None, "the core says None only for rows that are there"
-                # Torch notes that the device copies from this memory, and gives it to nobody else before that is done.
-                vectors = staging[:count].to(self.device, non_blocking=True)
+                # Of pinned memory torch notes that the device copies from it, and gives it to nobody else before that is done.
+                vectors = staging[:count].to(self.device, non_blocking=self.device.type == "cuda")
             scalars = self._to_device(torch.from_numpy(fetched.scalars))
             self._moves.scatter(self, torch.from_numpy(fetched.slots), vectors, scalars)
 

@@ -17,12 +17,11 @@ def host_copies(tensors: Sequence[Tensor], arrived_on: Any = None) -> list[Tenso
     """The tensors on the CPU. Those that are there already are not copied.
 
     `arrived_on` is the stream of the device on which the tensors arrived; None: the caller's. They are copied on that stream, so
-    that the CPU waits for what was queued there until now, and for nothing that other streams compute. All of them are on one
-    device.
+    that the CPU waits for what was queued there until now, and for nothing that other streams compute.
     """
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [tensor.detach() for tensor in tensors]
     device = tensors[0].device
+    if device.type != "cuda" or any(tensor.device != device for tensor in tensors):
+        return [tensor.detach().cpu() for tensor in tensors]
     with on_stream(arrived_on, device), torch.no_grad():
         copies = [
             torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(

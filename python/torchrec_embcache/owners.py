@@ -173,5 +173,5 @@ def _send(column: NDArray[Any], sent: list[int], received: list[int]) -> NDArray
     own = torch.from_numpy(np.ascontiguousarray(column).reshape(-1).view(np.uint8))
     arrived = torch.empty(sum(received) * width, dtype=torch.uint8, device="cpu")
     to, by = [rows * width for rows in sent], [rows * width for rows in received]
-    dist.all_to_all_single(arrived, own, by, to, group=cpu_group())
+    cpu_group().alltoall_base(arrived, own, by, to).wait()
     return arrived.numpy().view(column.dtype).reshape(-1, *column.shape[1:])

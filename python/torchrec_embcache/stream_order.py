@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from threading import get_ident
 from typing import Any, Protocol
@@ -68,12 +68,16 @@ def side_streams(device: torch.device) -> SideStreams | None:
     return SideStreams(made(device), made(device)) if made is not None else None
 
 
-def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Have torch queue what it does on `stream`. None: the caller's stream."""
-    made: AbstractContextManager[Any] = (
-        torch.get_device_module(device).stream(stream) if stream is not None else nullcontext()
-    )
-    return made
+@contextmanager
+def on_stream(stream: Any, device: torch.device) -> Iterator[None]:
+    """Have torch queue what it does on `stream`, which is one of `device`. None: the caller's stream."""
+    if stream is None:
+        yield
+        return
+    module = torch.get_device_module(device)
+    # A thread of the core's has no device of its own. Torch would go back to the first one then, and set it up.
+    with module.device(device), module.stream(stream):
+        yield
 
 
 class _Use:

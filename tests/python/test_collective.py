@@ -38,7 +38,7 @@ def _talk(rank: int, world: int) -> list[str]:
     between = collective.cpu_group(group)
     assert between is not group
     assert between is collective.cpu_group(group), "it is made once"
-    assert collective.cpu_group() is None, "the default group has gloo"
+    assert collective.cpu_group() is dist.group.WORLD, "the default group has gloo"
     return said
 
 
@@ -48,7 +48,12 @@ def test_ranks_of_a_group_without_cpu_tensors_agree_over_gloo(two_ranks: Any) ->
 
 def _talk_in_part(rank: int, _world: int) -> list[int] | None:
     group = _device_group([0, 2])
-    return collective.gathered(lambda: rank, group) if rank != 1 else None
+    said = collective.gathered(lambda: rank, group) if rank != 1 else None
+    # Groups that all ranks make later have one name for all.
+    later = torch.ones(1)
+    dist.all_reduce(later, group=dist.new_group(backend="gloo"))
+    assert later.item() == 3
+    return said
 
 
 def test_a_part_of_the_ranks_agrees_without_the_others(three_ranks: Any) -> None:

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.cache import CacheTable, internals
-from torchrec_embcache.collective import all_gather, cpu_group, gathered, raise_on_every_rank
+from torchrec_embcache.collective import add_up, all_gather, gathered, raise_on_every_rank
 from torchrec_embcache.exceptions import ConfigError, MismatchError, StateError
 from torchrec_embcache.gradients import raise_at_end_of_backward
 from torchrec_embcache.lifecycle import Lifecycle
@@ -42,7 +42,7 @@ class AgreesWithRanks:
 
     def _add_up(self, values: Tensor) -> None:
         """Add up the integers of all ranks, in place, so that the order does not matter. `values` is on the CPU. Collective."""
-        dist.all_reduce(values, dist.ReduceOp.SUM, cpu_group(self._env.process_group))
+        add_up(values, self._env.process_group)
 
     def _after_backward(self, tables: Sequence[TableShard]) -> Callable[[Exception | None], None]:
         """What the backward of a lookup over this rank's `tables` calls at its end."""

@@ -30,6 +30,10 @@ I64 = NDArray[np.int64]
 Clicks = Literal["alone", "with mean weights"]
 
 
+# No pipeline announces so many batches ahead. Older ones will not come.
+_MOST_ANNOUNCED = 16
+
+
 class HostFeatures:
     """What the CPU reads of one batch of one lookup."""
 
@@ -37,15 +41,11 @@ class HostFeatures:
         """`arrived_on` is the stream on which the batch arrived; see `host_copies`."""
         self.features = features
         self.bags: int = features.stride()
-        self.weights: torch.Tensor | None = features.weights_or_none()
-        # Nothing is computed before it is copied, because it would be computed on another stream.
+        # Nothing is computed on a device here: its memory would be that of another stream than the forward's.
         counted = [features.weights()] if clicks is not None else []
         ids, lengths, *counted = host_copies([features.values(), features.lengths(), *counted], arrived_on)
-        if clicks is not None:
-            self.weights = None
         if clicks == "with mean weights":
             counted = [clicks_and_weights(both)[0] for both in counted]
-            self.weights = clicks_and_weights(features.weights())[1]
         self.offsets: I64 = np.zeros(lengths.numel() + 1, np.int64)
         np.cumsum(lengths.numpy().reshape(-1), out=self.offsets[1:])
         count = len(features.keys())
@@ -57,14 +57,12 @@ class HostFeatures:
 class PlannedFeatures:
     """One batch of one lookup: its ids, and its plan where this rank has tables."""
 
-    def __init__(self, features: HostFeatures, train: bool) -> None:
+    def __init__(self, features: HostFeatures, train: bool, clicks: Clicks | None) -> None:
         self.train = train
-        self.offsets, self.bags, self.weights, self.ids = (
-            features.offsets,
-            features.bags,
-            features.weights,
-            features.ids,
-        )
+        self.offsets, self.bags, self.ids = features.offsets, features.bags, features.ids
+        self.weights = features.features.weights_or_none() if clicks is None else None
+        if clicks == "with mean weights":
+            self.weights = clicks_and_weights(features.features.weights())[1]
         self.batch: PlannedBatch | None = None
 
     def wait(self) -> None:
@@ -145,18 +143,19 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         train: bool,
         beside: bool,
         failed: Callable[[Exception], None],
-        arrived_on: Any = None,
     ) -> None:
         """Begin to fetch the rows of a batch that a later forward looks up. Call it in the order of the forwards.
 
         `failed` is called with an error. With `beside` a thread plans the batch; call `settle` before anyone uses the tables.
-        `arrived_on` is the stream on which the batch arrived; see `host_copies`.
+        The batch has arrived on the caller's stream.
         """
         if self._group is None:
             return
         try:
-            there = HostFeatures(features, self._clicks, arrived_on)
-            self._announced.append(there)
+            there = HostFeatures(features, self._clicks, None)
+            # On the CPU nothing was copied yet, and the batch may change until its forward.
+            there.ids = there.ids.copy() if features.device().type == "cpu" else there.ids
+            self._announced = [*self._announced[-_MOST_ANNOUNCED:], there]
             if beside:
                 self._group.prefetch_beside(there.ids, train=train, failed=failed)
             else:
@@ -177,7 +176,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
 
     def plan(self, features: KeyedJaggedTensor, *, train: bool, arrived_on: Any = None) -> PlannedFeatures:
         """Plan the batch of the next forward. `arrived_on` is the stream on which it arrived; see `host_copies`."""
-        planned = PlannedFeatures(self._on_host(features, arrived_on), train)
+        planned = PlannedFeatures(self._on_host(features, arrived_on), train, self._clicks)
         if self._group is not None:
             planned.batch = self._group.plan(planned.ids, train=train)
         return planned

@@ -327,17 +327,19 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             ctx.error = error
             return
         for lookup, features in zip(self._lookups, dist_input, strict=True):
-            lookup.announce(
-                features, train=train, beside=beside, failed=self._say_not_ahead, arrived_on=self._arrived_on()
-            )
+            # The caller's stream comes after the ids, in every pipeline that prefetches.
+            lookup.announce(features, train=train, beside=beside, failed=self._say_not_ahead)
 
     def _arrived_on(self) -> Any:
-        """The stream on which a pipeline of TorchRec's brings batches; None without a pipeline, and on devices without streams.
+        """The stream on which a pipeline of TorchRec's brings batches; None where that is the stream of the forward.
 
         A pipeline puts an object in the place of `forward` that has the stream. The stream of the forward itself waits for the
-        step before, whose rows the CPU would then wait for.
+        step before, and the CPU would wait for it too.
         """
-        return getattr(getattr(self, "forward", None), "_stream", None)
+        forward = getattr(self, "forward", None)
+        if getattr(forward, "_use_main_stream_for_dist_init", False):
+            return None
+        return getattr(forward, "_stream", None)
 
     def _say_not_ahead(self, error: Exception) -> None:
         # The forward of the batch plans it again, and raises on every rank what is still wrong then.

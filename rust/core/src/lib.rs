@@ -33,4 +33,4 @@ mod simd;
 mod sync;
 
 pub use error::{Error, Kind, Result};
-pub use process::PerProcess;
+pub use process::{PerProcess, work_alone};

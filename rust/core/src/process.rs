@@ -6,7 +6,7 @@
 
 use std::cell::Cell;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use crate::error::Result;
@@ -57,6 +57,20 @@ impl Behind {
     pub(crate) fn hand_on(self) {
         BEHIND.set(self.0);
     }
+}
+
+/// Whether [`work_alone`] was called.
+static ALONE: AtomicBool = AtomicBool::new(false);
+
+/// From now on no other thread does work that may run code which is not the core's. An interpreter that ends gives its lock to the main thread
+/// alone.
+pub fn work_alone() {
+    ALONE.store(true, Ordering::Release);
+}
+
+/// Whether each thread does itself what may run code that is not the core's; see [`work_alone`].
+pub(crate) fn works_alone() -> bool {
+    ALONE.load(Ordering::Acquire)
 }
 
 /// Whether this thread works in the background, without help; see [`work_behind`].

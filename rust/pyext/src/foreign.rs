@@ -26,6 +26,7 @@ static ENDING: AtomicBool = AtomicBool::new(false);
 #[pyfunction]
 fn interpreter_ends() {
     ENDING.store(true, Ordering::Release);
+    embcache::work_alone();
 }
 
 /// A child was forked. Whoever kept the collector waiting is in the parent.

@@ -55,7 +55,7 @@ fn rows_in_lent_memory_are_handed_out_to_who_has_that_memory() {
     let plan = rig.plan(&[1, 2, 3], PlanMode::TRAIN).expect("a plan");
     let mut lent = vec![0.0; 3 * FLOATS];
     plan.wait_into(&mut [Some(&mut lent)]).expect("rows to scatter");
-    for mut other in [Vec::new(), vec![0.0; 3 * FLOATS - 1]] {
+    for mut other in [Vec::new(), vec![0.0; 3 * FLOATS - 1], vec![0.0; 9 * FLOATS]] {
         let error = plan.fetched_into(0, &mut other).expect_err("the rows are elsewhere");
         assert_eq!(error.kind(), Kind::Input, "{error}");
     }

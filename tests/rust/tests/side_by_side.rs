@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use embcache::Kind;
 use embcache::cache::{DeviceTensors, Lookup, PlanMode};
 use embcache::config::{OptimizerKind, TableConfig};
 use embcache::io::MemoryEngine;
 use embcache::types::Id;
+use embcache::{Error, Kind};
 use embcache_tests::dice::Dice;
 use embcache_tests::{Contents, Rig, config, hyperparameters, three_tiers, watched};
 
@@ -27,7 +27,8 @@ fn tables() -> Vec<Rig> {
     wanted.into_iter().map(open).collect()
 }
 
-fn lookup(rigs: &[Rig]) -> Lookup {
+fn lookup<'a>(rigs: impl IntoIterator<Item = &'a Rig>) -> Lookup {
+    let rigs: Vec<&Rig> = rigs.into_iter().collect();
     let tables: Vec<_> = rigs.iter().map(|rig| rig.table.clone()).collect();
     Lookup::new(&tables, &(0..rigs.len()).collect::<Vec<usize>>()).expect("one feature of each table")
 }
@@ -40,7 +41,7 @@ fn batch(tables: usize, number: u64, first: Id, most: u64) -> Vec<Id> {
 
 /// Call `body` with the device tensors of all tables.
 fn with_tensors<'a>(
-    rigs: &[Rig],
+    rigs: &[&Rig],
     mut tensors: Vec<Option<DeviceTensors<'a>>>,
     body: &mut dyn FnMut(&mut [Option<DeviceTensors<'_>>]),
 ) {
@@ -53,7 +54,7 @@ fn with_tensors<'a>(
 }
 
 /// A training step of all tables, as Python makes it: rows move, and are updated, while nobody else uses rows.
-fn step(rigs: &[Rig], lookup: &Lookup, ids: &[Id], threads: usize) -> embcache::Result<()> {
+fn step(rigs: &[&Rig], lookup: &Lookup, ids: &[Id], threads: usize) -> embcache::Result<()> {
     let splits: Vec<i64> = (0..=rigs.len()).map(|table| (table * IDS) as i64).collect();
     let plan = lookup.plan(ids, &splits, PlanMode { threads, ..PlanMode::TRAIN })?;
     plan.exclusively(|| {
@@ -86,8 +87,9 @@ fn tables_side_by_side_have_the_rows_of_tables_one_after_the_other() {
         let trained = |threads| {
             let rigs = tables();
             let lookup = lookup(&rigs);
+            let all: Vec<&Rig> = rigs.iter().collect();
             for number in 0..10 {
-                step(&rigs, &lookup, &batch(rigs.len(), number, 0, 3000), threads).expect("a step");
+                step(&all, &lookup, &batch(rigs.len(), number, 0, 3000), threads).expect("a step");
             }
             for rig in &rigs {
                 assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
@@ -105,25 +107,32 @@ fn where_several_tables_fail_the_first_of_them_is_told_and_no_row_has_moved() {
     watched(String::new, || {
         let (rigs, oracle) = (tables(), tables());
         let (ours, theirs) = (lookup(&rigs), lookup(&oracle));
+        let (all, others): (Vec<&Rig>, Vec<&Rig>) = (rigs.iter().collect(), oracle.iter().collect());
         // Each batch has rows of the one before, and others that come in the place of rows which leave.
         let ids = |number: u64| batch(rigs.len(), number, number as Id * 400, 900);
-        (0..3).for_each(|number| step(&rigs, &ours, &ids(number), 4).expect("a step"));
+        (0..3).for_each(|number| step(&all, &ours, &ids(number), 4).expect("a step"));
         let before = contents(&rigs);
-        rigs[..2].iter().for_each(|rig| rig.set_device_busy(true));
-        for _ in 0..5 {
-            let error = step(&rigs, &ours, &ids(3), 4).expect_err("rows that leave cannot be read");
-            assert_eq!(error.kind(), Kind::Storage, "{error}");
+        for threads in [4, 1, 4] {
+            // The second table fails sooner.
+            rigs[0].amid_device_read(0, || {
+                std::thread::sleep(std::time::Duration::from_millis(30));
+                Err(Error::new(Kind::Storage, "the first table's device is busy"))
+            });
+            rigs[1].amid_device_read(0, || Err(Error::new(Kind::Storage, "the second table's device is busy")));
+            let error = step(&all, &ours, &ids(3), threads).expect_err("rows that leave cannot be read");
+            assert!(error.to_string().contains("the first table's device is busy"), "{error}");
+            let both_failed = rigs[..2].iter().all(Rig::device_read_ended);
+            assert!(both_failed, "both have failed, with any number of threads");
             assert!(rigs.iter().all(|rig| rig.table.stats().expect("counters").pinned_rows == 0));
         }
-        rigs[..2].iter().for_each(|rig| rig.set_device_busy(false));
         assert!(contents(&rigs) == before);
-        (3..6).for_each(|number| step(&rigs, &ours, &ids(number), 4).expect("a step"));
-        (0..6).for_each(|number| step(&oracle, &theirs, &ids(number), 1).expect("a step"));
+        (3..6).for_each(|number| step(&all, &ours, &ids(number), 4).expect("a step"));
+        (0..6).for_each(|number| step(&others, &theirs, &ids(number), 1).expect("a step"));
         assert!(contents(&rigs) == contents(&oracle));
     });
 }
 
-/// Two threads train other ids of the same tables. Each has tables of its own order, and its plans work on all tables at once.
+/// Threads train other ids of the same tables, each in an order of its own. The plans of each work on all tables at once.
 #[test]
 fn plans_of_several_threads_that_work_on_the_same_tables_side_by_side_all_end() {
     watched(String::new, || {
@@ -133,21 +142,25 @@ fn plans_of_several_threads_that_work_on_the_same_tables_side_by_side_all_end() 
             for thread in 0..3_u64 {
                 let (rigs, steps) = (&rigs, &steps);
                 scope.spawn(move || {
-                    let lookup = lookup(rigs);
+                    let mut all: Vec<&Rig> = rigs.iter().collect();
+                    all.rotate_left(thread as usize);
+                    let lookup = lookup(all.iter().copied());
                     for number in 0..8 {
                         let ids = batch(rigs.len(), thread * 100 + number, thread as Id * 10_000, 1200);
-                        step(rigs, &lookup, &ids, 4).expect("a step");
+                        step(&all, &lookup, &ids, 8).expect("a step");
                         steps.fetch_add(1, Ordering::Relaxed);
                     }
                 });
             }
         });
         assert_eq!(steps.into_inner(), 24);
-        let theirs = lookup(&oracle);
         for thread in 0..3_u64 {
+            let mut all: Vec<&Rig> = oracle.iter().collect();
+            all.rotate_left(thread as usize);
+            let theirs = lookup(all.iter().copied());
             for number in 0..8 {
-                let ids = batch(rigs.len(), thread * 100 + number, thread as Id * 10_000, 1200);
-                step(&oracle, &theirs, &ids, 1).expect("a step");
+                let ids = batch(oracle.len(), thread * 100 + number, thread as Id * 10_000, 1200);
+                step(&all, &theirs, &ids, 1).expect("a step");
             }
         }
         let weights = |rigs: &[Rig]| -> Vec<Vec<(Id, Vec<u32>)>> {

@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use crate::process::{PerProcess, works_behind};
+use crate::memory::room_for_threads;
+use crate::process::{PerProcess, works_alone, works_behind};
 use crate::sync::lock;
 
 /// The number of parts for each thread. With many small parts, a thread that starts late takes few of them.
@@ -150,7 +151,7 @@ fn build(size: usize, name: &'static str) -> Option<Arc<ThreadPool>> {
 static IDLE_POOLS: PerProcess<Mutex<Vec<Arc<ThreadPool>>>> = PerProcess::new();
 
 /// So many pools are kept at most.
-const MOST_IDLE_POOLS: usize = 4;
+const MOST_IDLE_POOLS: usize = 16;
 
 /// A pool that serves one call.
 struct OwnPool(Arc<ThreadPool>);
@@ -163,7 +164,7 @@ impl OwnPool {
         let found = idle.iter().position(|pool| pool.current_num_threads() >= size);
         let kept = found.map(|at| idle.remove(at));
         drop(idle);
-        kept.or_else(|| build(size, "embcache-table")).map(Self)
+        kept.or_else(|| if room_for_threads() { build(size, "embcache-table") } else { None }).map(Self)
     }
 }
 
@@ -220,7 +221,7 @@ pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: im
 /// The other threads serve this call alone as long as it lasts. Otherwise they could stand behind tasks of another call which wait for locks
 /// that this call's caller has.
 pub(crate) fn for_each_that_waits<T: Send>(threads: usize, tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
-    if threads <= 1 || works_behind() {
+    if threads <= 1 || works_behind() || works_alone() {
         return tasks.for_each(work);
     }
     let tasks: Vec<T> = tasks.collect();
@@ -231,7 +232,8 @@ pub(crate) fn for_each_that_waits<T: Send>(threads: usize, tasks: impl Iterator<
     }
 }
 
-/// Do tasks on the caller's thread and on `helpers` threads of a pool.
+/// Do tasks on the caller's thread and on `helpers` threads of a pool. A task may deal work to other pools: its thread does no other task while
+/// it waits for that.
 fn share_out<T: Send>(pool: &ThreadPool, helpers: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
     let tasks = Mutex::new(tasks.into_iter());
     let take = || {
@@ -242,9 +244,13 @@ fn share_out<T: Send>(pool: &ThreadPool, helpers: usize, tasks: Vec<T>, work: im
         }
     };
     pool.in_place_scope(|scope| {
-        for _ in 0..helpers {
-            scope.spawn(|_| take());
-        }
+        // A thread of rayon's that waits within a task looks for other work of its pool. What is broadcast lies with each thread, and no other
+        // thread finds it.
+        scope.spawn_broadcast(|_, thread| {
+            if thread.index() < helpers {
+                take();
+            }
+        });
         take();
     });
 }
@@ -358,6 +364,22 @@ mod tests {
         let order = Mutex::new(Vec::new());
         for_each_that_waits(1, 0..5, |task| lock(&order).push(task));
         assert_eq!(order.into_inner().expect("no panic"), [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn a_thread_does_no_other_task_while_its_task_waits_for_kernels() {
+        thread_local! {
+            static IS_INSIDE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+        }
+        for _ in 0..300 {
+            for_each_that_waits(4, 0..12, |_| {
+                assert!(!IS_INSIDE.replace(true), "a task began within another one on the same thread");
+                let spin =
+                    |range: std::ops::Range<usize>| range.for_each(|_| (0..200).for_each(|_| std::hint::spin_loop()));
+                deal(2, 8, |item| item as u64, spin);
+                IS_INSIDE.set(false);
+            });
+        }
     }
 
     #[test]

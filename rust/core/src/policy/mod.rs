@@ -83,7 +83,7 @@ pub struct Victim {
 /// parks itself.
 const RECHECKED: u32 = 2;
 
-/// `accessed` and `all_inserted` prefetch what they look at this many slots before its turn.
+/// What goes over many slots prefetches what it looks at this many slots before its turn.
 const AHEAD: usize = 16;
 
 /// The policy of `kind` for a tier of `capacity` slots. Overflow slots past the capacity may be used too.

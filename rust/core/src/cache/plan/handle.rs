@@ -9,7 +9,7 @@ use crate::cache::locks::{RowsHeld, TableInner, Turn, Turns};
 use crate::cache::residency::{FetchedRows, PlanMode};
 use crate::error::{Error, Kind, Result};
 use crate::ssd::FetchBatch;
-use crate::sync::MutexGuard;
+use crate::sync::{Mutex, MutexGuard, lock};
 use crate::types::{CacheSlot, Id};
 
 /// One planned batch. Its rows are pinned until the backward, `release`, or its drop.
@@ -44,18 +44,19 @@ impl Plan {
     pub(super) fn start(&self) -> Result<()> {
         let turn = self.turns.take();
         let mut state = turn.state();
-        if self.threads.tables > 1 {
-            return for_each_table(state.tables.iter_mut(), self.threads.tables, |table| {
-                let mut batch = FetchBatch::default();
-                let started = table.start(self.mode, &mut batch);
-                batch.submit();
-                started
-            });
-        }
-        // One submission for all tables. It goes out on an error too, because other plans may have found rows that wait for it.
-        let mut batch = FetchBatch::default();
-        let started = state.tables.iter_mut().try_for_each(|table| table.start(self.mode, &mut batch));
-        batch.submit();
+        // One submission for all tables, where one thread begins them. It goes out on an error too, because other plans may have found rows
+        // that wait for it.
+        let batch = Mutex::new(FetchBatch::default());
+        let started = for_each_table(state.tables.iter_mut(), self.threads.tables, |table| {
+            if self.threads.tables == 1 {
+                return table.start(self.mode, &mut lock(&batch));
+            }
+            let mut own = FetchBatch::default();
+            let started = table.start(self.mode, &mut own);
+            own.submit();
+            started
+        });
+        drop(batch);
         started
     }
 
@@ -69,7 +70,7 @@ impl Plan {
     }
 
     /// As [`Plan::wait`]. For each table `lent` may have memory `[n, V]` for the rows that go to its device tier, with n as
-    /// [`Plan::most_arriving`] says. Give the same memory to [`Plan::fetched_into`].
+    /// [`Plan::most_arriving`] says. Where they do not fit they lie elsewhere. Give the same memory to [`Plan::fetched_into`].
     pub fn wait_into(&self, lent: &mut [Option<&mut [f32]>]) -> Result<()> {
         let turn = self.turn()?;
         let mut state = turn.state();
@@ -176,7 +177,7 @@ impl Plan {
         Ok(held.required_device_slots())
     }
 
-    /// For each table how many rows go to its device tier at most. 0 for a table that has none.
+    /// For each table about how many rows go to its device tier: mostly no more than this. 0 for a table that has no such tier.
     pub fn most_arriving(&self) -> Result<Vec<usize>> {
         let turn = self.turn()?;
         let state = turn.state();

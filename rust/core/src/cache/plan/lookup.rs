@@ -54,7 +54,8 @@ impl Lookup {
         }
         memory::check_room("plan a batch", ids.len() * PLAN_BYTES_AN_ID)?;
         let all_on_device = shape.tables.iter().all(|table| table.has_device());
-        let threads = Threads::of(mode, shape.tables.len(), ids.len(), all_on_device);
+        let of_tables = shape.table_features.iter().map(|features| splits[features.end] - splits[features.start]);
+        let threads = Threads::of(mode, of_tables, all_on_device);
         let mode = PlanMode { threads: threads.each, ..mode };
         let mut tables: Vec<Option<TablePlan>> = shape.tables.iter().map(|_| None).collect();
         let parts = tables.iter_mut().zip(shape.tables.iter().zip(&shape.table_features));

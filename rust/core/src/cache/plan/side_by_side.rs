@@ -20,16 +20,19 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    /// For a plan of so many tables and ids. `all_on_device` says that the kernels of all tables run on device tiers.
-    pub(super) fn of(mode: PlanMode, tables: usize, ids: usize, all_on_device: bool) -> Self {
+    /// For a plan of tables with so many ids each. `all_on_device` says that the kernels of all tables run on device tiers.
+    pub(super) fn of(mode: PlanMode, ids: impl Iterator<Item = usize> + Clone, all_on_device: bool) -> Self {
         // A plan that is made ahead would take threads from kernels that work on the batch before.
         let threads = if mode.ahead && !all_on_device { 1 } else { mode.threads };
-        let at_once = threads.min(tables).min(ids / IDS_PER_THREAD).max(1);
+        let (all, most) = (ids.clone().sum::<usize>(), ids.max().unwrap_or(0));
+        // Beside one table with most of the ids, which wants all threads for itself, few others are worth a thread.
+        let at_once = threads.min(all / most.max(IDS_PER_THREAD)).max(1);
         Self { tables: at_once, each: (mode.threads / at_once).max(1) }
     }
 }
 
-/// Do `work` for each table of a plan, `at_once` of them at a time, on behalf of the calling thread. All are done when this returns.
+/// Do `work` for each table of a plan, `at_once` of them at a time, on behalf of the calling thread. All are done when this returns, also those
+/// after a table whose work has failed, so that what happens to a table does not depend on the number of threads.
 ///
 /// Errors: that of the first table, in their order, whose work has one.
 pub(super) fn for_each_table<T: Send>(
@@ -37,6 +40,14 @@ pub(super) fn for_each_table<T: Send>(
     at_once: usize,
     work: impl Fn(T) -> Result<()> + Sync,
 ) -> Result<()> {
+    if at_once == 1 {
+        let mut done = Ok(());
+        for table in tables {
+            let this = work(table);
+            done = done.and(this);
+        }
+        return done;
+    }
     let me = LogicalThread::current();
     let first: Mutex<Option<(usize, Error)>> = Mutex::new(None);
     for_each_that_waits(at_once, tables.enumerate(), |(number, table)| {

@@ -222,7 +222,8 @@ impl Residency {
         }
     }
 
-    /// How many rows are to be brought to the device at most, for a plan that has begun.
+    /// About how many rows are to be brought to the device, for a plan that has begun: mostly no more than this. Ids that will get no row count
+    /// too.
     pub(crate) fn most_arriving(&self, hold: &Hold) -> usize {
         let Some(tier) = &self.device else { return 0 };
         let arrives = |slot: CacheSlot| slot == NO_SLOT || tier.slots.state(slot).has(RowState::LOADING);
