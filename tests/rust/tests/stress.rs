@@ -105,7 +105,6 @@ struct World {
     done: Vec<AtomicU32>,
     trainers: AtomicU64,
     /// Counts of the events for which the run is made.
-    overflows: AtomicU64,
     exports: AtomicU64,
     moments: AtomicU64,
     token: AtomicU64,
@@ -171,7 +170,6 @@ impl World {
 
     fn finish(&self, plan: &Plan, ids: &[Id], abandon: bool) {
         plan.wait().unwrap();
-        self.overflows.fetch_add(u64::from(plan.overflow_rows().unwrap()[0] > 0), Ordering::Relaxed);
         let least = World::count(&self.done, ids);
         let out = self.rig.forward(plan, ids.len(), 1).unwrap();
         self.check(ids, &out, DIM, &least, false);
@@ -356,7 +354,6 @@ fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: O
         begun: zeros(),
         done: zeros(),
         trainers: AtomicU64::new(TRAINERS),
-        overflows: AtomicU64::new(0),
         exports: AtomicU64::new(0),
         moments: AtomicU64::new(0),
         token: AtomicU64::new(0),
@@ -391,9 +388,22 @@ fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: O
                 spawn(Box::new(|| world.flush()));
                 spawn(Box::new(|| world.watch()));
             });
+            overflow(world);
             at_rest(world, engine, dir, policy);
         },
     );
+}
+
+/// Use all rows at once. Whether plans overflow while all threads run depends on how busy the machine is.
+fn overflow(world: &World) {
+    let all: Vec<Id> = (0..IDS).collect();
+    let plan = |ids: &[Id]| world.rig.plan(ids, PlanMode::EVALUATE).unwrap();
+    let plans: Vec<Plan> = all.chunks(16).map(plan).collect();
+    for plan in &plans {
+        world.rig.place(plan).unwrap();
+    }
+    let rows: u32 = plans.iter().map(|plan| plan.overflow_rows().unwrap()[0]).sum();
+    assert!(rows > 0, "all rows fit the budget");
 }
 
 /// Check that nothing is pinned, and that every row is what was done to it, in RAM, on SSD and after a resume.
@@ -401,7 +411,6 @@ fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: Policy
     let stats = world.rig.table.stats().unwrap();
     assert_eq!(stats.pinned_rows, 0, "a pin was not returned");
     let ssd = stats.ssd.unwrap();
-    assert!(world.overflows.load(Ordering::Relaxed) > 0, "no plan overflowed");
     assert!(world.moments.load(Ordering::Relaxed) > 0, "no moment ended");
     assert!(stats.host.evictions > 0 && ssd.tier.hits > 0, "nothing moved");
     assert!(world.on_full == OnFull::Error || stats.dropped_rows > 0, "nothing was dropped");
