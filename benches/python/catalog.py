@@ -16,7 +16,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "births_uniform": "new rows planned, born with uniform weights and committed",
         "births_uniform_two_threads": "the same, two threads",
         "births_normal_two_threads": "the same, normally distributed weights",
-        "device_moves_zipf105": "ids of batches planned, their rows brought to a device, others taken back; a tenth of 1.25M rows is there",
+        "device_moves_zipf105": "ids of batches whose rows move to a device and others back; a tenth of 1.25M rows is there",
         "device_moves_two_threads": "the same for four tables on two threads",
     },
     "Admission and eviction (one thread)": {
