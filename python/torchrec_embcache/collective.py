@@ -66,7 +66,9 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> Any:
 
 def _gloo_group(of: dist.ProcessGroup) -> Any:
     # `new_group` would have ranks outside of the group take part, or name the groups after it in another way than those do.
-    timeouts = [of._get_backend(device).options._timeout for device in of._device_types]  # noqa: SLF001
+    backends = [of._get_backend(device) for device in of._device_types]  # noqa: SLF001
+    options = [getattr(backend, "options", None) for backend in backends]
+    timeouts = [getattr(each, "_timeout", dist.distributed_c10d.default_pg_timeout) for each in options]
     store = dist.distributed_c10d.PrefixStore("torchrec_embcache", dist.distributed_c10d._get_process_group_store(of))  # noqa: SLF001
     return dist.ProcessGroupGloo(store, of.rank(), of.size(), max(timeouts))
 
@@ -77,7 +79,9 @@ atexit.register(_gloo_groups.clear)
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The value of each rank, in the order of the ranks. Collective; values are pickled."""
-    return _exchange(value, cpu_group(group)) if is_distributed() else [value]
+    if not is_distributed() or dist.get_world_size(group) == 1:
+        return [value]
+    return _exchange(value, cpu_group(group))
 
 
 def add_up(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
