@@ -179,7 +179,7 @@ class Group:
 
 
 def _exchange(value: T, group: Any) -> list[T]:
-    """Do as `all_gather`, by the group's own methods, which need no default group."""
+    """The value of each rank, in the order of the ranks, by the group's own methods, which need no default group."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     group.allgather([sizes], [torch.tensor([len(data)])]).wait()

@@ -182,11 +182,12 @@ class DeviceTier:
             raise
 
     def staging(self, rows: int) -> Tensor | None:
-        """Memory [rows, V] for the vectors of rows on their way here; None for no rows. The core writes them there.
+        """Memory [n, V] for the vectors of about so many rows on their way here; None for no rows. The core writes them there.
 
-        The device copies from it by itself, where it can. Raises torch's error where there is no memory.
+        n is `rows`, or `capacity` where that is less: mostly no more come at once, and where they do the core has memory of its
+        own. The device copies from this by itself, where it can. Raises torch's error where there is no memory.
         """
-        rows = min(rows, self.capacity)  # mostly no more come at once, and others lie elsewhere
+        rows = min(rows, self.capacity)
         if rows == 0:
             return None
         floats = self.dim * (1 + len(self.vector_slots))

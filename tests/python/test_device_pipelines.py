@@ -29,7 +29,7 @@ from torchrec_embcache import (
     initializers,
 )
 from torchrec_embcache.sharded import lookup
-from torchrec_models import Batch, drain, pinned_rows, rows_of
+from torchrec_models import Batch, dense_optimizer, drain, pinned_rows, rows_of, train
 
 DEVICE = torch.device("cuda:0" if os.environ.get("EMBCACHE_TEST_CUDA") == "1" else "cpu")
 STEPS = 14
@@ -74,7 +74,7 @@ class Model(nn.Module):
 def made(ssd: Path | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     sharder = EmbCacheEmbeddingBagCollectionSharder({"learning_rate": 0.05})
     model = DistributedModelParallel(Model(ssd).to(DEVICE), device=DEVICE, sharders=[sharder])
-    return model, torch.optim.SGD([value for name, value in model.named_parameters() if "linear" in name], lr=0.1)
+    return model, dense_optimizer(model)
 
 
 def batches() -> Iterator[Batch]:
@@ -85,17 +85,6 @@ def batches() -> Iterator[Batch]:
         drawn = torch.rand(int(lengths.sum()), generator=generator)
         features = KeyedJaggedTensor(["a", "b"], (drawn**3 * IDS).long(), lengths=lengths)
         yield Batch(features, torch.rand(32, generator=generator)).to(DEVICE)
-
-
-def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    losses = []
-    for batch in batches():
-        optimizer.zero_grad()
-        loss, (value, _) = model(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(value)
-    return torch.stack(losses)
 
 
 class CpuStream(torch.cpu.Stream):
@@ -148,8 +137,8 @@ def close(model: nn.Module) -> None:
 def test_a_pipeline_over_a_small_device_tier_has_the_bits_of_the_plain_loop(
     kind: str, on_ssd: bool, tmp_path: Path
 ) -> None:
-    plain, optimizer = made()
-    want = plainly(plain, optimizer)
+    plain, _ = made()
+    want = train(plain, batches())
     model, optimizer = made(tmp_path if on_ssd else None)
     got = drain(PIPELINES[kind](model, optimizer, DEVICE), batches())
     assert torch.equal(got, want)

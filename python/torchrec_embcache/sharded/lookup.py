@@ -137,12 +137,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         """Do nothing. TorchRec calls this before a state_dict is loaded."""
 
     def announce(
-        self,
-        features: KeyedJaggedTensor,
-        *,
-        train: bool,
-        beside: bool,
-        failed: Callable[[Exception], None],
+        self, features: KeyedJaggedTensor, *, train: bool, beside: bool, failed: Callable[[Exception], None]
     ) -> None:
         """Begin to fetch the rows of a batch that a later forward looks up. Call it in the order of the forwards.
 

@@ -1,7 +1,6 @@
 //! A plan works on its tables side by side: with the results of one after the other, and beside other plans of the same tables.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use embcache::cache::{DeviceTensors, Lookup, PlanMode};
 use embcache::config::{OptimizerKind, TableConfig};
@@ -132,37 +131,28 @@ fn where_several_tables_fail_the_first_of_them_is_told_and_no_row_has_moved() {
     });
 }
 
-/// Threads train other ids of the same tables, each in an order of its own. The plans of each work on all tables at once.
+/// One of several trainers, which have other ids of the same tables, each in an order of its own.
+fn train_part(rigs: &[Rig], number: u64, threads: usize) {
+    let mut all: Vec<&Rig> = rigs.iter().collect();
+    all.rotate_left(number as usize);
+    let lookup = lookup(all.iter().copied());
+    for step_number in 0..8 {
+        let ids = batch(rigs.len(), number * 100 + step_number, number as Id * 10_000, 1200);
+        step(&all, &lookup, &ids, threads).expect("a step");
+    }
+}
+
 #[test]
 fn plans_of_several_threads_that_work_on_the_same_tables_side_by_side_all_end() {
     watched(String::new, || {
         let (rigs, oracle) = (tables(), tables());
-        let steps = AtomicU32::new(0);
         std::thread::scope(|scope| {
-            for thread in 0..3_u64 {
-                let (rigs, steps) = (&rigs, &steps);
-                scope.spawn(move || {
-                    let mut all: Vec<&Rig> = rigs.iter().collect();
-                    all.rotate_left(thread as usize);
-                    let lookup = lookup(all.iter().copied());
-                    for number in 0..8 {
-                        let ids = batch(rigs.len(), thread * 100 + number, thread as Id * 10_000, 1200);
-                        step(&all, &lookup, &ids, 8).expect("a step");
-                        steps.fetch_add(1, Ordering::Relaxed);
-                    }
-                });
+            for number in 0..3 {
+                let rigs = &rigs;
+                scope.spawn(move || train_part(rigs, number, 8));
             }
         });
-        assert_eq!(steps.into_inner(), 24);
-        for thread in 0..3_u64 {
-            let mut all: Vec<&Rig> = oracle.iter().collect();
-            all.rotate_left(thread as usize);
-            let theirs = lookup(all.iter().copied());
-            for number in 0..8 {
-                let ids = batch(oracle.len(), thread * 100 + number, thread as Id * 10_000, 1200);
-                step(&all, &theirs, &ids, 1).expect("a step");
-            }
-        }
+        (0..3).for_each(|number| train_part(&oracle, number, 1));
         let weights = |rigs: &[Rig]| -> Vec<Vec<(Id, Vec<u32>)>> {
             let of = |rows: Contents| rows.into_iter().map(|(id, (_, bits))| (id, bits)).collect();
             contents(rigs).into_iter().map(of).collect()

@@ -38,9 +38,7 @@ impl HostTier {
     /// Copy rows into slots of the tier, where ids find them from now on: slots of the budget, and where these end slots of the overflow. The
     /// tier has none of the ids, and memory for all of the rows was [reserved](HostTier::reserve).
     pub(crate) fn insert_rows(&mut self, rows: &[(RowRef<'_>, RowState)]) {
-        let mut slots = Vec::with_capacity(rows.len());
-        self.slots.take_many(rows.len(), &mut slots);
-        slots.extend((slots.len()..rows.len()).map(|_| self.slots.take_overflow()));
+        let slots = self.slots.take_with_overflow(rows.len());
         for (at, (&slot, (row, _))) in slots.iter().zip(rows).enumerate() {
             if let Some(&later) = slots.get(at + ROWS_AHEAD) {
                 self.prefetch_row(later);

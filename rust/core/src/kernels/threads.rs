@@ -209,10 +209,16 @@ pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T)
 pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     let tasks: Vec<T> = tasks.collect();
     let helpers = (machine_threads() / 2).min(tasks.len()).saturating_sub(1);
-    match if helpers > 0 && !works_behind() { pool(helpers) } else { None } {
-        Some(pool) => share_out(&pool, helpers, tasks, work),
-        None => tasks.into_iter().for_each(work),
-    }
+    let Some(pool) = (if helpers > 0 && !works_behind() { pool(helpers) } else { None }) else {
+        return tasks.into_iter().for_each(work);
+    };
+    let take = taking(tasks, work);
+    pool.in_place_scope(|scope| {
+        for _ in 0..helpers {
+            scope.spawn(|_| take());
+        }
+        take();
+    });
 }
 
 /// Do independent tasks, which may wait for locks and for code that is not the core's, on `threads` threads, of which this is one. Tasks
@@ -226,26 +232,13 @@ pub(crate) fn for_each_that_waits<T: Send>(threads: usize, tasks: impl Iterator<
     }
     let tasks: Vec<T> = tasks.collect();
     let helpers = threads.min(tasks.len()).saturating_sub(1);
-    match if helpers > 0 { OwnPool::of(helpers) } else { None } {
-        Some(pool) => share_out(&pool.0, helpers, tasks, work),
-        None => tasks.into_iter().for_each(work),
-    }
-}
-
-/// Do tasks on the caller's thread and on `helpers` threads of a pool. A task may deal work to other pools: its thread does no other task while
-/// it waits for that.
-fn share_out<T: Send>(pool: &ThreadPool, helpers: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
-    let tasks = Mutex::new(tasks.into_iter());
-    let take = || {
-        loop {
-            let next = lock(&tasks).next();
-            let Some(task) = next else { return };
-            work(task);
-        }
+    let Some(pool) = (if helpers > 0 { OwnPool::of(helpers) } else { None }) else {
+        return tasks.into_iter().for_each(work);
     };
-    pool.in_place_scope(|scope| {
-        // A thread of rayon's that waits within a task looks for other work of its pool. What is broadcast lies with each thread, and no other
-        // thread finds it.
+    let take = taking(tasks, work);
+    pool.0.in_place_scope(|scope| {
+        // A task may deal work to other pools. A thread of rayon's that waits for that looks for other work of its own pool meanwhile. What is
+        // broadcast lies with each thread, and no other thread finds it.
         scope.spawn_broadcast(|_, thread| {
             if thread.index() < helpers {
                 take();
@@ -253,6 +246,18 @@ fn share_out<T: Send>(pool: &ThreadPool, helpers: usize, tasks: Vec<T>, work: im
         });
         take();
     });
+}
+
+/// What each thread runs that takes part in these tasks: it does one after the other, until none is left.
+fn taking<T: Send>(tasks: Vec<T>, work: impl Fn(T) + Sync) -> impl Fn() + Sync {
+    let tasks = Mutex::new(tasks.into_iter());
+    move || {
+        loop {
+            let next = lock(&tasks).next();
+            let Some(task) = next else { return };
+            work(task);
+        }
+    }
 }
 
 /// Do independent tasks on the machine's threads while this thread does `own`.

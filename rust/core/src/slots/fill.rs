@@ -27,6 +27,15 @@ impl SlotMap {
         self.used += (taken.len() - before) as u32;
     }
 
+    /// Take so many empty slots: of the budget, and where these end of the overflow, for whose bytes the caller has made room. Follow as after
+    /// [`SlotMap::take_many`].
+    pub fn take_with_overflow(&mut self, wanted: usize) -> Vec<CacheSlot> {
+        let mut taken = Vec::with_capacity(wanted);
+        self.take_many(wanted, &mut taken);
+        taken.extend((taken.len()..wanted).map(|_| self.take_overflow()));
+        taken
+    }
+
     /// Put rows into taken slots, up to the first one whose id the tier has already. `slots` and `ids` are `[n]`. Returns how many were put.
     pub fn insert_all_new(&mut self, slots: &[CacheSlot], ids: &[Id], state: RowState) -> usize {
         let put = self.index.insert_new_batch(ids, slots);

@@ -316,9 +316,7 @@ impl Residency {
         let homeless = homeless.filter(|(row, _)| hold.device[row.position as usize] == NO_SLOT);
         let ids: Vec<Id> = homeless.map(|(_, header)| header.id).collect();
         let tier = self.device_mut();
-        let mut slots = Vec::with_capacity(ids.len());
-        tier.slots.take_many(ids.len(), &mut slots);
-        slots.extend((slots.len()..ids.len()).map(|_| tier.slots.take_overflow()));
+        let slots = tier.slots.take_with_overflow(ids.len());
         let put = tier.slots.insert_all_new(&slots, &ids, RowState::LOADING);
         assert_eq!(put, slots.len(), "the rows are new to the device");
         slots
