@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from dlrm import DIM, ROOT, SAMPLES, TABLES, Batches, Scale, Side, Stream, make_ours, make_rival, one_rank
@@ -63,8 +64,12 @@ class Idle:
         self._ended: Any = None
         self._pairs: list[tuple[Any, Any]] = []
 
-    def step_ended(self) -> None:
-        """All of a step was queued."""
+    def forget(self) -> None:
+        """Begin anew."""
+        self._pairs, self._ended = [], None
+
+    def step_ended(self, *_: Any) -> None:
+        """All of a step was queued that computes."""
         self._ended = self._make()
         self._ended.record()
 
@@ -77,9 +82,8 @@ class Idle:
             self._ended = None
 
     def milliseconds(self) -> float:
-        """The median since it was asked for last. The device is idle."""
-        pairs, self._pairs, self._ended = self._pairs, [], None
-        return float(statistics.median(ended.elapsed_time(begun) for ended, begun in pairs))
+        """The median since `forget`. The device is idle."""
+        return float(statistics.median(ended.elapsed_time(begun) for ended, begun in self._pairs))
 
 
 def note_lookups(idle: Idle) -> None:
@@ -116,10 +120,9 @@ class Measured:
         self._stream.make_until(self._side.next + self._scale.steps + 2 * ahead)
         self._side.run(ahead)
         self._wait()
+        self._idle.forget()
         begin = time.perf_counter()
-        for _ in range(self._scale.steps):
-            self._side.run(1)
-            self._idle.step_ended()
+        self._side.run(self._scale.steps)
         self._wait()
         seconds = time.perf_counter() - begin
         self.samples_a_second.append(self._scale.samples * self._scale.steps / seconds)
@@ -164,6 +167,8 @@ def measure(scale: Scale, folder: Path, device: torch.device, note: Callable[[st
         pipeline = make_rival(scale, EmbeddingComputeKernel.FUSED_UVM_CACHING, device, 0.1)
         sides[RIVAL] = Measured(pipeline, stream, scale, idle, device)
     note_lookups(idle)
+    # After this a step moves the rows of the next one.
+    register_optimizer_step_post_hook(idle.step_ended)
     for side in sides.values():
         side.warm()
     for number in range(scale.rounds):

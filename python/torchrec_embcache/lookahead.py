@@ -125,6 +125,26 @@ class Lookahead:
             self._jobs[0].result()
             del self._jobs[0]
 
+    def place_next(self, place: Callable[[Plan], None], failed: Callable[[Exception], None]) -> None:
+        """Have `place` put the rows of the next forward's batch into their slots, if that batch trains and is planned.
+
+        On an error the batch is unpinned, and its forward plans it again. An `Exception` goes to `failed`, and others are raised.
+        """
+        with self._changed:
+            batch = self._batches[0] if self._batches else None
+            plan = batch.plan if batch is not None and batch.options.train else None
+        if batch is None or plan is None:
+            return
+        try:
+            place(plan)
+        except BaseException as error:
+            with self._changed:
+                batch.plan, batch.failed = None, True
+            plan.release()
+            if not isinstance(error, Exception):
+                raise
+            failed(error)
+
     def take(self, ids: IdBatch, *, train: bool, recomputed: bool) -> tuple[Plan | None, int]:
         """The plan of this forward's batch, if it was announced and planned, and how many batches were dropped.
 

@@ -34,7 +34,7 @@ from .optimizers import gradient_limits, native_hyperparameters
 from .shared_rows import OtherRankFailedError, SharedSums, sums_of
 from .sweeping import sweep_in_backward, swept_after_steps
 from .table_shard import TableShard
-from .table_warnings import warn_of_a_lost_flush, warn_of_overflow
+from .table_warnings import TableWarnings
 
 __all__ = ["IdBatch", "LookupGroup", "PlannedBatch"]
 
@@ -81,8 +81,7 @@ class LookupGroup:
         self._telling = [table.telling for table in self.tables if table.telling.has_hook]
         self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
         self._lookahead = Lookahead()
-        self._warned_rows = [0] * len(self.tables)
-        self._warned_given_up: set[str] = set()
+        self._warnings = TableWarnings(self.tables)
         self._swept = swept_after_steps(self.tables, by_ranks=False)
 
     def _open(self) -> tuple[_native.Lookup, KernelBackend]:
@@ -122,6 +121,16 @@ class LookupGroup:
             self._lookahead.announce(lookup, ids, options)
         except Exception as error:
             failed(error)
+
+    def place_next(self, failed: Callable[[Exception], None]) -> None:
+        """Move the rows of the next announced batch to the device, if its forward would move the same ones.
+
+        `failed` is called with an error. The forward moves them then.
+        """
+        self._open()
+        on_device = any(table.device_rows is not None for table in self.tables)
+        if on_device and not any(table.settings.decides_when_placed for table in self.tables):
+            self._lookahead.place_next(self._bring, failed)
 
     def settle(self) -> None:
         """Wait until all that `prefetch_beside` was given is planned."""
@@ -252,26 +261,22 @@ class LookupGroup:
         if self._swept:
             sweep_in_backward(self._swept, to_its_end=self.after_backward is None)
 
+    def _bring(self, plan: _native.Plan) -> None:
+        """Put the rows of a plan into their slots. An error leaves each row where it was, and the plan is released."""
+        tiers = [table.tier for table in self.tables]
+        if not any(tiers):
+            plan.wait()
+        elif not plan.is_placed():
+            plan.wait_for_reads()
+            # Exclusively: whoever copies rows must not read a slot before its row is there.
+            with memory_of(self.names(), self.device):
+                plan.exclusively(lambda: bring_rows(plan, tiers))
+
     def place(self, plan: _native.Plan) -> KernelBackend:
         """Wait for the plan's rows, and put them into the slots that the kernels read."""
         _, backend = self._open()
-        tiers = [table.tier for table in self.tables]
-
-        if any(tier is not None for tier in tiers):
-            # Exclusively: whoever copies rows must not read a slot before its row is there. An error leaves each row where it was.
-            with memory_of(self.names(), self.device):
-                plan.exclusively(lambda: bring_rows(plan, tiers))
-        else:
-            plan.wait()
-        for index, rows in enumerate(plan.overflow_rows()):
-            # After a failed write no row can go down to the SSD tier, and no budget would help.
-            if rows > self._warned_rows[index] and not self.tables[index].native.is_read_only():
-                self._warned_rows[index] = 2 * rows
-                warn_of_overflow(self.tables[index], rows)
-        for table in self.tables:
-            if table.tiers.ssd and table.name not in self._warned_given_up and table.native.published_given_up():
-                self._warned_given_up.add(table.name)
-                warn_of_a_lost_flush(table)
+        self._bring(plan)
+        self._warnings.after_placing(plan)
         return backend
 
 

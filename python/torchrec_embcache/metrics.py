@@ -256,7 +256,7 @@ class TableStats:
     - `pinned_rows`: cache slots that batches in flight hold.
     - `overflow_plans`: batches whose rows did not fit the tier that kernels run on.
     - `dropped_rows`: rows that `on_full="evict"` removed.
-    - `row_wait`: how long the forward of each batch waited until all of its rows had their slots: for reads from SSD, for room, and
+    - `row_wait`: how long training waited for each batch until all of its rows had their slots: for reads from SSD, for room, and
       for the table's lock. Tables of one forward wait one after the other, so that their waits add up.
     - `lock_held`: how long the table's lock was held, each time that it was.
     - `kernels`: what runs on the rows: "core", "triton" or "torch".

@@ -121,6 +121,11 @@ class TableSettings:
             key=key,
         )
 
+    @property
+    def decides_when_placed(self) -> bool:
+        """Whether it matters when a batch is placed: a rule decides then which ids have rows."""
+        return self.lifecycle.admission is not None or self.lifecycle.eviction is not None or self.on_full == "evict"
+
     def on_a_device_that_works(self) -> Self:
         """The settings with the number of the device, where `device` is "cuda" alone. `ConfigError` where it cannot be used."""
         try:

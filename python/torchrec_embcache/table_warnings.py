@@ -1,15 +1,37 @@
 """Warnings of a table whose budgets do not fit what it does. They name the setting and the size to give it."""
 
 import warnings
+from collections.abc import Sequence
 
 from . import _native
 from .exceptions import EmbCacheWarning
 from .table_shard import TableShard
 
-__all__ = ["warn_of_a_lost_flush", "warn_of_overflow"]
+__all__ = ["TableWarnings"]
 
 
-def warn_of_overflow(table: TableShard, rows: int) -> None:
+class TableWarnings:
+    """The warnings of the tables of one lookup. None is given again unless the budget lacks twice as much."""
+
+    def __init__(self, tables: Sequence[TableShard]) -> None:
+        self._tables = tables
+        self._rows = [0] * len(tables)
+        self._flushes: set[str] = set()
+
+    def after_placing(self, plan: _native.Plan) -> None:
+        """Warn of what shows once the rows of a batch are in their slots."""
+        for index, rows in enumerate(plan.overflow_rows()):
+            # After a failed write no row can go down to the SSD tier, and no budget would help.
+            if rows > self._rows[index] and not self._tables[index].native.is_read_only():
+                self._rows[index] = 2 * rows
+                _warn_of_overflow(self._tables[index], rows)
+        for table in self._tables:
+            if table.tiers.ssd and table.name not in self._flushes and table.native.published_given_up():
+                self._flushes.add(table.name)
+                _warn_of_a_lost_flush(table)
+
+
+def _warn_of_overflow(table: TableShard, rows: int) -> None:
     """Say that so many rows of a batch did not fit the tier that kernels run on."""
     row_bytes = _native.row_bytes(table.dim, table.spec.kind, table.policy)
     if table.tier is None:
@@ -20,15 +42,15 @@ def warn_of_overflow(table: TableShard, rows: int) -> None:
         f"table {table.name!r}: {rows} rows of a batch did not fit TierBudgets.{field} and use memory beyond it; "
         f"set it to {size} or more",
         EmbCacheWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
-def warn_of_a_lost_flush(table: TableShard) -> None:
+def _warn_of_a_lost_flush(table: TableShard) -> None:
     """Say that the last flush of the table was given up for room."""
     warnings.warn(
         f"table {table.name!r}: TierBudgets.ssd_bytes={table.tiers.ssd} has no room for both the rows and the last "
         "flush: that flush cannot be resumed any more; flush more often, raise ssd_bytes, or keep checkpoints by Saver",
         EmbCacheWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

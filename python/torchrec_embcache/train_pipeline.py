@@ -1,8 +1,8 @@
 """Training with lookahead: the rows of later batches are fetched while this one computes.
 
 In each step the pipeline plans the batch that is `lookahead` ahead, whose ids arrived in the step before, on a thread beside. It
-loads one more batch and begins to send its ids. Then it computes the current batch. The exchanges are collectives, so that every
-rank does all of this in the same order.
+loads one more batch and begins to send its ids. Then it computes the current batch, and moves the rows of the next one to the
+device. The exchanges are collectives, so that every rank does all of this in the same order.
 """
 
 import logging
@@ -157,6 +157,10 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         finally:
             self._planned -= 1
             self.dequeue_batch()
+        if training and self._planned:
+            # A device computes the step still, whose kernels are queued, and the caller may wait for it next.
+            for module in self._cache_modules():
+                module.place_next()
         return output
 
     def reset(self) -> None:

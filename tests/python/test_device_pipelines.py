@@ -26,8 +26,11 @@ from torchrec_embcache import (
     EmbCacheEmbeddingBagConfig,
     EmbCacheTrainPipelineSparseDist,
     TierBudgets,
+    admission,
+    eviction,
     initializers,
 )
+from torchrec_embcache.device_tier import DeviceTier
 from torchrec_embcache.sharded import lookup
 from torchrec_models import Batch, dense_optimizer, drain, pinned_rows, rows_of, train
 
@@ -50,14 +53,19 @@ def one_rank() -> Iterator[None]:
 class Model(nn.Module):
     """Two tables of two widths, of which a tenth of the rows is on the device, and a loss that weighs what they give."""
 
-    def __init__(self, ssd: Path | None) -> None:
+    def __init__(self, ssd: Path | None = None, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         kept = {"ssd_bytes": "64MiB", "ssd_dir": ssd} if ssd is not None else {}
         born = initializers.Uniform(-0.1, 0.1)
         tables = [
             EmbCacheEmbeddingBagConfig(
-                name=name, embedding_dim=dim, num_embeddings=10**9, feature_names=[name], initializer=born
+                name=name,
+                embedding_dim=dim,
+                num_embeddings=10**9,
+                feature_names=[name],
+                initializer=born,
+                **options,
             )
             for name, dim in (("a", 16), ("b", 8))
         ]
@@ -71,9 +79,9 @@ class Model(nn.Module):
         return loss, (loss.detach(), out.detach())
 
 
-def made(ssd: Path | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(ssd: Path | None = None, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     sharder = EmbCacheEmbeddingBagCollectionSharder({"learning_rate": 0.05})
-    model = DistributedModelParallel(Model(ssd).to(DEVICE), device=DEVICE, sharders=[sharder])
+    model = DistributedModelParallel(Model(ssd, **options).to(DEVICE), device=DEVICE, sharders=[sharder])
     return model, dense_optimizer(model)
 
 
@@ -173,3 +181,118 @@ def test_the_ids_of_a_batch_are_copied_to_the_host_once(kind: str, monkeypatch: 
     drain(pipeline, batches())
     lookups = len(model.module.bags._lookups)
     assert len(copies) == STEPS * lookups
+
+
+def looked_up(model: nn.Module) -> dict[str, int]:
+    """For each table how many rows of the batches so far were found on the device, or brought there."""
+    counts = {name: table.stats().device for name, table in model.module.bags.tables.items()}
+    return {name: device.hits + device.misses for name, device in counts.items()}
+
+
+def distinct_ids(steps: list[Batch]) -> dict[str, int]:
+    """For each table the sum over batches of their distinct ids."""
+    return {name: sum(len(step.features[name].values().unique()) for step in steps) for name in ("a", "b")}
+
+
+@pytest.mark.parametrize("on_ssd", [False, True], ids=["ram", "ssd"])
+@pytest.mark.parametrize("lookahead", [1, 5])
+def test_a_step_leaves_the_rows_of_the_next_batch_on_the_device(lookahead: int, on_ssd: bool, tmp_path: Path) -> None:
+    plain, plain_optimizer = made()
+    model, optimizer = made(tmp_path if on_ssd else None)
+    pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=lookahead)
+    steps = list(batches())
+    source = iter(steps)
+    for done in range(1, STEPS + 1):
+        loss, _ = pipeline.progress(source)
+        assert looked_up(model) == distinct_ids(steps[: done + 1])
+        assert torch.equal(loss, train(plain, iter(steps[done - 1 : done]), plain_optimizer)[0])
+        # Rows that are there for the next batch and that no batch has trained are not in the table yet.
+        assert rows_of(model) == rows_of(plain)
+    assert pinned_rows(model) == 0
+    close(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"admission": admission.Count(2)},
+        {"eviction": eviction.Policy([eviction.Ttl(steps=3)], every_steps=2)},
+        {"on_full": "evict"},
+    ],
+    ids=["admission", "eviction", "full"],
+)
+def test_rows_do_not_move_ahead_where_a_rule_decides_which_there_are(options: dict[str, Any]) -> None:
+    model, optimizer = made(**options)
+    pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE)
+    steps = list(batches())
+    source = iter(steps)
+    for done in range(1, STEPS + 1):
+        pipeline.progress(source)
+        assert looked_up(model) == distinct_ids(steps[:done])
+
+
+def test_an_evaluation_and_a_reset_between_steps_leave_rows_that_moved_ahead_as_they_were() -> None:
+    plain, plain_optimizer = made()
+    model, optimizer = made()
+    pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE)
+    steps = list(batches())
+    source = iter(steps[:6])
+    for _ in range(3):
+        pipeline.progress(source)
+    pipeline.detach()
+    model.eval()
+    with torch.no_grad():
+        model(steps[9])
+    model.train()
+    pipeline.attach()
+    pipeline.progress(source)
+    trained = iter(steps[:4])
+    train(plain, trained, plain_optimizer)
+    assert rows_of(model) == rows_of(plain)
+    pipeline.reset()
+    assert pinned_rows(model) == 0
+    assert rows_of(model) == rows_of(plain)
+    drain(pipeline, iter(steps[6:]))
+    train(plain, iter(steps[6:]), plain_optimizer)
+    assert rows_of(model) == rows_of(plain)
+
+
+@pytest.mark.parametrize("fails_at", [5, 6, 7, 8])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()], ids=["memory", "ctrl-c"])
+@pytest.mark.parametrize("lookahead", [1, 5])
+def test_a_batch_whose_rows_could_not_move_ahead_trains_all_the_same(
+    lookahead: int,
+    error: BaseException,
+    fails_at: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = []
+    scatter = DeviceTier.scatter
+
+    def fails_once(self: DeviceTier, *rows: Any) -> None:
+        calls.append(self)
+        if len(calls) == fails_at:
+            raise error
+        scatter(self, *rows)
+
+    plain, _ = made()
+    want = train(plain, batches())
+    monkeypatch.setattr(DeviceTier, "scatter", fails_once)
+    model, optimizer = made()
+    pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=lookahead)
+    losses, interrupted = [], 0
+    source = batches()
+    with caplog.at_level("WARNING", "torchrec_embcache"):
+        while pipeline.batches or not losses:
+            try:
+                losses.append(pipeline.progress(source)[0])
+            except KeyboardInterrupt:
+                interrupted += 1
+    # An interrupt comes after its step is done, whose output nobody gets.
+    assert len(losses) == STEPS - interrupted
+    assert interrupted == isinstance(error, KeyboardInterrupt)
+    assert interrupted or torch.equal(torch.stack(losses), want)
+    assert ("rows could not be fetched ahead" in caplog.text) is not bool(interrupted)
+    assert rows_of(model) == rows_of(plain)
+    assert pinned_rows(model) == 0

@@ -12,7 +12,9 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
 
 from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets, admission, cache_modules, eviction
+from torchrec_embcache.device_tier import DeviceTier
 from torchrec_embcache.exceptions import ConfigError, InputError
+from torchrec_embcache.lookup import LookupGroup
 from torchrec_models import (
     CPU,
     MIXED,
@@ -219,6 +221,40 @@ def test_lookahead_over_an_ssd_tier_gives_the_bits_of_memory(two_ranks, tmp_path
         assert rows
         assert pinned == 0
     assert sum(evicted for *_, evicted in results) > 0
+
+
+def _one_rank_cannot_move_ahead(rank: int, world: int, lookahead: int) -> Any:
+    plain = made()
+    want = train(plain, batches(STEPS, rank, world))
+    model = made(Settings(tiers=TierBudgets(device_bytes="3KiB", host_bytes="4MiB")))
+    optimizer = dense_optimizer(model)
+    moved: list[int] = []
+    place_next, scatter = LookupGroup.place_next, DeviceTier.scatter
+
+    def some_fail(self: LookupGroup, failed: Any) -> None:
+        def fails(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        moved.append(1)
+        DeviceTier.scatter = fails if rank == 0 and len(moved) % 3 else scatter  # type: ignore[method-assign]
+        place_next(self, failed)
+        DeviceTier.scatter = scatter  # type: ignore[method-assign]
+
+    LookupGroup.place_next = some_fail  # type: ignore[method-assign]
+    try:
+        pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, CPU, lookahead=lookahead)
+        got = drain(pipeline, batches(STEPS, rank, world))
+    finally:
+        LookupGroup.place_next = place_next  # type: ignore[method-assign]
+    return torch.equal(got, want), rows_of(model) == rows_of(plain), pinned_rows(model)
+
+
+@pytest.mark.parametrize("lookahead", [1, 5])
+def test_a_rank_whose_rows_cannot_move_ahead_keeps_step_with_the_others(two_ranks, lookahead):
+    for losses, rows, pinned in two_ranks.run(_one_rank_cannot_move_ahead, lookahead):
+        assert losses
+        assert rows
+        assert pinned == 0
 
 
 @pytest.mark.parametrize("lookahead", [0, 9, -1, 1.5, True])

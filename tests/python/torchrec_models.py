@@ -161,9 +161,9 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([param for name, param in model.named_parameters() if "linear" in name], lr=0.1)
 
 
-def train(model: nn.Module, steps: Iterator[Batch]) -> Tensor:
+def train(model: nn.Module, steps: Iterator[Batch], optimizer: torch.optim.Optimizer | None = None) -> Tensor:
     """Train in a plain loop. Returns the loss of each step."""
-    optimizer = dense_optimizer(model)
+    optimizer = optimizer or dense_optimizer(model)
     losses = []
     for batch in steps:
         optimizer.zero_grad()

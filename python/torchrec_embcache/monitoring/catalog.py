@@ -81,7 +81,7 @@ METRICS: tuple[Metric, ...] = (
         "row_wait",
         "embcache_table_row_wait_seconds",
         "histogram",
-        "How long the forward of each batch waited until all of its rows had their slots.",
+        "How long training waited for each batch until all of its rows had their slots.",
     ),
     Metric(
         "lock_held",

@@ -158,6 +158,11 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         except Exception as error:
             failed(error)
 
+    def place_next(self, failed: Callable[[Exception], None]) -> None:
+        """Move the rows of the next announced batch to the device; see `LookupGroup.place_next`."""
+        if self._group is not None:
+            self._group.place_next(failed)
+
     def settle(self) -> None:
         """Wait until all that was announced is planned."""
         if self._group is not None:

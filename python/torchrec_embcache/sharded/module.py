@@ -330,6 +330,14 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             # The caller's stream comes after the ids, in every pipeline that prefetches.
             lookup.announce(features, train=train, beside=beside, failed=self._say_not_ahead)
 
+    def place_next(self) -> None:
+        """Move the rows of the next batch to the device while it computes what is queued; see `LookupGroup.place_next`.
+
+        Call it after a step, with the same batch next on every lookup. The ranks do not wait for each other here.
+        """
+        for lookup in self._lookups:
+            lookup.place_next(self._say_not_ahead)
+
     def _arrived_on(self) -> Any:
         """The stream on which a pipeline of TorchRec's brings batches; None where that is the stream of the forward.
 

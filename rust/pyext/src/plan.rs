@@ -78,6 +78,14 @@ impl PyPlan {
         let mut rows = rows.collect::<PyResult<Vec<_>>>()?;
         py.detach(|| plan.wait_into(&mut rows)).map_err(to_python)
     }
+    fn wait_for_reads(&self, py: Python<'_>) -> PyResult<()> {
+        let plan = self.plan()?;
+        py.detach(|| plan.wait_for_reads()).map_err(to_python)
+    }
+    fn is_placed(&self, py: Python<'_>) -> PyResult<bool> {
+        let plan = self.plan()?;
+        py.detach(|| plan.is_placed()).map_err(to_python)
+    }
     fn most_arriving(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
         let plan = self.plan()?;
         py.detach(|| plan.most_arriving()).map_err(to_python)

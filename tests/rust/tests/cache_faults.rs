@@ -180,6 +180,44 @@ fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
     assert_eq!(rig.table.remove_rows(&done[0]).expect("a removal"), 50);
 }
 
+#[test]
+fn reads_of_a_plan_can_be_waited_for_before_its_rows_are_placed() {
+    for device_rows in [None, Some(60)] {
+        let (rig, faults) = Rig::with_faults(three_tiers(device_rows, 60, 1 << 22));
+        let done = batches(20, 50);
+        for (salt, ids) in done.iter().enumerate() {
+            rig.train(ids, 4, salt as u32).expect("a step");
+        }
+        rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
+        let ahead = || rig.plan(&done[0][..40], PlanMode::TRAIN_AHEAD).expect("a plan");
+        let plan = ahead();
+        assert!(!plan.reading().expect("no forked child")[0].is_empty());
+        plan.wait_for_reads().expect("rows that are there");
+        plan.wait_for_reads().expect("nothing is left to wait for");
+        assert!(plan.is_ready().expect("no forked child") && !plan.is_placed().expect("no forked child"));
+        rig.place(&plan).expect("rows in their slots");
+        assert!(plan.is_placed().expect("no forked child"));
+        plan.wait_for_reads().expect("nothing is left to wait for");
+        rig.finish(&plan, 40, 4, 99).expect("a step");
+        assert!(!plan.is_placed().expect("no forked child"), "its rows are given back");
+
+        // Push the rows out again.
+        for ids in &done[1..] {
+            rig.evaluate(ids, 4, false).expect("rows that are there");
+        }
+        rig.table.flush(2).expect("a flush");
+        faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+        let plan = ahead();
+        assert_eq!(plan.wait_for_reads().expect_err("the disk is gone").kind(), Kind::Storage);
+        assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0, "the plan is released");
+        assert!(!plan.is_placed().expect("no forked child"));
+        faults.clear();
+        let plan = ahead();
+        plan.wait_for_reads().expect("the disk is back");
+        rig.place(&plan).expect("rows in their slots");
+    }
+}
+
 fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
     let (rig, faults) = Rig::with_faults(three_tiers(device_rows, 60, 1 << 24));
     // The same ids come again and again, so however late the disk is written to, nothing else runs out.

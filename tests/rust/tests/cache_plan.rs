@@ -128,6 +128,22 @@ fn rows_in_flight_are_never_evicted_however_small_the_budget() {
 }
 
 #[test]
+fn a_plan_that_the_budget_ended_early_is_complete_once_its_rows_are_on_the_device() {
+    let rig = in_memory(TableConfig { device_rows: Some(8), ..on_ssd("t", 4) });
+    for ids in [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]] {
+        rig.train(&ids, 2, 7).expect("a step");
+    }
+    let first = rig.plan(&[0, 1, 2, 3], PlanMode::TRAIN_AHEAD).expect("a plan");
+    let second = rig.plan(&[4, 5, 6, 7], PlanMode::TRAIN_AHEAD).expect("a plan");
+    assert!(!second.complete_ahead().expect("no forked child"), "RAM has four rows, which the first plan has");
+    rig.place(&second).expect("rows in their slots");
+    assert!(second.complete_ahead().expect("no forked child"));
+    rig.finish(&second, 4, 2, 8).expect("a step");
+    rig.finish(&first, 4, 2, 9).expect("a step");
+    assert_eq!((rig.table.len().expect("rows"), pinned(&rig)), (16, 0));
+}
+
+#[test]
 fn planned_rows_join_the_table_at_their_first_backward_only() {
     let rig = in_memory(on_ssd("t", 100));
     let plan = rig.plan(&[1, 2, 3], PlanMode::TRAIN).expect("a plan");

@@ -32,6 +32,8 @@ fn uses_that_pass(rig: Rig, plan: Plan, mut stream: ExportStream) -> Vec<&'stati
     let refused = [
         ("plan", rig.plan(&ids(0), PlanMode::TRAIN).is_err_and(state)),
         ("wait", plan.wait().is_err_and(state)),
+        ("wait_for_reads", plan.wait_for_reads().is_err_and(state)),
+        ("is_placed", plan.is_placed().is_err_and(state)),
         ("reading", plan.reading().is_err_and(state)),
         ("is_ready", plan.is_ready().is_err_and(state)),
         ("commit", plan.commit().is_err_and(state)),

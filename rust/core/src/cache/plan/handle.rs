@@ -60,6 +60,23 @@ impl Plan {
         started
     }
 
+    /// Wait for the reads that were begun for this plan. [`Plan::wait`] does that too. Whoever holds rows of a table exclusively calls this
+    /// before, so that nobody else waits for the SSD.
+    ///
+    /// Errors: as [`Plan::wait`], and the plan is released then.
+    pub fn wait_for_reads(&self) -> Result<()> {
+        let turn = self.turn()?;
+        let mut state = turn.state();
+        if state.stage != Stage::Started {
+            return Ok(());
+        }
+        let read = state.tables.iter_mut().try_for_each(TablePlan::wait_for_reads);
+        if read.is_err() {
+            state.release();
+        }
+        read
+    }
+
     /// Bring every row into its slot of the tier that kernels run on. It is harmless to call this twice. Rows that go to a device tier get
     /// their slots here and are in [`Plan::fetched`]; they move when [`Plan::scattered`] is called. Where a table has a device tier, this waits
     /// for kernels and for whoever copies rows of it.
@@ -161,6 +178,11 @@ impl Plan {
     /// Whether an `ahead` plan has fetched everything. Errors as [`Plan::reading`].
     pub fn complete_ahead(&self) -> Result<bool> {
         Ok(self.look()?.tables.iter().all(|table| table.hold().is_complete()))
+    }
+
+    /// Whether every row is in its slot. Errors as [`Plan::reading`].
+    pub fn is_placed(&self) -> Result<bool> {
+        Ok(matches!(self.look()?.stage, Stage::Placed | Stage::Updating))
     }
 
     /// For each table how many rows did not fit the tier that kernels run on. Errors as [`Plan::reading`].

@@ -1,7 +1,7 @@
 //! The state of a plan: its part for each table, and how far it has come.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::side_by_side::for_each_table;
 use crate::cache::locks::{Held, RowsHeld, TableInner, Tear, Turn};
@@ -110,6 +110,8 @@ pub(super) struct TablePlan {
     fetched: FetchedRows,
     /// Where the memory begins that was lent for these rows; 0 where none was.
     lent_at: usize,
+    /// How long reads were waited for before the second stage.
+    waited: Duration,
     is_placed: bool,
     /// How this batch trains the table's shared row, once that is said.
     pub(super) shared_step: Option<SharedStep>,
@@ -135,6 +137,7 @@ impl TablePlan {
             absent: None,
             fetched: FetchedRows::default(),
             lent_at: 0,
+            waited: Duration::ZERO,
             is_placed: false,
             shared_step: None,
         }
@@ -154,6 +157,14 @@ impl TablePlan {
         Ok(())
     }
 
+    /// Wait for the reads that were begun in the first stage.
+    pub(super) fn wait_for_reads(&mut self) -> Result<()> {
+        let started = Instant::now();
+        let read = self.wait_for_loads();
+        self.waited += started.elapsed();
+        read
+    }
+
     /// The second stage: every row gets its slot on the tier that kernels run on.
     pub(super) fn place(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>, lent: Option<&mut [f32]>) -> Result<()> {
         if self.is_placed {
@@ -161,7 +172,7 @@ impl TablePlan {
         }
         let started = Instant::now();
         let placed = self.place_rows(mode, turn, lent);
-        self.table.row_wait.record(started.elapsed());
+        self.table.row_wait.record(self.waited + started.elapsed());
         placed
     }
 

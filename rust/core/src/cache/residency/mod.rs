@@ -157,7 +157,7 @@ pub struct TableStats {
     pub overflow_plans: u64,
     /// Rows that were dropped because of `on_full = evict`.
     pub dropped_rows: u64,
-    /// How long the forward of each batch waited until all of its rows had their slots: for reads, for room, and for the table's lock.
+    /// How long training waited for each batch until all of its rows had their slots: for reads, for room, and for the table's lock.
     pub row_wait: Distribution,
     /// How long the table's lock was held each time.
     pub lock_held: Distribution,

@@ -175,7 +175,8 @@ impl Residency {
         self.make_device_room_if_possible(homeless as u32, mode)?;
         self.device_mut().reserve(homeless)?;
         memory::reserve(&mut hold.arriving, "place a batch", staged.rows.len())?;
-        // Nothing can fail from here on.
+        // Nothing can fail from here on. Rows that an `ahead` plan has left for later are staged, too.
+        hold.unplaced.clear();
         let (missing, from_host) = (missing.len() as u64, staged.from_host as u64);
         self.traffic.device.hits += hold.ids.len() as u64 - missing;
         self.traffic.device.misses += missing;
