@@ -1,6 +1,7 @@
 """Pipelines over a small device tier have the bits of a plain loop: on CPU tensors, and by `make test-cuda` on a GPU with NCCL."""
 
 import os
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +26,11 @@ from torchrec_embcache import (
     EmbCacheEmbeddingBagCollectionSharder,
     EmbCacheEmbeddingBagConfig,
     EmbCacheTrainPipelineSparseDist,
+    Saver,
     TierBudgets,
     admission,
     eviction,
+    flush,
     initializers,
 )
 from torchrec_embcache.device_tier import DeviceTier
@@ -255,6 +258,59 @@ def test_an_evaluation_and_a_reset_between_steps_leave_rows_that_moved_ahead_as_
     drain(pipeline, iter(steps[6:]))
     train(plain, iter(steps[6:]), plain_optimizer)
     assert rows_of(model) == rows_of(plain)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_done_between_steps_finds_the_rows_of_the_plain_loop(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    plain, plain_optimizer = made()
+    (tmp_path / "tiers").mkdir(mode=0o700)
+    model, optimizer = made(tmp_path / "tiers")
+    pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=dice.randint(1, 4))
+    steps = list(batches())
+    source, saved = iter(steps), tmp_path / "saved"
+    done = set()
+    for step in range(STEPS):
+        loss, _ = pipeline.progress(source)
+        assert torch.equal(loss, train(plain, iter(steps[step : step + 1]), plain_optimizer)[0])
+        what = dice.choice(["save", "delta", "beside", "flush", "export", "read", "import", "evaluate"])
+        done.add(what)
+        tables = model.module.bags.tables
+        if what == "save":
+            Saver().save(model, saved)
+        elif what == "delta":
+            Saver().save(model, saved, incremental=True)
+        elif what == "beside":
+            Saver().save_async(model, saved).result()
+        elif what == "flush":
+            flush(model)
+        elif what == "read":
+            ids = torch.arange(IDS)
+            for name, table in tables.items():
+                got, want = (rows.read_rows(ids) for rows in (table, plain.module.bags.tables[name]))
+                assert torch.equal(got.weights, want.weights)
+        elif what == "import":
+            # Ids that no batch of the queue has.
+            ids = torch.arange(10 * IDS + 40 * step, 10 * IDS + 40 * step + 40)
+            for name, table in tables.items():
+                for rows in (table, plain.module.bags.tables[name]):
+                    rows.import_rows(ids, torch.full((40, rows.dim), float(step)))
+        elif what == "evaluate":
+            pipeline.detach()
+            with torch.no_grad():
+                got, want = (each.eval()(steps[0])[1][1] for each in (model, plain))
+            assert torch.equal(got, want)
+            model.train()
+            plain.train()
+            pipeline.attach()
+        assert rows_of(model) == rows_of(plain), what
+        if what in ("save", "delta", "beside"):
+            copy, _ = made()
+            Saver().load(copy, saved)
+            assert rows_of(copy) == rows_of(plain), what
+    assert len(done) > 4
+    assert pinned_rows(model) == 0
+    close(model)
 
 
 @pytest.mark.parametrize("fails_at", [5, 6, 7, 8])

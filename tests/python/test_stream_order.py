@@ -223,8 +223,9 @@ def model(monkeypatch):
     return clock
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "ahead"])
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_training_through_a_small_device_tier_has_no_race(model, monkeypatch, kernels):
+def test_training_through_a_small_device_tier_has_no_race(model, monkeypatch, kernels, ahead):
     """The whole path of a module, with saves beside it. Work is noted with the slots that it uses in truth."""
     monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
     bag = EmbCacheEmbeddingBag(
@@ -234,13 +235,16 @@ def test_training_through_a_small_device_tier_has_no_race(model, monkeypatch, ke
         optimizer=optimizers.Adagrad(lr=0.1),
     )
     dice = random.Random(3)
-    for step in range(12):
-        ids = torch.tensor([dice.randrange(60) for _ in range(16)]).view(4, 4)
+    batches = [torch.tensor([dice.randrange(60) for _ in range(16)]).view(4, 4) for _ in range(12)]
+    for step, ids in enumerate(batches):
         if step % 3 == 2:
             with torch.no_grad():
                 bag.eval()(ids)
             bag.train()
         bag(ids).sum().backward()
+        if ahead and step < 11:
+            bag.prefetch(batches[step + 1])
+            bag._group.place_next(pytest.fail)
         if step % 4 == 3:
             bag.read_rows(torch.arange(60))
     bag.close()
