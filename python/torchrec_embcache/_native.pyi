@@ -64,6 +64,7 @@ from ._native_serving import (
 __version__: str  # of the package
 
 I64 = NDArray[np.int64]
+I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
 # Reads the rows of cache slots [n] of the device tier.
@@ -503,6 +504,7 @@ class Plan:
     # [most_arriving, V] for rows on their way to its device tier; `fetched` gets the same.
     def wait(self, lent: Sequence[F32 | None] | None = None) -> None: ...
     def wait_for_reads(self) -> None: ...  # of rows that are being read from SSD; `wait` does it too. Call it before `exclusively`
+    def is_ready(self) -> bool: ...  # whether no read is under way for it
     def is_placed(self) -> bool: ...  # whether every row is in its slot
     def most_arriving(self) -> list[int]: ...  # for each table: about how many rows go to its device tier, mostly no more than this
     def complete_ahead(self) -> bool: ...  # whether an `ahead` plan fetched everything, or the budget ended it early
@@ -514,6 +516,12 @@ class Plan:
     def slots(self, feature: int) -> I64: ...  # [N_f], the cache slot of each occurrence of the feature; -1 for one that reads `absent_row`
     def absent_row(self, table: int) -> F32 | None: ...  # [D], what ids read that have no row and get none; None: zeros
     def transposed(self, table: int) -> Transposed: ...
+    # The same of all features and of several tables, into memory that is given: [N], as `slots`; and of the tables `of`, one after another,
+    # as `transposed`, with the table of each row as its position in `of`. `row_counts`: the distinct rows of each table.
+    def splits(self) -> list[int]: ...  # [F + 1], where the ids of each feature begin, and where the last ones end
+    def row_counts(self) -> list[int]: ...
+    def fill_slots(self, out: I32) -> None: ...
+    def fill_rows(self, of: list[int], tables: I32, slots: I32, starts: I32, occurrences: I32) -> None: ...
     # Does `work` while nobody else forwards, updates or copies rows. Handlers of signals run after it. `work` is either `wait`, scatter and
     # `scattered`, or `begin_update`, update and `commit`, or kernels on the tensors. Where it ends before `scattered`, the plan is released.
     def exclusively(self, work: Callable[[], None]) -> None: ...

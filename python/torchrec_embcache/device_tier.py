@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import _native
 from .exceptions import DeviceMemoryError, EmbCacheError
-from .stream_order import StreamOrder, current_stream, on_stream, side_streams
+from .stream_order import Slots, StreamOrder, current_stream, on_stream, side_streams
 
 if TYPE_CHECKING:
     from ._native import DeviceArrays, FetchedRows, GatheredRows, Plan
@@ -124,10 +124,10 @@ class DeviceTier:
         """Read rows meanwhile on the caller's stream, which waits for what changes them on others."""
         return self._order.reading(current_stream(self.device))
 
-    def changes(self, slots: NDArray[np.int64] | None = None) -> AbstractContextManager[None]:
+    def changes(self, slots: Slots | None = None) -> AbstractContextManager[None]:
         """Change rows meanwhile on the caller's stream, which waits for what uses them on others.
 
-        `slots`: those that change, int64 [n], where -1 is none; None for all.
+        `slots`: those that change, [n], where -1 is none; None for all.
         """
         stream = current_stream(self.device)
         if stream is not None and slots is not None:

@@ -71,12 +71,19 @@ def _mode(train: bool, ahead: bool, unseen: UnseenMode) -> PlanMode:
 
 @dataclass(eq=False)
 class _Announced:
-    """An announced batch. `plan` is None while the budget has no room for it, and where planning it has `failed`."""
+    """An announced batch. `plan` is None while the budget has no room for it, and where its forward is to plan it again.
 
-    ids: IdBatch
+    That is so where planning or placing it has `failed`. `ids` is None where they could not be read.
+    """
+
+    ids: IdBatch | None
     options: PlanOptions
     plan: Plan | None = None
     failed: bool = False
+    is_placed: bool = False
+
+    def is_of(self, ids: IdBatch) -> bool:
+        return self.ids is not None and self.ids.is_same(ids)
 
 
 class Lookahead:
@@ -125,25 +132,42 @@ class Lookahead:
             self._jobs[0].result()
             del self._jobs[0]
 
-    def place_next(self, place: Callable[[Plan], None], failed: Callable[[Exception], None]) -> None:
-        """Have `place` put the rows of the next forward's batch into their slots, if that batch trains and is planned.
+    def announce_unread(self, options: PlanOptions) -> None:
+        """Keep the place of a batch whose ids could not be read. Its forward plans it."""
+        with self._changed:
+            self._batches.append(_Announced(None, options, failed=True))
+
+    def place(self, ids: IdBatch, place: Callable[[Plan], None], failed: Callable[[Exception], None]) -> None:
+        """Have `place` put the rows of a training batch into their slots, if it is the next one and all its reads are done.
 
         On an error the batch is unpinned, and its forward plans it again. An `Exception` goes to `failed`, and others are raised.
         """
         with self._changed:
-            batch = self._batches[0] if self._batches else None
-            plan = batch.plan if batch is not None and batch.options.train else None
-        if batch is None or plan is None:
+            batch = next((batch for batch in self._batches if batch.options.train), None)
+        if batch is None or batch.plan is None or not batch.is_of(ids):
             return
         try:
-            place(plan)
+            if batch.plan.is_ready():
+                place(batch.plan)
+                batch.is_placed = True
         except BaseException as error:
-            with self._changed:
-                batch.plan, batch.failed = None, True
-            plan.release()
+            self._give_back(batch, failed=True)
             if not isinstance(error, Exception):
                 raise
             failed(error)
+
+    def take_back(self) -> None:
+        """Unpin the rows of batches that were placed. They are planned again with the next batch, or by their forwards."""
+        with self._changed:
+            placed = [batch for batch in self._batches if batch.is_placed]
+        for batch in placed:
+            self._give_back(batch, failed=False)
+
+    def _give_back(self, batch: _Announced, *, failed: bool) -> None:
+        with self._changed:
+            plan, batch.plan, batch.failed, batch.is_placed = batch.plan, None, failed, False
+        if plan is not None:
+            plan.release()
 
     def take(self, ids: IdBatch, *, train: bool, recomputed: bool) -> tuple[Plan | None, int]:
         """The plan of this forward's batch, if it was announced and planned, and how many batches were dropped.
@@ -153,12 +177,12 @@ class Lookahead:
         """
         with self._changed:
             mine = [batch for batch in self._batches if batch.options.train == train]
-            found = next((index for index, batch in enumerate(mine) if batch.ids.is_same(ids)), None)
+            found = next((index for index, batch in enumerate(mine) if batch.is_of(ids)), None)
             stale = [] if recomputed else mine[: 1 if found is None else found]
             batch = mine[found] if found is not None and (found == 0 or not recomputed) else None
             self._remove([*stale, *([batch] if batch is not None else [])])
         _release(stale)
-        return (batch.plan if batch is not None else None), len(stale)
+        return (batch.plan if batch is not None else None), sum(batch.ids is not None for batch in stale)
 
     def drop(self) -> None:
         """Forget every batch and unpin its rows."""
@@ -198,6 +222,7 @@ class Lookahead:
                 else:
                     return True
                 self._planning = batch
+            assert batch.ids is not None, "a batch whose ids could not be read has failed"
             try:
                 batch.plan = batch.options.plan(lookup, batch.ids, ahead=True)
             finally:

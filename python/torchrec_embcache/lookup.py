@@ -80,7 +80,7 @@ class LookupGroup:
         # Tables of whose evicted rows somebody is told.
         self._telling = [table.telling for table in self.tables if table.telling.has_hook]
         self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
-        self._lookahead = Lookahead()
+        self.lookahead = Lookahead()  # its batches have the options of `plan_options`
         self._warnings = TableWarnings(self.tables)
         self._swept = swept_after_steps(self.tables, by_ranks=False)
 
@@ -104,7 +104,7 @@ class LookupGroup:
         False where the budget ended before all rows were fetched; the forward fetches the rest.
         """
         lookup, _ = self._open()
-        return self._lookahead.announce(lookup, ids, self._plan_options(train))
+        return self.lookahead.announce(lookup, ids, self.plan_options(train))
 
     def prefetch_beside(self, ids: IdBatch, *, train: bool, failed: Callable[[Exception], None]) -> None:
         """Do as `prefetch` on a thread beside, which calls `failed` with an error. Call `settle` before anyone uses the tables.
@@ -113,34 +113,34 @@ class LookupGroup:
         a device tier.
         """
         lookup, _ = self._open()
-        options = self._plan_options(train)
+        options = self.plan_options(train)
         if all(table.on_full == "error" and table.device_rows is None for table in self.tables):
-            self._lookahead.announce_beside(lookup, ids, options, failed)
+            self.lookahead.announce_beside(lookup, ids, options, failed)
             return
         try:
-            self._lookahead.announce(lookup, ids, options)
+            self.lookahead.announce(lookup, ids, options)
         except Exception as error:
             failed(error)
 
-    def place_next(self, failed: Callable[[Exception], None]) -> None:
-        """Move the rows of the next announced batch to the device, if its forward would move the same ones.
+    def place_next(self, ids: IdBatch, failed: Callable[[Exception], None]) -> None:
+        """Move the rows of the next training batch to the device, if that was announced, its reads are done, and no rule looks.
 
-        `failed` is called with an error. The forward moves them then.
+        `failed` is called with an error. The forward moves the rows then.
         """
-        self._open()
         on_device = any(table.device_rows is not None for table in self.tables)
         if on_device and not any(table.settings.decides_when_placed for table in self.tables):
-            self._lookahead.place_next(self._bring, failed)
+            self.lookahead.place(ids, self._bring, failed)
 
     def settle(self) -> None:
         """Wait until all that `prefetch_beside` was given is planned."""
-        self._lookahead.settle()
+        self.lookahead.settle()
 
     def drop_prefetched(self) -> None:
         """Forget every announced batch and unpin its rows."""
-        self._lookahead.drop()
+        self.lookahead.drop()
 
-    def _plan_options(self, train: bool) -> PlanOptions:
+    def plan_options(self, train: bool) -> PlanOptions:
+        """How batches of the group are planned."""
         return PlanOptions(train, self.unseen or "not_admitted", kernel_threads())
 
     def plan(self, ids: IdBatch, *, train: bool) -> PlannedBatch:
@@ -151,9 +151,9 @@ class LookupGroup:
         if train and not recomputed:
             for telling in self._telling:
                 telling.raise_error()
-        plan, dropped = self._lookahead.take(ids, train=train, recomputed=recomputed)
+        plan, dropped = self.lookahead.take(ids, train=train, recomputed=recomputed)
         if plan is None:
-            plan = self._plan_options(train).plan(lookup, ids, ahead=False)
+            plan = self.plan_options(train).plan(lookup, ids, ahead=False)
         if dropped:
             try:
                 warnings.warn(
@@ -262,7 +262,7 @@ class LookupGroup:
             sweep_in_backward(self._swept, to_its_end=self.after_backward is None)
 
     def _bring(self, plan: _native.Plan) -> None:
-        """Put the rows of a plan into their slots. An error leaves each row where it was, and the plan is released."""
+        """Put the rows of a plan into their slots. An error leaves each row where it was."""
         tiers = [table.tier for table in self.tables]
         if not any(tiers):
             plan.wait()

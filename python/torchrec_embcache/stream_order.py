@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Event", "SideStreams", "Stream", "StreamOrder", "current_stream", "on_stream", "side_streams"]
+__all__ = ["Event", "SideStreams", "Slots", "Stream", "StreamOrder", "current_stream", "on_stream", "side_streams"]
 
+
+Slots = NDArray[np.signedinteger[Any]]
 
 # Numbers of writes are kept as int32.
 _MOST_WRITES = (1 << 31) - 2
@@ -107,8 +109,8 @@ class StreamOrder:
     A reader waits for those who wrote its slots last, and a writer for them and for all readers. Who read which slots is not kept,
     because what reads is short and comes first in a step. Nobody waits for work on its own stream, and the CPU waits for nobody.
 
-    Slots are int64 [n]; None stands for all slots. Callers hold the rows exclusively until their work is queued, but for readers of
-    rows that nobody else changes. Several threads may read at once, and no lock is taken: one that is held while Python collects
+    Slots are integers [n]; None stands for all slots. Callers hold the rows exclusively until their work is queued, but for readers
+    of rows that nobody else changes. Several threads may read at once, and no lock is taken: one that is held while Python collects
     garbage could be waited for by what the collector runs. Each step below that readers share is one operation of a dict or a list.
     """
 
@@ -123,7 +125,7 @@ class StreamOrder:
         self.streams: dict[Stream, None] = {}
 
     @contextmanager
-    def reading(self, stream: Stream | None, slots: NDArray[np.int64] | None = None) -> Iterator[None]:
+    def reading(self, stream: Stream | None, slots: Slots | None = None) -> Iterator[None]:
         """Say that what is queued on `stream` meanwhile reads. None: the device has no streams."""
         if stream is None:
             yield
@@ -138,7 +140,7 @@ class StreamOrder:
             use.event = stream.record_event()
 
     @contextmanager
-    def writing(self, stream: Stream | None, slots: NDArray[np.int64] | None = None) -> Iterator[None]:
+    def writing(self, stream: Stream | None, slots: Slots | None = None) -> Iterator[None]:
         """Say that what is queued on `stream` meanwhile writes. None: the device has no streams."""
         if stream is None:
             yield
@@ -152,17 +154,17 @@ class StreamOrder:
         finally:
             use.event = stream.record_event()
 
-    def _last_writes(self, slots: NDArray[np.int64] | None) -> list[_Use]:
+    def _last_writes(self, slots: Slots | None) -> list[_Use]:
         """On each stream the last of the writes after which these slots are as they are now, or a later one."""
         writes = tuple(self._writes)
         last = self._number if slots is None else self._last_write(slots)
         return list({write.stream: write for write in writes if write.number <= last}.values())
 
-    def _last_write(self, slots: NDArray[np.int64]) -> int:
+    def _last_write(self, slots: Slots) -> int:
         known = slots[slots < len(self._of_slots)]
         return max(self._all, int(self._of_slots[known].max()) if len(known) else 0)
 
-    def _note_write(self, stream: Stream, slots: NDArray[np.int64] | None) -> _Use:
+    def _note_write(self, stream: Stream, slots: Slots | None) -> _Use:
         if self._number >= _MOST_WRITES:
             self._count_anew()
         self._number += 1

@@ -123,7 +123,7 @@ class TableSettings:
 
     @property
     def decides_when_placed(self) -> bool:
-        """Whether it matters when a batch is placed: a rule decides then which ids have rows."""
+        """Whether a rule decides, when a batch gets its slots, which ids have rows. Then the results hang on the moment of that."""
         return self.lifecycle.admission is not None or self.lifecycle.eviction is not None or self.on_full == "evict"
 
     def on_a_device_that_works(self) -> Self:

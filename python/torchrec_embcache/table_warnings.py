@@ -11,7 +11,7 @@ __all__ = ["TableWarnings"]
 
 
 class TableWarnings:
-    """The warnings of the tables of one lookup. None is given again unless the budget lacks twice as much."""
+    """The warnings of the tables of one lookup. That of a budget is given again when it lacks twice as much, the other once."""
 
     def __init__(self, tables: Sequence[TableShard]) -> None:
         self._tables = tables

@@ -28,7 +28,8 @@ logger = logging.getLogger("torchrec_embcache")
 class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
     """TorchRec's `TrainPipelineSparseDist`, with the rows of up to 8 later batches fetched while one computes.
 
-    Results are the same bits whatever `lookahead` is. `lookahead + 2` batches are queued.
+    The rows of the next batch move to a device tier while the device computes. Results are the same bits whatever `lookahead` is.
+    `lookahead + 2` batches are queued.
 
     Args:
         model: returns `(loss, output)`, and each of its sharded modules reads its features straight from the batch, as TorchRec
@@ -158,10 +159,25 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
             self._planned -= 1
             self.dequeue_batch()
         if training and self._planned:
-            # A device computes the step still, whose kernels are queued, and the caller may wait for it next.
-            for module in self._cache_modules():
-                module.place_next()
+            self._place_next()
         return output
+
+    def _place_next(self) -> None:
+        """Move the rows of the next batch: a device still computes the step that is queued, and the caller may wait for it next."""
+        context = self.contexts[0]
+        for module in self._cache_modules():
+            name = module.forward.name  # type: ignore[attr-defined]
+            module.place_next(context.input_dist_tensors_requests[name].wait(), context.module_contexts[name])
+
+    def detach(self) -> nn.Module:
+        """Give the model back as it was, for an evaluation or a save. Queued batches stay, and go on after `attach`.
+
+        Rows of the next batch that moved to the device are unpinned, so that the caller has all of its budget.
+        """
+        for module in self._cache_modules():
+            module.take_back_placed()
+        model: nn.Module = super().detach()
+        return model
 
     def reset(self) -> None:
         """Forget the queued batches and unpin their rows."""

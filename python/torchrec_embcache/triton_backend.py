@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -73,11 +73,11 @@ class _Update:
     """The distinct rows of tables that are alike, of which there are `count`. Those that are `frequent` are updated apart.
 
     `refused`: for each table with a shared row, the rows of refused ids, which are not updated. `slots`: those of each table's
-    rows, int64 [U], where -1 is none.
+    rows, int32 [U], where -1 is none.
     """
 
     alike: _Alike
-    slots: dict[int, NDArray[np.int64]]
+    slots: dict[int, NDArray[np.int32]]
     rows: launch.Rows
     count: int
     frequent: _Frequent | None
@@ -152,9 +152,6 @@ class TritonBackend(KernelBackend):
         ]
         return np.array(features, np.int64), list(absent.values())
 
-    def _slots(self, plan: Plan) -> list[NDArray[np.int64]]:
-        return [plan.slots(feature) for feature in range(len(self.feature_tables))]
-
     def _sent(self, plan: Plan, pooled: Pooled, *, with_slots: bool) -> _Batch:
         """The batch on the device. The addresses in it hold as long as nobody else can replace the tiers' tensors."""
         _check_count(len(pooled.offsets), int(pooled.offsets[-1]))
@@ -163,9 +160,15 @@ class TritonBackend(KernelBackend):
                 f"per-sample weights are on {pooled.weights.device} and the tables on {self.device}: move them there"
             )
         features, kept = self._features(plan, pooled.mean)
-        slots = np.concatenate(self._slots(plan) if with_slots else [np.zeros(0)]).astype(np.int32)
-        members = [np.array(of_width, np.int32) for of_width in self._members.values()]
-        sent = launch.send(self.device, [features, pooled.offsets.astype(np.int32), slots, *members])
+        members = self._members.values()
+        lengths = [len(pooled.offsets), int(pooled.offsets[-1]) if with_slots else 0, *map(len, members)]
+        sending = launch.Sending(self.device, [(np.int64, features.size), *((np.int32, length) for length in lengths)])
+        sending.arrays[0][:], sending.arrays[1][:] = features.reshape(-1), pooled.offsets
+        if with_slots:
+            plan.fill_slots(sending.arrays[2])
+        for memory, of_width in zip(sending.arrays[3:], members, strict=True):
+            memory[:] = of_width
+        sent = sending.sent()
         bags = launch.Bags(sent[1], pooled.weights, pooled.bags, self.columns, self._aligned)
         return _Batch(bags, sent[0], sent[2], dict(zip(self._members, sent[3:], strict=True)), kept)
 
@@ -190,12 +193,15 @@ class TritonBackend(KernelBackend):
 
         def work() -> None:
             features, _kept = self._features(plan, np.zeros(len(self.feature_tables), np.bool_))
-            slots = self._slots(plan)
-            lengths = [len(of_feature) for of_feature in slots]
-            starts = np.cumsum([0, *lengths], dtype=np.int32)
-            sent = launch.send(self.device, [features, np.concatenate(slots).astype(np.int32), starts])
+            splits = plan.splits()
+            sending = launch.Sending(
+                self.device, [(np.int64, features.size), (np.int32, count), (np.int32, len(splits))]
+            )
+            sending.arrays[0][:], sending.arrays[2][:] = features.reshape(-1), splits
+            plan.fill_slots(sending.arrays[1])
+            sent = sending.sent()
             with self._reading():
-                launch.read_sequence(dim, sent[0], sent[1], sent[2], max(lengths), out)
+                launch.read_sequence(dim, sent[0], sent[1], sent[2], int(np.diff(splits).max()), out)
 
         plan.exclusively(work)
         return out
@@ -274,29 +280,26 @@ class TritonBackend(KernelBackend):
 
     def _distinct(self, plan: Plan, alike: _Alike) -> _Update:
         """The distinct rows of tables that are alike, on the device."""
-        of_tables = [plan.transposed(table) for table in alike.tables]
-        counts = [len(rows.slots) for rows in of_tables]
-        tables = np.repeat(np.arange(len(alike.tables)), counts)
-        slots = np.concatenate([rows.slots for rows in of_tables])
-        firsts = np.cumsum([0, *(len(rows.occurrences) for rows in of_tables)])
-        starts = np.concatenate(
-            [*(rows.starts[:-1] + first for rows, first in zip(of_tables, firsts, strict=False)), firsts[-1:]]
-        )
-        occurrences = np.concatenate([rows.occurrences for rows in of_tables])
+        counts = [plan.row_counts()[table] for table in alike.tables]
+        lengths_of_features = np.diff(plan.splits())[np.isin(self.feature_tables, alike.tables)]
+        total, occurrences = sum(counts), int(lengths_of_features.sum())
+        sending = launch.Sending(self.device, [(np.int32, count) for count in (total, total, total + 1, occurrences)])
+        tables, sent_slots, starts, _ = sending.arrays
+        starts[-1] = 0
+        if total:  # of several empty arrays the core takes one for the other
+            plan.fill_rows(list(alike.tables), *sending.arrays)
+        slots = sent_slots.copy()
         lengths = np.diff(starts)
         frequent = np.flatnonzero((lengths > OCCURRENCES_OF_A_PART) & (slots >= 0))
-        once = slots.copy()
-        once[frequent] = -1
-        rows = launch.Rows(
-            *launch.send(self.device, [array.astype(np.int32) for array in (tables, once, starts, occurrences)])
-        )
+        sent_slots[frequent] = -1
+        rows = launch.Rows(*sending.sent())
         refused = {
             table: np.flatnonzero((tables == number) & (slots < 0) & (lengths > 0))
             for number, table in enumerate(alike.tables)
             if table in self.sharing
         }
 
-        def by_parts(numbers: NDArray[np.int64]) -> _Frequent:
+        def by_parts(numbers: NDArray[np.signedinteger[Any]]) -> _Frequent:
             parts = parts_of(starts[numbers], starts[numbers + 1])
             of_parts = np.arange(len(parts.begins))
             arrays = (parts.begins, parts.ends, tables[numbers], slots[numbers], parts.starts, of_parts)
@@ -304,9 +307,9 @@ class TritonBackend(KernelBackend):
             return _Frequent(launch.Ranges(*sent[:2]), launch.Rows(*sent[2:]), len(numbers))
 
         apart = by_parts(frequent) if len(frequent) else None
-        slots_of = {table: rows.slots for table, rows in zip(alike.tables, of_tables, strict=True)}
+        slots_of = dict(zip(alike.tables, np.split(slots, np.cumsum(counts)[:-1]), strict=True))
         sums = {table: by_parts(numbers) for table, numbers in refused.items()}
-        return _Update(alike, slots_of, rows, len(slots), apart, sums)
+        return _Update(alike, slots_of, rows, total, apart, sums)
 
     def _refused_sums(self, updates: Sequence[_Update], gradients: launch.Gradients) -> Tensor:
         """The sums of the gradients of refused ids, for each table in which these share a row."""

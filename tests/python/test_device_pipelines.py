@@ -3,6 +3,7 @@
 import os
 import random
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,16 @@ def test_an_evaluation_and_a_reset_between_steps_leave_rows_that_moved_ahead_as_
     assert rows_of(model) == rows_of(plain)
 
 
-@pytest.mark.parametrize("seed", range(4))
+def both_evaluate(models: list[nn.Module], batch: Batch) -> None:
+    """The models read the same of a batch."""
+    with torch.no_grad():
+        got, want = (model.eval()(batch)[1][1] for model in models)
+    assert torch.equal(got, want)
+    for model in models:
+        model.train()
+
+
+@pytest.mark.parametrize("seed", range(6))
 def test_whatever_is_done_between_steps_finds_the_rows_of_the_plain_loop(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     plain, plain_optimizer = made()
@@ -269,19 +279,30 @@ def test_whatever_is_done_between_steps_finds_the_rows_of_the_plain_loop(seed: i
     pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=dice.randint(1, 4))
     steps = list(batches())
     source, saved = iter(steps), tmp_path / "saved"
-    done = set()
+    done, beside = set(), None
+
+    def check_saved() -> None:
+        copy, _ = made()
+        Saver().load(copy, saved)
+        assert rows_of(copy) == saved_rows
+
     for step in range(STEPS):
         loss, _ = pipeline.progress(source)
         assert torch.equal(loss, train(plain, iter(steps[step : step + 1]), plain_optimizer)[0])
-        what = dice.choice(["save", "delta", "beside", "flush", "export", "read", "import", "evaluate"])
+        if beside is not None:
+            beside.result()
+            beside = None
+            check_saved()
+        what = dice.choice(["save", "delta", "beside", "flush", "read", "import", "evaluate"])
         done.add(what)
         tables = model.module.bags.tables
-        if what == "save":
-            Saver().save(model, saved)
-        elif what == "delta":
-            Saver().save(model, saved, incremental=True)
+        saved_rows = rows_of(plain)
+        assert rows_of(model) == saved_rows, what
+        if what in ("save", "delta"):
+            Saver().save(model, saved, incremental=what == "delta")
+            check_saved()
         elif what == "beside":
-            Saver().save_async(model, saved).result()
+            beside = Saver().save_async(model, saved)
         elif what == "flush":
             flush(model)
         elif what == "read":
@@ -295,22 +316,85 @@ def test_whatever_is_done_between_steps_finds_the_rows_of_the_plain_loop(seed: i
             for name, table in tables.items():
                 for rows in (table, plain.module.bags.tables[name]):
                     rows.import_rows(ids, torch.full((40, rows.dim), float(step)))
-        elif what == "evaluate":
+        else:
             pipeline.detach()
-            with torch.no_grad():
-                got, want = (each.eval()(steps[0])[1][1] for each in (model, plain))
-            assert torch.equal(got, want)
-            model.train()
-            plain.train()
+            # Of the next batch some rows are on the device by now that no batch has trained.
+            both_evaluate([model, plain], steps[min(step + 1, STEPS - 1)])
             pipeline.attach()
         assert rows_of(model) == rows_of(plain), what
-        if what in ("save", "delta", "beside"):
-            copy, _ = made()
-            Saver().load(copy, saved)
-            assert rows_of(copy) == rows_of(plain), what
     assert len(done) > 4
     assert pinned_rows(model) == 0
     close(model)
+
+
+def test_a_model_that_is_taken_from_the_pipeline_has_all_of_its_device_budget() -> None:
+    plain, plain_optimizer = made()
+    model, optimizer = made()
+    pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE)
+    steps = list(batches())
+    source = iter(steps)
+    for step in range(6):
+        pipeline.progress(source)
+        train(plain, iter(steps[step : step + 1]), plain_optimizer)
+        assert pinned_rows(model) > 0
+        pipeline.detach()
+        assert pinned_rows(model) == 0
+        both_evaluate([model, plain], steps[10])
+        pipeline.attach()
+    overflows = [
+        [table.stats().overflow_plans for table in each.module.bags.tables.values()] for each in (model, plain)
+    ]
+    assert overflows[0] == overflows[1]
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_the_batches_after_one_whose_ids_could_not_be_read_move_ahead(
+    lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = made()
+    want = train(plain, batches())
+    calls, unread = [], 4
+    copy = lookup.host_copies
+
+    def fails_once(tensors: Any, arrived_on: Any) -> Any:
+        calls.append(arrived_on)
+        if len(calls) == unread:
+            raise MemoryError("no memory")
+        return copy(tensors, arrived_on)
+
+    monkeypatch.setattr(lookup, "host_copies", fails_once)
+    model, optimizer = made()
+    pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=lookahead)
+    steps = list(batches())
+    source, losses = iter(steps), []
+    for done in range(1, STEPS + 1):
+        losses.append(pipeline.progress(source)[0])
+        # The unread batch moves in its forward.
+        ahead = done if done == unread - 1 else done + 1
+        assert looked_up(model) == distinct_ids(steps[:ahead])
+    assert torch.equal(torch.stack(losses), want)
+    assert rows_of(model) == rows_of(plain)
+    assert pinned_rows(model) == 0
+
+
+def test_an_evaluation_through_the_pipeline_amid_training_moves_no_other_batch_ahead() -> None:
+    plain, plain_optimizer = made()
+    model, optimizer = made()
+    pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=2)
+    steps = list(batches())
+    source = iter(steps)
+    for step, batch in enumerate(steps):
+        evaluates = step in (4, 5)
+        model.train(not evaluates)
+        with torch.set_grad_enabled(not evaluates), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the evaluated batches were prefetched to be trained
+            pipeline.progress(source)
+        if not evaluates:
+            train(plain, iter([batch]), plain_optimizer)
+    assert rows_of(model) == rows_of(plain)
+    model.train()
+    pipeline.reset()
+    assert pinned_rows(model) == 0
 
 
 @pytest.mark.parametrize("fails_at", [5, 6, 7, 8])
@@ -349,6 +433,8 @@ def test_a_batch_whose_rows_could_not_move_ahead_trains_all_the_same(
     assert len(losses) == STEPS - interrupted
     assert interrupted == isinstance(error, KeyboardInterrupt)
     assert interrupted or torch.equal(torch.stack(losses), want)
-    assert ("rows could not be fetched ahead" in caplog.text) is not bool(interrupted)
+    assert ("fetched or moved ahead" in caplog.text) is not bool(interrupted)
+    # What did not move is not counted.
+    assert looked_up(model) == distinct_ids(list(batches()))
     assert rows_of(model) == rows_of(plain)
     assert pinned_rows(model) == 0

@@ -17,6 +17,7 @@ from torchrec_embcache import (
     stream_order,
 )
 from torchrec_embcache.device_tier import DeviceTier
+from torchrec_embcache.lookup import IdBatch
 from torchrec_embcache.stream_order import SideStreams, Stream, StreamOrder
 
 SLOTS = (None, (0,), (0, 1), (1,), ())
@@ -243,8 +244,10 @@ def test_training_through_a_small_device_tier_has_no_race(model, monkeypatch, ke
             bag.train()
         bag(ids).sum().backward()
         if ahead and step < 11:
-            bag.prefetch(batches[step + 1])
-            bag._group.place_next(pytest.fail)
+            coming = batches[step + 1]
+            bag.prefetch(coming)
+            bag._group.place_next(IdBatch(coming.view(-1).numpy(), np.array([0, 16])), pytest.fail)
+            assert bag._group.lookahead._batches[0].is_placed
         if step % 4 == 3:
             bag.read_rows(torch.arange(60))
     bag.close()

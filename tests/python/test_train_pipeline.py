@@ -14,7 +14,7 @@ from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPip
 from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets, admission, cache_modules, eviction
 from torchrec_embcache.device_tier import DeviceTier
 from torchrec_embcache.exceptions import ConfigError, InputError
-from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.lookup import IdBatch, LookupGroup
 from torchrec_models import (
     CPU,
     MIXED,
@@ -229,15 +229,16 @@ def _one_rank_cannot_move_ahead(rank: int, world: int, lookahead: int) -> Any:
     model = made(Settings(tiers=TierBudgets(device_bytes="3KiB", host_bytes="4MiB")))
     optimizer = dense_optimizer(model)
     moved: list[int] = []
+    failures: list[Exception] = []
     place_next, scatter = LookupGroup.place_next, DeviceTier.scatter
 
-    def some_fail(self: LookupGroup, failed: Any) -> None:
+    def some_fail(self: LookupGroup, ids: IdBatch, _: Any) -> None:
         def fails(*_: Any) -> None:
             raise torch.OutOfMemoryError("no memory")
 
         moved.append(1)
         DeviceTier.scatter = fails if rank == 0 and len(moved) % 3 else scatter  # type: ignore[method-assign]
-        place_next(self, failed)
+        place_next(self, ids, failures.append)
         DeviceTier.scatter = scatter  # type: ignore[method-assign]
 
     LookupGroup.place_next = some_fail  # type: ignore[method-assign]
@@ -246,15 +247,18 @@ def _one_rank_cannot_move_ahead(rank: int, world: int, lookahead: int) -> Any:
         got = drain(pipeline, batches(STEPS, rank, world))
     finally:
         LookupGroup.place_next = place_next  # type: ignore[method-assign]
-    return torch.equal(got, want), rows_of(model) == rows_of(plain), pinned_rows(model)
+    return torch.equal(got, want), rows_of(model) == rows_of(plain), pinned_rows(model), len(failures)
 
 
 @pytest.mark.parametrize("lookahead", [1, 5])
 def test_a_rank_whose_rows_cannot_move_ahead_keeps_step_with_the_others(two_ranks, lookahead):
-    for losses, rows, pinned in two_ranks.run(_one_rank_cannot_move_ahead, lookahead):
+    results = two_ranks.run(_one_rank_cannot_move_ahead, lookahead)
+    for losses, rows, pinned, _ in results:
         assert losses
         assert rows
         assert pinned == 0
+    assert results[0][3] > STEPS // 2
+    assert results[1][3] == 0
 
 
 @pytest.mark.parametrize("lookahead", [0, 9, -1, 1.5, True])

@@ -148,6 +148,11 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
             return
         try:
             there = HostFeatures(features, self._clicks, None)
+        except Exception as error:
+            self._group.lookahead.announce_unread(self._group.plan_options(train))
+            failed(error)
+            return
+        try:
             # On the CPU nothing was copied yet, and the batch may change until its forward.
             there.ids = there.ids.copy() if features.device().type == "cpu" else there.ids
             self._announced = [*self._announced[-_MOST_ANNOUNCED:], there]
@@ -158,10 +163,16 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         except Exception as error:
             failed(error)
 
-    def place_next(self, failed: Callable[[Exception], None]) -> None:
-        """Move the rows of the next announced batch to the device; see `LookupGroup.place_next`."""
+    def place_next(self, features: KeyedJaggedTensor, failed: Callable[[Exception], None]) -> None:
+        """Move the rows of the next batch to the device, if it was announced; see `LookupGroup.place_next`."""
+        there = next((there for there in self._announced if there.features is features), None)
+        if self._group is not None and there is not None:
+            self._group.place_next(there.ids, failed)
+
+    def take_back(self) -> None:
+        """Unpin the rows that `place_next` moved."""
         if self._group is not None:
-            self._group.place_next(failed)
+            self._group.lookahead.take_back()
 
     def settle(self) -> None:
         """Wait until all that was announced is planned."""

@@ -330,13 +330,19 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             # The caller's stream comes after the ids, in every pipeline that prefetches.
             lookup.announce(features, train=train, beside=beside, failed=self._say_not_ahead)
 
-    def place_next(self) -> None:
-        """Move the rows of the next batch to the device while it computes what is queued; see `LookupGroup.place_next`.
+    def place_next(self, dist_input: KJTList, ctx: Any) -> None:
+        """Move the rows of the next batch, which was prefetched, to the device while it computes what is queued.
 
-        Call it after a step, with the same batch next on every lookup. The ranks do not wait for each other here.
+        `take_back_placed` undoes it. The ranks do not wait for each other here.
         """
+        if ctx.error is None:
+            for lookup, features in zip(self._lookups, dist_input, strict=True):
+                lookup.place_next(features, self._say_not_ahead)
+
+    def take_back_placed(self) -> None:
+        """Unpin the rows that `place_next` moved. Their batch stays prefetched."""
         for lookup in self._lookups:
-            lookup.place_next(self._say_not_ahead)
+            lookup.take_back()
 
     def _arrived_on(self) -> Any:
         """The stream on which a pipeline of TorchRec's brings batches; None where that is the stream of the forward.
@@ -351,7 +357,7 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
 
     def _say_not_ahead(self, error: Exception) -> None:
         # The forward of the batch plans it again, and raises on every rank what is still wrong then.
-        logger.warning("%s: rows could not be fetched ahead: %s", self._owner, error)
+        logger.warning("%s: rows could not be fetched or moved ahead of their forward: %s", self._owner, error)
 
     def settle_prefetched(self) -> None:
         """Wait until every batch that was prefetched is planned. Afterwards only the SSD tier still works on other threads."""

@@ -32,6 +32,7 @@ __all__ = [
     "Gradients",
     "Ranges",
     "Rows",
+    "Sending",
     "fill_weight_gradients",
     "find_gradients",
     "gather_rows",
@@ -156,18 +157,36 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return made
 
 
+class Sending:
+    """Arrays on their way to a device. They are filled where the device can copy them from, and go there by one copy.
+
+    `kinds` has the dtype and the length of each. `arrays` are to be filled before `sent`, and not changed after it.
+    """
+
+    def __init__(self, device: torch.device, kinds: Sequence[tuple[Any, int]]) -> None:
+        self._device = device
+        sizes = [np.dtype(dtype).itemsize * count for dtype, count in kinds]
+        starts = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
+        pin = device.type == "cuda"
+        self._staged = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=pin)
+        self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        memory = self._staged.numpy()
+        of_kinds = zip(kinds, self._places, strict=True)
+        self.arrays: list[NDArray[Any]] = [memory[place].view(dtype) for (dtype, _), place in of_kinds]
+
+    def sent(self) -> list[Tensor]:
+        """The arrays on the device. On CUDA the copy is queued on the caller's stream, and nobody waits."""
+        there = self._staged.to(self._device, non_blocking=True)
+        types = [torch.from_numpy(array[:0]).dtype for array in self.arrays]
+        return [there[place].view(dtype) for place, dtype in zip(self._places, types, strict=True)]
+
+
 def send(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """Bring `arrays` to the device by one copy. On CUDA it is queued on the caller's stream, and nobody waits."""
-    starts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)])
-    pin = device.type == "cuda"
-    staged = torch.empty(int(starts[-1]), dtype=torch.uint8, device="cpu", pin_memory=pin)
-    memory = staged.numpy()
-    for array, start in zip(arrays, starts, strict=False):
-        memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = staged.to(device, non_blocking=True)
-    types = [torch.from_numpy(array[:0]).dtype for array in arrays]
-    parts = zip(arrays, starts, types, strict=False)
-    return [there[start : start + array.nbytes].view(dtype) for array, start, dtype in parts]
+    """Bring `arrays` to the device as `Sending` does, each as a vector."""
+    sending = Sending(device, [(array.dtype, array.size) for array in arrays])
+    for memory, array in zip(sending.arrays, arrays, strict=True):
+        memory[:] = array.reshape(-1)
+    return sending.sent()
 
 
 def tier_addresses(tier: DeviceTier) -> list[int]:
@@ -262,7 +281,9 @@ def update(
 
 def _move(tier: DeviceTier, slots: NDArray[np.int64], vectors: Tensor, scalars: Tensor, *, into_slots: bool) -> None:
     columns, parts = Columns(tier.dim), 1 + len(tier.vector_slots)
-    addresses, places = send(tier.device, [np.array(tier_addresses(tier), np.int64), slots.astype(np.int32)])
+    sending = Sending(tier.device, [(np.int64, 4), (np.int32, len(slots))])
+    sending.arrays[0][:], sending.arrays[1][:] = tier_addresses(tier), slots
+    addresses, places = sending.sent()
     with _on(tier.device):
         move_rows[(-(-len(slots) // columns.rows), columns.blocks, parts)](
             addresses, places, vectors, scalars, len(slots), D=tier.dim, PARTS=parts, HAS_SCALAR=tier.scalars is not None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["OCCURRENCES_OF_A_PART", "Parts", "parts_of"]
 
-I64 = NDArray[np.int64]
+Integers = NDArray[np.signedinteger[Any]]
 
 # So many gradients of a row are summed one after another, and then the sums of such parts. It is that of the core's backward.
 OCCURRENCES_OF_A_PART = 256
@@ -22,12 +23,12 @@ class Parts:
     Those of row i are `starts[i]` to `starts[i + 1]`, and part p has the occurrences `begins[p]` to `ends[p]`.
     """
 
-    begins: I64
-    ends: I64
-    starts: I64
+    begins: Integers
+    ends: Integers
+    starts: Integers
 
 
-def parts_of(begins: I64, ends: I64) -> Parts:
+def parts_of(begins: Integers, ends: Integers) -> Parts:
     """The parts of rows whose occurrences are `begins[i]` to `ends[i]`, of which there is one at least.
 
     Examples:

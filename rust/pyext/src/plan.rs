@@ -1,6 +1,6 @@
 //! The plan of one batch, and the kernels that run on it.
 
-use embcache::cache::Plan;
+use embcache::cache::{Plan, RowLists};
 use embcache::kernels::Hyperparameters;
 use embcache::{Error, Kind};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1, PyReadwriteArray2};
@@ -82,6 +82,10 @@ impl PyPlan {
         let plan = self.plan()?;
         py.detach(|| plan.wait_for_reads()).map_err(to_python)
     }
+    fn is_ready(&self, py: Python<'_>) -> PyResult<bool> {
+        let plan = self.plan()?;
+        py.detach(|| plan.is_ready()).map_err(to_python)
+    }
     fn is_placed(&self, py: Python<'_>) -> PyResult<bool> {
         let plan = self.plan()?;
         py.detach(|| plan.is_placed()).map_err(to_python)
@@ -131,6 +135,37 @@ impl PyPlan {
         let plan = self.plan()?;
         let slots = py.detach(|| plan.slots(feature)).map_err(to_python)?;
         Ok(slots_to_python(py, &slots))
+    }
+
+    fn splits(&self) -> PyResult<Vec<usize>> {
+        Ok(self.plan()?.splits().to_vec())
+    }
+    fn fill_slots(&self, py: Python<'_>, mut out: PyReadwriteArray1<'_, i32>) -> PyResult<()> {
+        let plan = self.plan()?;
+        let out = slice_mut("out", &mut out)?;
+        py.detach(|| plan.fill_slots(out)).map_err(to_python)
+    }
+    fn row_counts(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        let plan = self.plan()?;
+        py.detach(|| plan.row_counts()).map_err(to_python)
+    }
+    fn fill_rows(
+        &self,
+        py: Python<'_>,
+        of: Vec<usize>,
+        mut tables: PyReadwriteArray1<'_, i32>,
+        mut slots: PyReadwriteArray1<'_, i32>,
+        mut starts: PyReadwriteArray1<'_, i32>,
+        mut occurrences: PyReadwriteArray1<'_, i32>,
+    ) -> PyResult<()> {
+        let plan = self.plan()?;
+        let mut lists = RowLists {
+            tables: slice_mut("tables", &mut tables)?,
+            slots: slice_mut("slots", &mut slots)?,
+            starts: slice_mut("starts", &mut starts)?,
+            occurrences: slice_mut("occurrences", &mut occurrences)?,
+        };
+        py.detach(|| plan.fill_rows(&of, &mut lists)).map_err(to_python)
     }
 
     fn transposed(&self, py: Python<'_>, table: usize) -> PyResult<PyTransposed> {

@@ -60,8 +60,8 @@ impl Plan {
         started
     }
 
-    /// Wait for the reads that were begun for this plan. [`Plan::wait`] does that too. Whoever holds rows of a table exclusively calls this
-    /// before, so that nobody else waits for the SSD.
+    /// Wait for the reads that were begun for this plan. [`Plan::wait`] does that too. Whoever will hold rows of a table exclusively calls this
+    /// before, so that nobody else waits for these reads. Those that a device tier lacks then are read by [`Plan::wait`].
     ///
     /// Errors: as [`Plan::wait`], and the plan is released then.
     pub fn wait_for_reads(&self) -> Result<()> {
@@ -225,33 +225,6 @@ impl Plan {
         Ok(self.table(table)?.floats())
     }
 
-    /// What ids of a table read that have no row and get none: `[D]`, or `None` for zeros.
-    pub fn absent_row(&self, table: usize) -> Result<Option<Vec<f32>>> {
-        self.table(table)?;
-        let turn = self.turn()?;
-        let state = placed(&turn, "absent_row")?;
-        Ok(state.tables[table].absent().map(<[f32]>::to_vec))
-    }
-
-    /// The slot of each occurrence of a feature, `NO_SLOT` for one that reads the absent row: `[N_f]`.
-    pub fn slots(&self, feature: usize) -> Result<Vec<CacheSlot>> {
-        let turn = self.turn()?;
-        let state = placed(&turn, "slots")?;
-        check_index("feature", feature, self.shape.features())?;
-        Ok(self.feature_slots(&state, feature).to_vec())
-    }
-
-    /// A table's transposed index: slots `[U]`, starts `[U + 1]`, and occurrences as positions in the batch's ids.
-    pub fn transposed(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<u32>, Vec<u32>)> {
-        self.table(table)?;
-        let turn = self.turn()?;
-        let state = placed(&turn, "transposed")?;
-        let begin = self.splits[self.shape.table_features[table].start] as u32;
-        let index = &state.tables[table].index;
-        let occurrences = index.occurrences.iter().map(|&position| position + begin).collect();
-        Ok((index.slots.clone(), index.starts.clone(), occurrences))
-    }
-
     /// Commit a step whose backward ran outside of the core: rows are dirty and born, the step counters advance, and the pins are given
     /// back. Whoever changes rows on the device says so before ([`Plan::begin_update`]).
     pub fn commit(&self) -> Result<()> {
@@ -309,7 +282,7 @@ impl Plan {
         Ok(())
     }
 
-    fn table(&self, table: usize) -> Result<&Arc<TableInner>> {
+    pub(super) fn table(&self, table: usize) -> Result<&Arc<TableInner>> {
         check_index("table", table, self.shape.tables.len())?;
         Ok(&self.shape.tables[table])
     }
@@ -394,7 +367,7 @@ pub(super) fn check_len(what: &str, got: usize, wanted: usize) -> Result<()> {
     Err(Error::new(Kind::Input, format!("{what} has {got} elements and needs {wanted}")))
 }
 
-fn check_index(what: &str, index: usize, count: usize) -> Result<()> {
+pub(super) fn check_index(what: &str, index: usize, count: usize) -> Result<()> {
     if index < count {
         return Ok(());
     }

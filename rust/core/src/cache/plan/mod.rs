@@ -2,6 +2,7 @@
 //! then puts rows into the slots that kernels run on, runs the kernels or hands slots to Python, and commits or releases.
 
 mod compute;
+mod given;
 mod handle;
 mod lookup;
 mod shape;
@@ -10,5 +11,6 @@ mod side_by_side;
 mod state;
 mod tensors;
 
+pub use given::RowLists;
 pub use handle::Plan;
 pub use lookup::Lookup;

@@ -219,9 +219,9 @@ impl TablePlan {
         table.with_device_rows(&rows, || table.lock(), |held| held.settle(hold))?;
         table.with_device_rows(&rows, || table.lock(), |held| held.make_room_on_device(hold, mode))?;
         let place = |held: &mut Held<'_>| held.place_on_device(hold, mode, lent.as_deref_mut());
-        let (mut held, fetched) = table.with_device_rows(&rows, || table.lock(), place)?;
+        let (held, fetched) = table.with_device_rows(&rows, || table.lock(), place)?;
         self.fetched = fetched;
-        self.overflow_rows = held.note_overflow(&self.hold);
+        self.overflow_rows = held.overflow_of(&self.hold);
         self.index.slots.clear();
         self.index.slots.extend_from_slice(self.hold.device());
         if !mode.train && !mode.reads_births(&self.table.config) {
@@ -238,7 +238,8 @@ impl TablePlan {
                 held.check_pledge(&mut self.hold)?;
             }
             held.admit_rest(&mut self.hold, mode)?;
-            self.overflow_rows = held.note_overflow(&self.hold);
+            self.overflow_rows = held.overflow_of(&self.hold);
+            held.count_overflow(self.overflow_rows);
         }
         if self.hold.has_loads() {
             self.wait_for_loads()?;
@@ -323,8 +324,11 @@ impl TablePlan {
     /// fails only where the table was closed or torn, and so has no rows that could be wrong.
     pub(super) fn promote(&mut self, turn: &Turn<'_, PlanState>) -> Result<()> {
         let rows = self.table.has_device().then(|| self.table.writing_rows_or_exclusive(turn)).transpose()?;
-        self.table.lock_any()?.promote(&mut self.hold);
-        drop(rows);
+        let mut held = self.table.lock_any()?;
+        held.promote(&mut self.hold);
+        if rows.is_some() {
+            held.count_overflow(self.overflow_rows);
+        }
         Ok(())
     }
 

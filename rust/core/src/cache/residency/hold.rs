@@ -107,6 +107,8 @@ pub(crate) struct Hold {
     pub(super) absent_before: u64,
     /// Rows that have a slot on the device and were not scattered into it yet.
     pub(super) arriving: Vec<Arriving>,
+    /// Where the rows of a plan that goes to the device were found. They are counted once they are there.
+    pub(super) found: Found,
     /// The positions of ids that have no slot on the device, once all others have pinned theirs for the plan to be placed.
     pub(super) homeless: Option<Vec<u32>>,
 }
@@ -117,6 +119,19 @@ pub(super) struct Arriving {
     pub(super) position: u32,
     /// Its state once it is there. For a row that comes from a host slot, the state of that slot counts instead.
     pub(super) state: RowState,
+}
+
+/// Where the rows of a plan were that goes to the device tier.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Found {
+    pub(super) on_device: u64,
+    pub(super) in_host: u64,
+    /// In neither of the two.
+    pub(super) elsewhere: u64,
+    /// Read from SSD for the plan when it was placed.
+    pub(super) on_ssd: u64,
+    /// In no tier.
+    pub(super) nowhere: u64,
 }
 
 /// Rows to scatter into the device tensors before the forward.

@@ -264,16 +264,19 @@ impl Residency {
         self.host.reserve(rows.min(free) as usize)
     }
 
-    /// How many rows of a plan are past the budget of the tier that kernels run on. The plan is counted if there are any.
-    pub(crate) fn note_overflow(&mut self, hold: &Hold) -> u32 {
+    /// How many rows of a plan are past the budget of the tier that kernels run on.
+    pub(crate) fn overflow_of(&self, hold: &Hold) -> u32 {
         let (slots, capacity) = match &self.device {
             Some(device) => (&hold.device, device.slots.capacity()),
             None => (&*hold.host, self.host.slots.capacity()),
         };
         let past = |slot: &&CacheSlot| **slot != NO_SLOT && **slot >= capacity;
-        let overflow = slots.iter().filter(past).count() as u32;
-        self.traffic.overflow_plans += u64::from(overflow > 0);
-        overflow
+        slots.iter().filter(past).count() as u32
+    }
+
+    /// Count a plan whose rows are in place, of which so many are past that budget.
+    pub(crate) fn count_overflow(&mut self, rows: u32) {
+        self.traffic.overflow_plans += u64::from(rows > 0);
     }
 
     /// Put `NO_SLOT` in the place of those of these slots, of the tier that kernels run on, whose rows are not born yet: an evaluation that

@@ -11,9 +11,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::hold::{Arriving, FetchedRows, Hold, PlanMode};
+use super::hold::{Arriving, FetchedRows, Found, Hold, PlanMode};
 use super::stage::{Staged, StagedRow};
-use super::{Residency, SLOTS_AHEAD};
+use super::{Residency, SLOTS_AHEAD, Traffic};
 use crate::error::Result;
 use crate::memory;
 use crate::slots::RowState;
@@ -177,13 +177,13 @@ impl Residency {
         memory::reserve(&mut hold.arriving, "place a batch", staged.rows.len())?;
         // Nothing can fail from here on. Rows that an `ahead` plan has left for later are staged, too.
         hold.unplaced.clear();
-        let (missing, from_host) = (missing.len() as u64, staged.from_host as u64);
-        self.traffic.device.hits += hold.ids.len() as u64 - missing;
-        self.traffic.device.misses += missing;
-        self.traffic.host.hits += from_host;
-        self.traffic.host.misses += missing - from_host;
-        self.traffic.ssd_hits += staged.ssd_hits;
-        self.traffic.ssd_misses += staged.ssd_misses;
+        hold.found = Found {
+            on_device: (hold.ids.len() - missing.len()) as u64,
+            in_host: staged.from_host as u64,
+            elsewhere: (missing.len() - staged.from_host) as u64,
+            on_ssd: staged.ssd_hits,
+            nowhere: staged.ssd_misses,
+        };
         let fetched = self.give_device_slots(hold, staged);
         if mode.train {
             self.pledge(hold, births);
@@ -227,7 +227,9 @@ impl Residency {
     /// too.
     pub(crate) fn most_arriving(&self, hold: &Hold) -> usize {
         let Some(tier) = &self.device else { return 0 };
-        let arrives = |slot: CacheSlot| slot == NO_SLOT || tier.slots.state(slot).has(RowState::LOADING);
+        let others_come = !tier.slots.all_settled();
+        let comes = |slot: CacheSlot| others_come && tier.slots.state(slot).has(RowState::LOADING);
+        let arrives = |slot: CacheSlot| slot == NO_SLOT || comes(slot);
         hold.device.iter().filter(|&&slot| arrives(slot)).count()
     }
 
@@ -350,6 +352,7 @@ impl Residency {
     /// The third stage: the rows were scattered, and from now on their newest copies are on the device. Their host slots are freed, or kept
     /// as shadows while other plans have pinned them. This cannot fail.
     pub(crate) fn promote(&mut self, hold: &mut Hold) {
+        self.traffic.found_for_device(std::mem::take(&mut hold.found));
         let Some(tier) = &self.device else { return };
         let mut arriving = std::mem::take(&mut hold.arriving);
         arriving.retain(|row| tier.slots.state(hold.device[row.position as usize]).has(RowState::LOADING));
@@ -377,5 +380,17 @@ impl Residency {
             }
         }
         self.host.remove_batch(&left, &ids);
+    }
+}
+
+impl Traffic {
+    /// Count where the rows of a plan were found, now that they are on the device.
+    fn found_for_device(&mut self, found: Found) {
+        self.device.hits += found.on_device;
+        self.device.misses += found.in_host + found.elsewhere;
+        self.host.hits += found.in_host;
+        self.host.misses += found.elsewhere;
+        self.ssd_hits += found.on_ssd;
+        self.ssd_misses += found.nowhere;
     }
 }
