@@ -29,11 +29,12 @@ DOCS := $(VENV)/.docs-$(shell cksum <requirements/docs.txt | tr ' ' -)
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-rust test-loom test-python test-cuda bench-cuda fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
+.PHONY: help setup demo test test-rust test-loom test-python test-cuda sanitize-cuda bench-cuda fuzz stress lint docs rivals bench bench-docs bench-smoke wheel clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row; a report in target/demo"
 	@echo "make test         the tests of the core and of the package"
 	@echo "make test-cuda    the tests of the kernels and of pipelines on a GPU, held against the core's on the CPU; make bench-cuda measures them"
+	@echo "make sanitize-cuda  the tests of the kernels on a GPU under compute-sanitizer"
 	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
 	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test"
 	@echo "make lint         format, lints, types, stubs, import directions"
@@ -70,9 +71,19 @@ test: test-rust test-loom test-python
 
 # What needs a GPU. Without one both say so, and fail.
 HAS_CUDA = $(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device is here, so nothing was done: torch.cuda.is_available() is False")'
+CUDA_TESTS = test_triton_kernels.py test_device_pipelines.py test_device_faults.py test_device_threads.py
 test-cuda: $(NATIVE)
 	@$(HAS_CUDA)
-	@EMBCACHE_TEST_CUDA=1 $(PY) -m pytest -q tests/python/test_triton_kernels.py tests/python/test_device_pipelines.py
+	@EMBCACHE_TEST_CUDA=1 $(PY) -m pytest -q $(addprefix tests/python/,$(CUDA_TESTS)) $(ARGS)
+
+# Memory that a kernel must not touch, and shared memory that two threads of it use at once.
+sanitize-cuda: $(NATIVE)
+	@$(HAS_CUDA)
+	@command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on the PATH: it is part of the CUDA toolkit" >&2; exit 1; }
+	@for tool in memcheck racecheck; do \
+		EMBCACHE_TEST_CUDA=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --target-processes all --error-exitcode 1 \
+			$(PY) -m pytest -q tests/python/test_triton_kernels.py $(ARGS) || exit 1; \
+	done
 
 bench-cuda: $(NATIVE)
 	@$(HAS_CUDA)

@@ -18,8 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from dlrm import DIM, ROOT, SAMPLES, TABLES, Batches, Scale, Side, Stream, make_ours, make_rival, one_rank
 from results import Row, merge, row, setting
 from torchrec_embcache import TierBudgets, cache_modules
-from torchrec_embcache.device_tier import DeviceTier
+from torchrec_embcache.triton_kernels import launch
 
 FULL = Scale(10_000_000, SAMPLES, 100, 20, 7, 2, "s3fifo")
 SMOKE = Scale(800, 4, 1, 2, 1, 1, "s3fifo")
@@ -74,7 +73,7 @@ class Idle:
         self._ended.record()
 
     def looked_up(self) -> None:
-        """A lookup is about to be queued, behind all that it waits for."""
+        """A lookup is about to be launched, behind all that it waits for."""
         if self._ended is not None:
             begun = self._make()
             begun.record()
@@ -87,17 +86,14 @@ class Idle:
 
 
 def note_lookups(idle: Idle) -> None:
-    """Tell `idle` of each lookup in a device tier."""
-    reads = DeviceTier.reads
+    """Tell `idle` of each lookup. Where it is launched, all is queued that its rows are waited for with."""
+    pool = launch.pool
 
-    @contextmanager
-    def noted(tier: DeviceTier) -> Iterator[None]:
-        reading: AbstractContextManager[None] = reads(tier)
-        with reading:
-            idle.looked_up()
-            yield
+    def noted(*arguments: Any) -> None:
+        idle.looked_up()
+        pool(*arguments)
 
-    setattr(DeviceTier, reads.__name__, noted)
+    setattr(launch, pool.__name__, noted)
 
 
 class Measured:

@@ -144,7 +144,7 @@ class TritonBackend(KernelBackend):
         for table in dict.fromkeys(self.feature_tables):
             row = plan.absent_row(table)
             if row is not None:
-                absent[table] = torch.from_numpy(row).to(self.device)
+                (absent[table],) = launch.send(self.device, [row])
         weights = {table: launch.tier_addresses(self._tier(table))[0] for table in dict.fromkeys(self.feature_tables)}
         features = [
             [weights[table], absent[table].data_ptr() if table in absent else 0, int(column), int(averaged)]

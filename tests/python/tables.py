@@ -1,5 +1,6 @@
 """Tables, batches and runs that several test files share."""
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
 
+# The device of tests that `make test-cuda` runs on a GPU, and the kernels that run there.
+DEVICE = torch.device("cuda:0" if os.environ.get("EMBCACHE_TEST_CUDA") == "1" else "cpu")
+KERNELS = ["torch", "triton"] if DEVICE.type == "cuda" else ["core", "torch", "triton"]
 AMPLE = TierBudgets(host_bytes="16MiB")
 EXTREME_IDS = [0, 1, -1, 2**63 - 1, -(2**63), 2**40 + 3, -17, 10**12]
 OPTIMIZERS = {
@@ -35,6 +39,7 @@ def make_bag(**settings) -> EmbCacheEmbeddingBag:
         "optimizer": optimizers.Adagrad(lr=0.1),
         "initializer": initializers.Uniform(-0.5, 0.5),
         "seed": 7,
+        "device": DEVICE,
     }
     return EmbCacheEmbeddingBag(**{**defaults, **settings})
 

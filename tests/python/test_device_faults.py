@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tables import Contents, make_bag, ssd_tiers, train
+from tables import DEVICE, KERNELS, Contents, make_bag, ssd_tiers, train
 from torchrec_embcache import TierBudgets, initializers, optimizers
 from torchrec_embcache.cache import internals
 from torchrec_embcache.device_tier import DeviceTier, TorchMoves
@@ -62,7 +62,7 @@ class Pair:
         for name in ("a", "b"):
             budgets = ssd_tiers(directory / name, **sizes) if tiers == "ssd" else TierBudgets(**sizes)
             self.bags.append(make_bag(name=name, tiers=budgets, optimizer=optimizers.Adam(lr=0.1)))
-        self.anchor = torch.zeros(0, requires_grad=True)
+        self.anchor = torch.zeros(0, requires_grad=True, device=DEVICE)
         first = self.bags[0]._group
         second = self.bags[1]._group
         self.group = LookupGroup(
@@ -89,7 +89,7 @@ class Pair:
 
 @pytest.mark.filterwarnings("ignore:table '[ab]'.* did not fit")
 @pytest.mark.parametrize("tiers", ["host", "ssd"])
-@pytest.mark.parametrize("kernels", ["core", "torch", "triton"])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_memory_that_torch_refuses_at_any_call_of_a_step_changes_no_row_or_makes_the_tables_refuse_use(
     kernels, tiers, tmp_path, monkeypatch
 ):
@@ -137,7 +137,7 @@ def test_memory_that_torch_refuses_at_any_call_of_a_step_changes_no_row_or_makes
 
 
 def test_a_device_tier_that_cannot_grow_is_as_before(monkeypatch):
-    tier = DeviceTier(2, 2, True, 4, torch.device("cpu"), TorchMoves())
+    tier = DeviceTier(2, 2, True, 4, DEVICE, TorchMoves())
     refusing = Refusing(monkeypatch)
     shapes = [part.shape for part in (tier.weights, *tier.vector_slots, tier.scalars)]
     for passing in range(8):
@@ -151,7 +151,7 @@ def test_a_device_tier_that_cannot_grow_is_as_before(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
-@pytest.mark.parametrize("kernels", ["core", "torch", "triton"])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_device_tier_that_was_opened_or_grew_in_inference_mode_is_trained_later(kernels, monkeypatch):
     monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
     with make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB")) as bag:
@@ -171,6 +171,7 @@ def test_a_device_tier_that_was_opened_or_grew_in_inference_mode_is_trained_late
 
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the core's kernels run on the CPU")
 def test_an_update_is_not_lost_when_another_thread_grows_the_device_tier_meanwhile(monkeypatch):
     """Let the other thread come when this one has looked the tensors up and has not updated them yet."""
     monkeypatch.setenv("EMBCACHE_KERNELS", "core")

@@ -1,8 +1,8 @@
 """Pipelines over a small device tier have the bits of a plain loop: on CPU tensors, and by `make test-cuda` on a GPU with NCCL."""
 
-import os
 import random
 import tempfile
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import (
@@ -22,6 +23,7 @@ from torchrec.distributed.train_pipeline import (
 )
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 
+from tables import DEVICE
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagCollectionSharder,
@@ -34,11 +36,12 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
-from torchrec_embcache.device_tier import DeviceTier
+from torchrec_embcache.device_tier import DeviceTier, TorchMoves
 from torchrec_embcache.sharded import lookup
+from torchrec_embcache.triton_backend import TritonMoves
+from torchrec_embcache.triton_kernels import launch
 from torchrec_models import Batch, dense_optimizer, drain, pinned_rows, rows_of, train
 
-DEVICE = torch.device("cuda:0" if os.environ.get("EMBCACHE_TEST_CUDA") == "1" else "cpu")
 STEPS = 14
 IDS = 400
 
@@ -162,12 +165,104 @@ def test_a_pipeline_over_a_small_device_tier_has_the_bits_of_the_plain_loop(
     close(model)
 
 
-def test_a_pipeline_that_forwards_before_a_backward_trains_every_batch() -> None:
+def train_semi_synchronously(model: nn.Module, steps: list[Batch]) -> Tensor:
+    """Look each batch up before the backward of the one before, as TorchRec's pipeline of this name does. Returns the losses."""
+    optimizer, losses = dense_optimizer(model), []
+    coming = model.module.bags(steps[0].features).values()
+    for step, batch in enumerate(steps):
+        looked_up, rows = coming, coming.detach().requires_grad_()
+        loss = nn.functional.mse_loss(model.module.linear(rows)[:, 0], batch.target)
+        if step + 1 < len(steps):
+            coming = model.module.bags(steps[step + 1].features).values()
+        loss.backward()
+        looked_up.backward(rows.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_a_pipeline_that_forwards_before_a_backward_has_the_bits_of_such_a_loop() -> None:
+    plain, _ = made()
+    want = train_semi_synchronously(plain, list(batches()))
     model, optimizer = made()
-    pipeline = TrainPipelineSemiSync(model, optimizer, DEVICE, start_batch=0)
-    assert len(drain(pipeline, batches())) == STEPS
+    got = drain(TrainPipelineSemiSync(model, optimizer, DEVICE, start_batch=0), batches())
+    assert torch.equal(got, want)
+    assert rows_of(model) == rows_of(plain)
     assert {table.step() for table in model.module.bags.tables.values()} == {STEPS}
     assert pinned_rows(model) == 0
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a linear layer has other bits on a GPU than on a CPU")
+@pytest.mark.parametrize("kind", ["sparse", "ahead 5"])
+def test_a_pipeline_over_tritons_kernels_has_the_bits_of_the_cores(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = made()
+    want = train(plain, batches())
+    monkeypatch.setenv("EMBCACHE_KERNELS", "triton")
+    model, optimizer = made(tmp_path)
+    got = drain(PIPELINES[kind](model, optimizer, DEVICE), batches())
+    assert {table.stats().kernels for table in model.module.bags.tables.values()} == {"triton"}
+    assert torch.equal(got, want)
+    assert rows_of(model) == rows_of(plain)
+    close(model)
+
+
+@pytest.mark.parametrize("seed", range(8 if DEVICE.type == "cuda" else 2))
+@pytest.mark.parametrize("kind", ["base", "ahead 1", "ahead 5"])
+def test_streams_that_are_late_by_chance_change_no_bit(
+    kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has no streams that could be late, so that this says there only that the program runs."""
+    plain, _ = made()
+    want = train(plain, batches())
+    dice, wait = random.Random(seed), torch.cuda._sleep if DEVICE.type == "cuda" else int
+
+    def late(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            wait(dice.choice([0, 10_000, 3_000_000]))
+            done = real(*arguments, **named)
+            wait(dice.choice([0, 10_000, 3_000_000]))
+            return done
+
+        monkeypatch.setattr(owner, name, call)
+
+    for moves in (TorchMoves, TritonMoves):
+        late(moves, "gather")
+        late(moves, "scatter")
+    for name in ("pool", "find_gradients", "sum_gradients", "update"):
+        late(launch, name)
+    model, optimizer = made(tmp_path if seed % 2 else None)
+    got = drain(PIPELINES[kind](model, optimizer, DEVICE), batches())
+    assert torch.equal(got, want)
+    assert rows_of(model) == rows_of(plain)
+    close(model)
+
+
+class NumbersAskedFor(TorchDispatchMode):
+    """Notes where the package asks a tensor for a number. On a device that waits for all that is queued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            frames = traceback.extract_stack()
+            self.by += [f"{each.filename}:{each.lineno}" for each in frames if "/torchrec_embcache/" in each.filename]
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_asks_no_tensor_for_a_number() -> None:
+    model, _ = made()
+    first, *others = batches()
+    model(first)[0].backward()
+    with NumbersAskedFor() as asked:
+        model(others[0])[0].backward()
+    assert asked.by == []
 
 
 @pytest.mark.parametrize("kind", ["sparse", "prefetch", "ahead 1", "ahead 5"])

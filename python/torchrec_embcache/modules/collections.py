@@ -316,13 +316,13 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
         if traced is not None:
             return cast(dict[str, JaggedTensor], traced)
         features, lookup, train = self._start(features, weighted=False)
-        counts = features.length_per_key()
+        ids, lengths = features.values(), features.lengths().view(len(features.keys()), -1)
+        ids_there, lengths_there = (copy.numpy() for copy in host_copies([ids, lengths]))
+        counts = lengths_there.sum(1).tolist()
         splits = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        ids = features.values()
         clicks = clicks_of(features) if self._counts_clicks else None
-        rows = lookup.sequence(ids.cpu().numpy(), splits, train=train, anchor=self._anchor, clicks=clicks)
+        rows = lookup.sequence(ids_there, splits, train=train, anchor=self._anchor, clicks=clicks)
         names = [name for names in self._embedding_names_by_table for name in names]
-        lengths = features.lengths().view(len(counts), -1)
         return {
             name: JaggedTensor(values=part, lengths=lengths[index], weights=own if self._need_indices else None)
             for index, (name, part, own) in enumerate(

@@ -10,6 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_embcache.exceptions import InputError, UnsupportedError
+from torchrec_embcache.host_copies import host_copies
 from torchrec_embcache.rows import check_plain, clicks_array
 
 __all__ = ["check_features", "clicks_of", "in_order"]
@@ -76,12 +77,17 @@ def _check_tensor(
     if tensor.dtype not in dtypes:
         raise InputError(f"{owner}: {field} have dtype {tensor.dtype}: give {wanted}")
     check_plain(f"{owner}: {field}", tensor)
-    if tensor.device.type != device.type:
+    if tensor.device.type != device.type or _has_other_number(tensor.device, device):
         raise InputError(
             f"{owner}: {field} are on {tensor.device} and the module on {device}: call .to({str(device)!r}) on the batch"
         )
     if tensor.dim() != 1:
         raise InputError(f"{owner}: {field} have shape {tuple(tensor.shape)}: give one dimension")
+
+
+def _has_other_number(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices of a kind are different ones. The CPU is one device, and a kind alone stands for any of it."""
+    return one.type != "cpu" and None not in (one.index, other.index) and one.index != other.index
 
 
 def clicks_of(features: KeyedJaggedTensor) -> NDArray[np.uint32]:
@@ -103,12 +109,9 @@ def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device
     count = len(features.keys())
     if count and lengths.numel() % count:
         raise InputError(f"{owner}: {lengths.numel()} lengths for {count} features: give every feature one a sample")
-    # Lengths are few, so that torch's threads would cost more time than they save.
-    least, total = (
-        (int(lengths.numpy().min(initial=0)), int(lengths.numpy().sum()))
-        if lengths.device.type == "cpu"
-        else (int(lengths.min()) if lengths.numel() else 0, int(lengths.sum()))
-    )
+    # Lengths are few, so that torch's threads would cost more time than they save. From a device they are copied once.
+    (there,) = host_copies([lengths])
+    least, total = int(there.numpy().min(initial=0)), int(there.numpy().sum())
     if least < 0:
         raise InputError(f"{owner}: lengths hold {least}: give 0 or more (offsets that never fall)")
     if total != features.values().numel():
