@@ -1,6 +1,6 @@
 """What each bench measures, in the words of docs/benchmarks.md. Also the key benches of README.md, and those that show growth."""
 
-__all__ = ["GROWTH", "KEY", "SECTIONS"]
+__all__ = ["GPU", "GROWTH", "KEY", "SECTIONS"]
 
 # The benches of each section, each with what it measures.
 SECTIONS: dict[str, dict[str, str]] = {
@@ -18,6 +18,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "births_normal_two_threads": "the same, normally distributed weights",
         "device_moves_zipf105": "ids of batches whose rows move to a device and others back; a tenth of 1.25M rows is there",
         "device_moves_two_threads": "the same for four tables on two threads",
+        "cuda_host_step_cache10pct_zipf105": "the processor's part of the step of a DLRM's tables on a GPU, a tenth there",
     },
     "Admission and eviction (one thread)": {
         "admission_all_known": "rate of training with `Count(5)`, every id known / without admission, rowwise Adagrad, 10M rows",
@@ -111,6 +112,16 @@ SECTIONS: dict[str, dict[str, str]] = {
         "ssd_fetch_uniform_10m": "the same, 10M rows",
         "ssd_fetch_uniform_100m": "the same, 100M rows",
     },
+}
+
+# Those of `make bench-cuda`.
+GPU: dict[str, str] = {
+    "cuda_forward_pooled": "rows summed into bags, as bytes that must move; the limit is a copy's rate in the same run",
+    "cuda_train_rowwise_adagrad": "the same of forward, backward and update",
+    "cuda_table_step_cache10pct_zipf105": "one table's step, a tenth of its rows on the GPU and the others in RAM",
+    "cuda_step_cache10pct_zipf105": "samples of a DLRM, a tenth of the rows on the GPU and the others in RAM",
+    "cuda_step_ssd_zipf105": "the same, a fifth in RAM and the others on SSD",
+    "cuda_exposed_wait_share": "share of such a step in which the stream that computes waits for rows (others in RAM)",
 }
 
 # The benches of README.md's table.

@@ -6,7 +6,8 @@
 float32 a row, divided by the time that the GPU's kernels take. Each distinct row counts once, and so do the pooled output and its
 gradient. The limit is the copy of 1 GiB. The rival is FBGEMM's table-batched embedding with its rows on the GPU.
 `cuda_table_step_cache10pct_zipf105`: lookups, backwards and updates a second of one table (no DLRM) with a tenth of the rows in
-`device_bytes`, against the same with all of them. Prints one JSON row each, and writes them to target/bench/cuda.json.
+`device_bytes`, against the same with all of them. Prints one JSON row each, and writes them to target/bench/results.json, for
+`make bench-docs`.
 
 `--smoke` runs on small data, and on the CPU in Triton's interpreter where there is no GPU (TRITON_INTERPRET=1): it shows that
 this runs.
@@ -212,7 +213,7 @@ def main() -> int:
     for each in rows:
         print(json.dumps(each))
     if not smoke:
-        path = Path(__file__).resolve().parents[2] / "target" / "bench" / "cuda.json"
+        path = Path(__file__).resolve().parents[2] / "target" / "bench" / "results.json"
         merge(path, *({**each, "setting": setting()} for each in rows))
     return 0
 

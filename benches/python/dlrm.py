@@ -155,6 +155,20 @@ def a_tenth_in_ram(scale: Scale, ssd_dir: Path) -> TierBudgets:
     return TierBudgets(host_bytes=weight_bytes // 10, ssd_bytes=max(weight_bytes * 5 // 2, 64 << 20), ssd_dir=ssd_dir)
 
 
+def look_up_every_row(model: DistributedModelParallel, scale: Scale, device: torch.device) -> None:
+    """Have every row read once, so that a device tier with room for all has all. No pipeline has the model yet."""
+    rows = scale.rows // TABLES
+    lengths_TB = torch.tensor(BAG, dtype=torch.int32).repeat_interleave(scale.samples)
+    dense = torch.zeros(scale.samples, DENSE)
+    model.eval()
+    with torch.no_grad():
+        for part in range(-(-rows // (scale.samples * min(BAG)))):
+            ids = [torch.arange(part * scale.samples * bag, (part + 1) * scale.samples * bag) % rows for bag in BAG]
+            features = KeyedJaggedTensor(FEATURES, torch.cat(ids), lengths=lengths_TB)
+            model(Batch(dense, features, torch.zeros(scale.samples, dtype=torch.int32)).to(device))
+    model.train()
+
+
 def make_ours(scale: Scale, tiers: TierBudgets, device: torch.device = CPU) -> tuple[DistributedModelParallel, Any]:
     """The model and its pipeline, in which each table has these budgets. Every row is in its table."""
     rows = scale.rows // TABLES

@@ -3,7 +3,7 @@
     python benches/python/document.py [RESULTS.json]
 
 docs/benchmarks.json has the newest row of each bench, with its commit and day. So a run of some benches leaves the others as they
-are. A bench that was never measured is left out of the tables.
+are. A bench that was never measured is left out of the tables, but for those of a GPU.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from catalog import GROWTH, KEY, SECTIONS
+from catalog import GPU, GROWTH, KEY, SECTIONS
 from plots import growth_plot, ratios_plot
 from results import Row, merge, quantity, ratio, read
 from served import ROOT
@@ -30,6 +30,9 @@ absolutes: machines are noisy, and so is a disk that is shared.
 Unless said otherwise: ids drawn with exponent 1.05 over 10M ids (*zipf105*), scattered by a 64-bit mix, or uniformly; batches of
 163,840 ids (8192 bags of 20); rows of 64 float32; one thread; at least 20 batches a round; reads with `O_DIRECT`. `k`, `M` and `G`
 are powers of 1000.
+"""
+ON_A_GPU = """`make bench-cuda` measures these where there is a CUDA device.
+[gpu.md](gpu.md#what-a-step-should-cost) says what they should be.
 """
 # A row of the soak of servers, and the plots that such a run draws beside results.json, by their names in docs/.
 SOAK = "serving_soak_p99_ms"
@@ -60,11 +63,13 @@ def compared(row: Row) -> str:
     return f"{limit} | {rivals}"
 
 
-def table(rows: dict[str, Row], section: dict[str, str]) -> Iterator[str]:
+def table(rows: dict[str, Row], section: dict[str, str], *, lists_unmeasured: bool = False) -> Iterator[str]:
     yield "| bench | what | ours | of the limit | against | measured |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name, what in section.items():
         if (row := rows.get(name)) is None:
+            if lists_unmeasured:
+                yield f"| `{name}` | {what} | not measured | | | |"
             continue
         ours = f"{quantity(row['value'])} {row['unit']} [{quantity(row['low'])} .. {quantity(row['high'])}]"
         setting = row.get("setting") or {}
@@ -160,7 +165,8 @@ def document(rows: dict[str, Row], over_time: Sequence[str]) -> str:
     for title, section in SECTIONS.items():
         if rows.keys() & section.keys():
             parts += [f"## {title}\n", *table(rows, section), ""]
-    if others := {name: "" for name in rows if not any(name in section for section in SECTIONS.values())}:
+    parts += ["## On a GPU\n", ON_A_GPU, *table(rows, GPU, lists_unmeasured=True), ""]
+    if others := {name: "" for name in rows if not any(name in section for section in (*SECTIONS.values(), GPU))}:
         parts += ["## Others\n", *table(rows, others), ""]
     if grows(rows):
         parts.append("## Growth\n\n![Rates by rows of the table](benchmarks-growth.svg)\n")
@@ -208,7 +214,7 @@ def main() -> int:
     docs.mkdir(exist_ok=True)
     merge(kept, *measured)
     found = {row["name"]: row for row in read(kept)}
-    ordered = [name for section in SECTIONS.values() for name in section if name in found]
+    ordered = [name for section in (*SECTIONS.values(), GPU) for name in section if name in found]
     rows = {name: found[name] for name in [*ordered, *sorted(found.keys() - {*ordered})]}
     readme: Path = options.root / "README.md"
     readme.write_text(with_key_figures(readme.read_text(), rows))

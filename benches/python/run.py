@@ -43,6 +43,7 @@ SOAK_SECONDS = 1800.0
 # The scripts beside this file, each with the rows that it prints. A script is given the names of the wanted rows, and --smoke.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "advise.py": ("advised_reads_of_best_split", "advised_step_of_best_split"),
+    "cuda_host.py": ("cuda_host_step_cache10pct_zipf105",),
     "dlrm.py": ("dlrm_step_ram10pct_zipf105",),
     "dlrm_async.py": ("save_async_step_slowdown",),
     "save_ram.py": ("save_extra_ram_bytes",),
