@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _native
+from .profiling import profiled
 
 if TYPE_CHECKING:
     from ._native import Lookup, Plan, PlanMode, UnseenMode
@@ -57,6 +58,7 @@ class PlanOptions:
     unseen: UnseenMode
     threads: int
 
+    @profiled("embcache::plan")
     def plan(self, lookup: Lookup, batch: IdBatch, *, ahead: bool) -> Plan:
         """A plan of the core's. With `ahead` it fetches only as far as the budget goes."""
         mode = _mode(self.train, ahead, self.unseen)

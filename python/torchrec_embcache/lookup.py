@@ -31,6 +31,7 @@ from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads
 from .lookahead import IdBatch, Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
+from .profiling import profiled
 from .shared_rows import OtherRankFailedError, SharedSums, sums_of
 from .sweeping import sweep_in_backward, swept_after_steps
 from .table_shard import TableShard
@@ -72,7 +73,7 @@ class LookupGroup:
         self.device = self.tables[0].device
         self._kernels = kernels
         self.after_backward = after_backward
-        # Integers that the sums of the gradients of refused ids are, of the tables where such ids share a row.
+        # Integers of the sums of the gradients of refused ids, of the tables where such ids share a row.
         self._sums = sum(sums_of(table.dim) for table in self.tables if table.settings.lifecycle.shares_a_row)
         self._add_up = add_up if self._sums else None
         # A table whose rows are kept on SSD. Its step tells, when the process ends amid a step, how far the step came.
@@ -107,7 +108,7 @@ class LookupGroup:
         return self.lookahead.announce(lookup, ids, self.plan_options(train))
 
     def prefetch_beside(self, ids: IdBatch, *, train: bool, failed: Callable[[Exception], None]) -> None:
-        """Do as `prefetch` on a thread beside, which calls `failed` with an error. Call `settle` before anyone uses the tables.
+        """Do as `prefetch` on a thread beside, which calls `failed` with an error; `lookahead.settle` waits for it.
 
         It is done on this thread where the order of planning and training would show: in the rows that a full table drops, and with
         a device tier.
@@ -123,17 +124,13 @@ class LookupGroup:
             failed(error)
 
     def place_next(self, ids: IdBatch, failed: Callable[[Exception], None]) -> None:
-        """Move the rows of the next training batch to the device, if that was announced, its reads are done, and no rule looks.
+        """Move the rows of the next training batch to the device, if it was announced, its reads are done, and no rule looks.
 
-        `failed` is called with an error. The forward moves the rows then.
+        After an error, with which `failed` is called, the forward moves the rows.
         """
         on_device = any(table.device_rows is not None for table in self.tables)
         if on_device and not any(table.settings.decides_when_placed for table in self.tables):
             self.lookahead.place(ids, self._bring, failed)
-
-    def settle(self) -> None:
-        """Wait until all that `prefetch_beside` was given is planned."""
-        self.lookahead.settle()
 
     def drop_prefetched(self) -> None:
         """Forget every announced batch and unpin its rows."""
@@ -261,6 +258,7 @@ class LookupGroup:
         if self._swept:
             sweep_in_backward(self._swept, to_its_end=self.after_backward is None)
 
+    @profiled("embcache::rows")
     def _bring(self, plan: _native.Plan) -> None:
         """Put the rows of a plan into their slots. An error leaves each row where it was."""
         tiers = [table.tier for table in self.tables]
@@ -320,6 +318,7 @@ class _Batch(ABC):
         if self.group.kept_table is not None:
             lifetime.forwarded(self)
 
+    @profiled("embcache::lookup")
     def forward(self) -> Tensor:
         """Wait for every row, then run the kernel."""
         with memory_of(self.group.names(), self.group.device):
@@ -412,6 +411,7 @@ class _FusedLookup(torch.autograd.Function):
         return batch.forward()
 
     @staticmethod
+    @profiled("embcache::update")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         batch: _Batch = ctx.batch
         after = batch.group.after_backward

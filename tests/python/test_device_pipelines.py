@@ -533,3 +533,18 @@ def test_a_batch_whose_rows_could_not_move_ahead_trains_all_the_same(
     assert looked_up(model) == distinct_ids(list(batches()))
     assert rows_of(model) == rows_of(plain)
     assert pinned_rows(model) == 0
+
+
+def test_a_profile_of_torchs_names_what_a_step_does() -> None:
+    model, optimizer = made()
+    with torch.profiler.profile() as profile:
+        drain(EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE), batches())
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("embcache::")}
+    lookups = len(model.module.bags._lookups)
+    # The rows of all but the first batch are moved ahead, and looked for once more by their forward.
+    assert counts == {
+        "embcache::plan": STEPS * lookups,
+        "embcache::rows": (2 * STEPS - 1) * lookups,
+        "embcache::lookup": STEPS * lookups,
+        "embcache::update": STEPS * lookups,
+    }

@@ -67,11 +67,12 @@ _SHARD = _BASE | {
     "table_shard",
 }
 _TABLE = _SHARD | {"sweeping", "table_copy", "table_warnings", "cache"}
-_CACHE = _TABLE | {"bags", "host_copies", "lookahead", "lookup", "whole_model", "state_dicts"}
+_CACHE = _TABLE | {"bags", "host_copies", "lookahead", "lookup", "profiling", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "sessions"}
 PYTHON_IMPORTS: dict[str, set[str]] = {
-    **{name: set() for name in ("agreement", "lookahead", "reports", "stream_order", "tracing")},
+    **{name: set() for name in ("agreement", "profiling", "reports", "stream_order", "tracing")},
+    "lookahead": {"profiling"},
     **{name: {"exceptions"} for name in ("collective", "gradients", "hyperparameters", "metrics")},
     **{name: {"exceptions"} for name in ("shared_rows", "under_way")},
     "device_tier": {"exceptions", "stream_order"},
@@ -122,7 +123,7 @@ PYTHON_IMPORTS: dict[str, set[str]] = {
     "table_warnings": _SHARD,
     "cache": _TABLE,
     "progress": {"exceptions"},
-    "lookup": _TABLE | {"bags", "lookahead"},
+    "lookup": _TABLE | {"bags", "lookahead", "profiling"},
     "whole_model": _TABLE,
     "state_dicts": _TABLE | {"whole_model"},
     "bags": {"exceptions", "rows", "config", "optimizers"},

@@ -177,7 +177,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
     def settle(self) -> None:
         """Wait until all that was announced is planned."""
         if self._group is not None:
-            self._group.settle()
+            self._group.lookahead.settle()
 
     def forget_announced(self) -> None:
         """Unpin the rows of all batches that were announced."""
