@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _native
 from .exceptions import DeviceMemoryError, EmbCacheError
+from .pinned_memory import queued_to_device, to_device, to_fill, to_host
 from .stream_order import Slots, StreamOrder, current_stream, on_stream, side_streams
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class DeviceTier:
         try:
             with on_stream(down, self.device), torch.no_grad(), self._order.reading(down, slots):
                 rows = self._moves.gather(self, torch.from_numpy(slots))
-                vectors, scalars = (self._to_host(part) for part in rows)
+                vectors, scalars = (to_host(part) for part in rows)
             if down is not None:
                 down.record_event().synchronize()
             return _native.GatheredRows(vectors.numpy(), scalars.numpy())
@@ -191,8 +192,7 @@ class DeviceTier:
         if rows == 0:
             return None
         floats = self.dim * (1 + len(self.vector_slots))
-        pin = self.device.type == "cuda"
-        return torch.empty(rows, floats, dtype=torch.float32, device="cpu", pin_memory=pin)
+        return to_fill((rows, floats), torch.float32, self.device)
 
     def scatter(self, fetched: FetchedRows, staging: Tensor | None) -> None:
         """Put the rows that a plan fetched, with this memory for their vectors, into their cache slots.
@@ -207,28 +207,12 @@ class DeviceTier:
         with on_stream(up, self.device), self._order.writing(up, fetched.slots):
             self.keep_for_stream()
             if fetched.vectors is not None:
-                vectors = self._to_device(torch.from_numpy(fetched.vectors))
+                vectors = to_device(torch.from_numpy(fetched.vectors), self.device)
             else:
                 assert staging is not None, "the core says None only for rows that are there"
-                # Of pinned memory torch notes that the device copies from it, and gives it to nobody else before that is done.
-                vectors = staging[:count].to(self.device, non_blocking=self.device.type == "cuda")
-            scalars = self._to_device(torch.from_numpy(fetched.scalars))
+                vectors = queued_to_device(staging[:count], self.device)
+            scalars = to_device(torch.from_numpy(fetched.scalars), self.device)
             self._moves.scatter(self, torch.from_numpy(fetched.slots), vectors, scalars)
-
-    def _to_host(self, part: Tensor) -> Tensor:
-        """A copy in RAM, which is queued on torch's stream where the device has streams."""
-        if self.device.type != "cuda":
-            return part.cpu()
-        # Torch keeps a pool of pinned memory for the process, and gives none away before the copies are done that it knows of.
-        pinned = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
-        return pinned.copy_(part, non_blocking=True)
-
-    def _to_device(self, part: Tensor) -> Tensor:
-        """A copy on the device, which is queued on torch's stream where it has streams."""
-        if self.device.type != "cuda":
-            return part.to(self.device)
-        pinned = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
-        return pinned.copy_(part).to(self.device, non_blocking=True)
 
     def arrays(self) -> DeviceArrays:
         """The tensors as numpy arrays of the same memory, for the core's kernels on the CPU."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .pinned_memory import copies_by_itself, to_host
 from .stream_order import current_stream, on_stream
 
 __all__ = ["host_copies"]
@@ -20,15 +21,10 @@ def host_copies(tensors: Sequence[Tensor], arrived_on: Any = None) -> list[Tenso
     that the CPU waits for what was queued there until now, and for nothing that other streams compute.
     """
     device = tensors[0].device
-    if device.type != "cuda" or any(tensor.device != device for tensor in tensors):
+    if not copies_by_itself(device) or any(tensor.device != device for tensor in tensors):
         return [tensor.detach().cpu() for tensor in tensors]
     with on_stream(arrived_on, device), torch.no_grad():
-        copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
-                tensor, non_blocking=True
-            )
-            for tensor in tensors
-        ]
+        copies = [to_host(tensor) for tensor in tensors]
         stream = current_stream(device)
         if stream is not None:
             stream.record_event().synchronize()

@@ -52,11 +52,14 @@ class SideStreams:
         self.up = up
 
 
+def _module_of(device: torch.device) -> Any:
+    """Torch's module for `device`, such as `torch.cuda`, which has its streams; None for the CPU, where torch queues nothing."""
+    return torch.get_device_module(device) if device.type != "cpu" else None
+
+
 def current_stream(device: torch.device) -> Stream | None:
     """The caller's stream on `device`; None where it has no streams."""
-    if device.type == "cpu":
-        return None
-    current = getattr(torch.get_device_module(device), "current_stream", None)
+    current = getattr(_module_of(device), "current_stream", None)
     stream: Stream | None = current(device) if current is not None else None
     return stream
 
@@ -64,9 +67,7 @@ def current_stream(device: torch.device) -> Stream | None:
 @cache
 def side_streams(device: torch.device) -> SideStreams | None:
     """The streams on which rows move to and from `device`, the same for all tables; None where it has no streams."""
-    if device.type == "cpu":
-        return None
-    made = getattr(torch.get_device_module(device), "Stream", None)
+    made = getattr(_module_of(device), "Stream", None)
     return SideStreams(made(device), made(device)) if made is not None else None
 
 
@@ -76,7 +77,7 @@ def on_stream(stream: Any, device: torch.device) -> Iterator[None]:
     if stream is None:
         yield
         return
-    module = torch.get_device_module(device)
+    module = _module_of(device)
     # A thread of the core's has no device of its own. Torch would go back to the first one then, and set it up.
     with module.device(device), module.stream(stream):
         yield

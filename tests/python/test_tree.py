@@ -55,8 +55,9 @@ _BASE = {
     "under_way",
     "resuming",
 }
+_DEVICE = {"device_tier", "pinned_memory", "stream_order"}
 _SHARD = _BASE | {
-    *("device_tier", "stream_order"),
+    *_DEVICE,
     "torch_updates",
     "kernels",
     "backends",
@@ -71,12 +72,12 @@ _CACHE = _TABLE | {"bags", "host_copies", "lookahead", "lookup", "profiling", "w
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "sessions"}
 PYTHON_IMPORTS: dict[str, set[str]] = {
-    **{name: set() for name in ("agreement", "profiling", "reports", "stream_order", "tracing")},
+    **{name: set() for name in ("agreement", "pinned_memory", "profiling", "reports", "stream_order", "tracing")},
     "lookahead": {"profiling"},
     **{name: {"exceptions"} for name in ("collective", "gradients", "hyperparameters", "metrics")},
     **{name: {"exceptions"} for name in ("shared_rows", "under_way")},
-    "device_tier": {"exceptions", "stream_order"},
-    "host_copies": {"stream_order"},
+    "device_tier": {"exceptions", "pinned_memory", "stream_order"},
+    "host_copies": {"pinned_memory", "stream_order"},
     "exceptions": set(),
     "closing": set(),
     "buckets": set(),
@@ -95,11 +96,11 @@ PYTHON_IMPORTS: dict[str, set[str]] = {
     "lifecycle": {"exceptions", "config", "admission", "agreement", "cuts", "eviction"},
     "lifecycle_configs": {"exceptions", "config", "admission", "agreement", "cuts", "eviction"},
     "optimizers": {"exceptions", "config", "hyperparameters"},
-    "torch_updates": {"exceptions", "config", "hyperparameters", "optimizers", "device_tier", "stream_order"},
-    "kernels": _BASE | {"device_tier", "stream_order", "torch_updates"},
-    "triton_kernels": {"exceptions", "hyperparameters", "device_tier", "stream_order"},
-    "triton_backend": _BASE | {"device_tier", "stream_order", "torch_updates", "kernels", "triton_kernels"},
-    "backends": _BASE | {"device_tier", "stream_order", "torch_updates", "kernels", "triton_backend", "triton_kernels"},
+    "torch_updates": _DEVICE | {"exceptions", "config", "hyperparameters", "optimizers"},
+    "kernels": _BASE | _DEVICE | {"torch_updates"},
+    "triton_kernels": _DEVICE | {"exceptions", "hyperparameters"},
+    "triton_backend": _BASE | _DEVICE | {"torch_updates", "kernels", "triton_kernels"},
+    "backends": _BASE | _DEVICE | {"torch_updates", "kernels", "triton_backend", "triton_kernels"},
     "rows": {"exceptions", "config", "optimizers"},
     "owners": {"exceptions", "config", "optimizers", "collective", "buckets", "rows"},
     "table_settings": {

@@ -14,6 +14,8 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrec_embcache.pinned_memory import queued_to_device, to_fill
+
 from .gradients import gradient_places, gradient_sums
 from .lookups import pooled_rows, sequence_rows, weight_gradients
 from .moves import move_rows
@@ -167,8 +169,7 @@ class Sending:
         self._device = device
         sizes = [np.dtype(dtype).itemsize * count for dtype, count in kinds]
         starts = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
-        pin = device.type == "cuda"
-        self._staged = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=pin)
+        self._staged = to_fill((starts[-1],), torch.uint8, device)
         self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         memory = self._staged.numpy()
         of_kinds = zip(kinds, self._places, strict=True)
@@ -176,7 +177,7 @@ class Sending:
 
     def sent(self) -> list[Tensor]:
         """The arrays on the device. On CUDA the copy is queued on the caller's stream, and nobody waits."""
-        there = self._staged.to(self._device, non_blocking=True)
+        there = queued_to_device(self._staged, self._device)
         types = [torch.from_numpy(array[:0]).dtype for array in self.arrays]
         return [there[place].view(dtype) for place, dtype in zip(self._places, types, strict=True)]
 
