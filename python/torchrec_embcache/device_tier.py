@@ -121,9 +121,17 @@ class DeviceTier:
         """The name of the kernels that run on the rows."""
         return self._moves.kernels
 
-    def reads(self) -> AbstractContextManager[None]:
-        """Read rows meanwhile on the caller's stream, which waits for what changes them on others."""
-        return self._order.reading(current_stream(self.device))
+    @contextmanager
+    def reads(self) -> Iterator[Tensor]:
+        """Read weights meanwhile on the caller's stream, which waits for what changes them on others. Gives the weights to read.
+
+        The rows of the caller's plan stay right in them, also where another thread replaces the tier's tensors meanwhile.
+        """
+        stream, weights = current_stream(self.device), self.weights
+        if stream is not None:
+            weights.record_stream(stream)
+        with self._order.reading(stream):
+            yield weights
 
     def changes(self, slots: Slots | None = None) -> AbstractContextManager[None]:
         """Change rows meanwhile on the caller's stream, which waits for what uses them on others.
@@ -131,8 +139,9 @@ class DeviceTier:
         `slots`: those that change, [n], where -1 is none; None for all.
         """
         stream = current_stream(self.device)
-        if stream is not None and slots is not None:
-            slots = slots[slots >= 0]
+        if stream is not None:
+            self._keep_for(stream)
+            slots = slots[slots >= 0] if slots is not None else None
         return self._order.writing(stream, slots)
 
     def ensure(self, slots: int) -> None:
@@ -149,13 +158,8 @@ class DeviceTier:
             scalars = _grown(self.scalars, more) if self.scalars is not None else None
         self.weights, self.vector_slots, self.scalars = weights, vector_slots, scalars
 
-    def keep_for_stream(self) -> None:
-        """Tell torch's allocator that the caller's stream uses the tensors: their memory is not given away before that is done."""
-        stream = current_stream(self.device)
-        if stream is not None:
-            self._keep_for(stream)
-
     def _keep_for(self, stream: Any) -> None:
+        """Tell torch's allocator that a stream uses the tensors: their memory is not given away before that is done."""
         for part in (self.weights, *self.vector_slots, *([self.scalars] if self.scalars is not None else [])):
             part.record_stream(stream)
 
@@ -205,7 +209,8 @@ class DeviceTier:
         side = side_streams(self.device)
         up = side.up if side is not None else None
         with on_stream(up, self.device), self._order.writing(up, fetched.slots):
-            self.keep_for_stream()
+            if up is not None:
+                self._keep_for(up)
             if fetched.vectors is not None:
                 vectors = to_device(torch.from_numpy(fetched.vectors), self.device)
             else:

@@ -235,8 +235,8 @@ class TorchBackend(KernelBackend):
                 slots = slots[present]
                 weights = weights[torch.from_numpy(present).to(self.device)] if weights is not None else None
             index, starts = self._tensor(slots), self._tensor(offsets)
-            with tier.reads():
-                part = _segment_sum(tier.weights, index, starts, weights) + absent
+            with tier.reads() as table_weights:
+                part = _segment_sum(table_weights, index, starts, weights) + absent
             out[:, column : column + tier.dim] = part if divisor is None else part / divisor[:, None]
             column += tier.dim
         return out
@@ -270,8 +270,8 @@ class TorchBackend(KernelBackend):
     def _rows_of(self, plan: Plan, table: int, slots: Tensor) -> Tensor:
         """What the occurrences in `slots` [n] read: [n, D]. -1 is an absent one."""
         tier = self._tier(table)
-        with tier.reads():
-            rows, absent = tier.weights.index_select(0, slots.clamp(min=0)), (slots < 0)[:, None]
+        with tier.reads() as weights:
+            rows, absent = weights.index_select(0, slots.clamp(min=0)), (slots < 0)[:, None]
         row = self._absent_row(plan, table)
         return rows.masked_fill_(absent, 0.0) if row is None else torch.where(absent, row, rows)
 

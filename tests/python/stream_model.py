@@ -1,6 +1,6 @@
 """A model of streams: what is queued on them, and for each piece of work those that are sure to be done before it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 
 class Event:
@@ -23,15 +23,28 @@ class Event:
 
 
 class Clock:
-    """The work of all queues, in the order in which it was queued."""
+    """The work of all queues and of the CPU, in the order in which it was queued or done."""
 
     def __init__(self) -> None:
         # For each work, what is sure to be done before it: directly or not.
         self.before: list[set[int]] = []
         # For each work: what it uses, and whether it writes that.
-        self.uses: list[tuple[str, frozenset[int] | None, bool]] = []
-        # What the CPU has waited for.
+        self.uses: list[tuple[Hashable, frozenset[int] | None, bool]] = []
+        # What the CPU has waited for, and what it has done itself.
         self.done: set[int] = set()
+
+    def note(self, after: set[int], memory: Hashable, slots: Collection[int] | None, writes: bool) -> int:
+        """Note a piece of work that comes after others, and after all that the CPU has waited for. Returns its number.
+
+        It uses slots of some memory; None stands for all slots.
+        """
+        self.before.append(after.union(self.done, *(self.before[work] for work in after)))
+        self.uses.append((memory, None if slots is None else frozenset(slots), writes))
+        return len(self.uses) - 1
+
+    def by_cpu(self, memory: Hashable, writes: bool) -> None:
+        """Note that the CPU uses some memory now. What is queued from now on comes after that."""
+        self.done.add(self.note(set(), memory, None, writes))
 
     def races(self) -> list[tuple[int, int]]:
         """Pairs of works that use the same slots of the same memory, one of them to write, and that may run in either order."""
@@ -66,10 +79,11 @@ class Queue:
         """See `stream_order.Stream`."""
         return Event(self, self.queued[-1:])
 
-    def put(self, memory: str, slots: Collection[int] | None, writes: bool) -> None:
-        """Queue a piece of work that uses slots of some memory; None stands for all slots."""
-        clock = self.clock
-        direct = {*self.queued[-1:], *self.waits}
-        clock.before.append(direct.union(clock.done, *(clock.before[work] for work in direct)))
-        clock.uses.append((memory, None if slots is None else frozenset(slots), writes))
-        self.queued.append(len(clock.uses) - 1)
+    def last(self) -> set[int]:
+        """What is done when all is done that was queued here until now."""
+        return {*self.queued[-1:], *self.waits}
+
+    def put(self, memory: Hashable, slots: Collection[int] | None, writes: bool) -> int:
+        """Queue a piece of work that uses slots of some memory; None stands for all slots. Returns its number."""
+        self.queued.append(self.clock.note(self.last(), memory, slots, writes))
+        return self.queued[-1]

@@ -1,24 +1,29 @@
 """In no order in which streams may run does anybody read or write rows before those who came before are done."""
 
+import gc
 import itertools
 import random
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
+from device_model import Model, install
 from stream_model import Clock, Event, Queue
 from torchrec_embcache import (
     EmbCacheEmbeddingBag,
     TierBudgets,
-    device_tier,
     optimizers,
     stream_order,
 )
+from torchrec_embcache.cache import internals
 from torchrec_embcache.device_tier import DeviceTier
+from torchrec_embcache.host_copies import host_copies
 from torchrec_embcache.lookup import IdBatch
-from torchrec_embcache.stream_order import SideStreams, Stream, StreamOrder
+from torchrec_embcache.pinned_memory import queued_to_device, to_fill
+from torchrec_embcache.stream_order import Stream, StreamOrder
 
 SLOTS = (None, (0,), (0, 1), (1,), ())
 OPERATIONS = list(itertools.product(range(3), (False, True), SLOTS))
@@ -163,95 +168,136 @@ def test_a_device_without_streams_needs_no_order():
 
 @pytest.fixture
 def model(monkeypatch):
-    """The CPU as a device with streams of the model, on which the moves and the kernels of device tiers are noted."""
-    clock = Clock()
-    compute, down, up = (Queue(clock) for _ in range(3))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    now = [compute]
-
-    class On:
-        def __init__(self, stream):
-            self.stream = stream
-
-        def __enter__(self):
-            now.append(self.stream)
-
-        def __exit__(self, *_):
-            now.pop()
-
-    for module in (stream_order, device_tier):
-        monkeypatch.setattr(module, "current_stream", lambda _: now[-1])
-        monkeypatch.setattr(module, "side_streams", lambda _: SideStreams(down, up))
-        monkeypatch.setattr(module, "on_stream", lambda stream, _: On(stream))
-
-    def noted(owner, name, slots_of, writes):
-        real = getattr(owner, name)
-
-        def call(self, *arguments):
-            tier = self if isinstance(self, DeviceTier) else arguments[0]
-            now[-1].put(f"{id(tier)}", slots_of(arguments), writes)
-            return real(self, *arguments)
-
-        monkeypatch.setattr(owner, name, call)
-
-    from torchrec_embcache.triton_backend import TritonMoves
-
-    for moves in (device_tier.TorchMoves, TritonMoves):
-        noted(moves, "gather", lambda arguments: arguments[1].tolist(), False)
-        noted(moves, "scatter", lambda arguments: arguments[1].tolist(), True)
-
-    class Noted:
-        """Kernels that read rows, or change them, are noted here, because no single function runs them."""
-
-        def __init__(self, use, tier, slots, writes):
-            self.use, self.tier, self.slots, self.writes = use, tier, slots, writes
-
-        def __enter__(self):
-            self.use.__enter__()
-            now[-1].put(f"{id(self.tier)}", self.slots, self.writes)
-
-        def __exit__(self, *raised):
-            return self.use.__exit__(*raised)
-
-    reads, changes = DeviceTier.reads, DeviceTier.changes
-
-    def changed(tier, slots=None):
-        used = None if slots is None else [slot for slot in slots.tolist() if slot >= 0]
-        return Noted(changes(tier, slots), tier, used, True)
-
-    monkeypatch.setattr(DeviceTier, "reads", lambda tier: Noted(reads(tier), tier, None, False))
-    monkeypatch.setattr(DeviceTier, "changes", changed)
-    return clock
+    """The CPU as a device with streams, whose uses of memory are noted."""
+    stream_order.side_streams.cache_clear()
+    made = Model()
+    install(made, monkeypatch)
+    yield made
+    stream_order.side_streams.cache_clear()
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "ahead"])
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_training_through_a_small_device_tier_has_no_race(model, monkeypatch, kernels, ahead):
-    """The whole path of a module, with saves beside it. Work is noted with the slots that it uses in truth."""
-    monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
-    bag = EmbCacheEmbeddingBag(
+def races_of(model):
+    """What the two works of each race use."""
+    uses = model.clock.uses
+    return sorted({tuple(str(uses[work]) for work in pair) for pair in model.clock.races()})
+
+
+def make_bag():
+    return EmbCacheEmbeddingBag(
         name="item",
         embedding_dim=4,
         tiers=TierBudgets(host_bytes="64KiB", device_bytes="1KiB"),
         optimizer=optimizers.Adagrad(lr=0.1),
     )
+
+
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "ahead"])
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_training_through_a_small_device_tier_has_no_race(model, monkeypatch, kernels, ahead):
+    """The whole path of a module, with evaluations on another stream, saves, and a tier that grows on both streams.
+
+    Work is noted with the slots that it uses in truth. The table is closed with work on three streams that nobody waited for.
+    """
+    monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
+    bag = make_bag()
     dice = random.Random(3)
-    batches = [torch.tensor([dice.randrange(60) for _ in range(16)]).view(4, 4) for _ in range(12)]
+    batches = [torch.tensor([dice.randrange(60) for _ in range(16)]).view(4, 4) for _ in range(13)]
     for step, ids in enumerate(batches):
         if step % 3 == 2:
-            with torch.no_grad():
-                bag.eval()(ids)
+            many = torch.arange(32 + 8 * step).view(-1, 4)
+            with torch.no_grad(), model.on(model.other):
+                bag.eval()(many if step in (5, 11) else ids)
             bag.train()
+        if step == 7:
+            bag(torch.arange(100).view(-1, 4)).sum().backward()
         bag(ids).sum().backward()
-        if ahead and step < 11:
-            coming = batches[step + 1]
+        if ahead:
+            coming = batches[(step + 1) % len(batches)]
             bag.prefetch(coming)
             bag._group.place_next(IdBatch(coming.view(-1).numpy(), np.array([0, 16])), pytest.fail)
             assert bag._group.lookahead._batches[0].is_placed
         if step % 4 == 3:
             bag.read_rows(torch.arange(60))
     bag.close()
-    kinds = {(writes, slots is None) for _, slots, writes in model.uses}
+    del bag
+    gc.collect()
+    assert not model.live(), "all memory was given away"
+    kinds = {(writes, slots is None) for _, slots, writes in model.clock.uses}
     assert kinds >= {(True, False), (False, False), (False, True)}
-    assert len(model.uses) > 50
-    assert not model.races()
+    assert {"grown", "pinned", "sent", "gathered"} <= set(model.names)
+    assert model.allocated_on("grown") == {model.compute, model.other}
+    assert not races_of(model)
+
+
+def test_rows_are_read_rightly_where_another_thread_lets_the_tier_grow_amid_a_forward(model, monkeypatch):
+    """Torch's operators, unlike the other kernels, read rows while others may replace the tier's tensors."""
+    monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
+    bag = make_bag()
+    ids = torch.arange(16).view(4, 4)
+    bag(ids).sum().backward()
+    want = bag.eval()(ids)
+    tier, reads, before = internals(bag.table).tier, DeviceTier.reads, model.names.count("grown")
+    for grows_before in (True, False):
+
+        def grow(wanted=tier.weights.shape[0] + 9):
+            with model.on(model.other):
+                tier.ensure(wanted)
+
+        @contextmanager
+        def amid(tier, grow=grow, grows_before=grows_before):
+            if grows_before:
+                grow()
+            with reads(tier) as weights:
+                if not grows_before:
+                    grow()
+                yield weights
+
+        monkeypatch.setattr(DeviceTier, "reads", amid)
+        with torch.no_grad():
+            assert torch.equal(bag(ids), want)
+    assert model.names.count("grown") == before + 4
+    bag.close()
+    assert not races_of(model)
+
+
+def test_the_cpu_waits_for_what_came_before_the_ids_on_their_stream_and_for_nothing_else(model):
+    brought = Queue(model.clock)
+    ids, lengths = torch.arange(5), torch.ones(5, dtype=torch.int32)
+    with model.on(brought):
+        for tensor in (ids, lengths):
+            model.allocate("batch", tensor)
+            model.use(tensor, None, writes=True)
+    model.compute.put("step before", None, writes=True)
+    for arrived_on, waited_for in ((brought, False), (None, True)):
+        if arrived_on is None:
+            model.compute.wait_stream(brought)
+        copies = host_copies([ids, lengths], arrived_on)
+        for copy, tensor in zip(copies, (ids, lengths), strict=True):
+            assert torch.equal(copy, tensor)
+            assert copy.data_ptr() != tensor.data_ptr()
+            model.use_by_cpu(copy.numpy(), writes=False)
+        step_before = next(work for work, use in enumerate(model.clock.uses) if use[0] == "step before")
+        assert (step_before in model.clock.done) is waited_for
+    assert not races_of(model)
+
+
+def test_pinned_memory_is_given_away_when_the_copies_are_done_that_torch_knows_of(model):
+    def send(*, known):
+        filled = to_fill((3, 4), torch.float32, torch.device("cpu"))
+        model.use_by_cpu(filled.numpy(), writes=True)
+        sent = queued_to_device(filled, torch.device("cpu"))
+        assert sent.data_ptr() != filled.data_ptr()
+        memory = model.memory_of(filled)
+        if not known:
+            memory.copies.clear()
+        return filled
+
+    for known in (True, False):
+        send(known=known)
+        model.sweep()
+        assert (not races_of(model)) is known
+    before = len(races_of(model))
+    kept = send(known=True)
+    model.use_by_cpu(kept.numpy(), writes=True)
+    assert len(races_of(model)) == before + 1, "it changes while the device copies from it"

@@ -193,9 +193,8 @@ def send(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
 def tier_addresses(tier: DeviceTier) -> list[int]:
     """The addresses of a tier's weights, its two vector slots, and its scalar slot, with 0 for what there is not.
 
-    A kernel is given these in place of tensors, so the allocator is told here that the caller's stream uses them.
+    A kernel is given these in place of tensors. They hold until another thread may replace the tensors.
     """
-    tier.keep_for_stream()
     vectors = [slot.data_ptr() for slot in tier.vector_slots]
     scalars = tier.scalars.data_ptr() if tier.scalars is not None else 0
     return [tier.weights.data_ptr(), *vectors, *[0] * (2 - len(vectors)), scalars]

@@ -1,0 +1,336 @@
+"""The CPU as a device with streams of the model: each use of its memory is noted, and when memory that was freed is given away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stream_model import Clock, Queue
+from torchrec_embcache import _native, device_tier, host_copies, kernels, lookup, pinned_memory, stream_order
+from torchrec_embcache.device_tier import DeviceTier
+from torchrec_embcache.triton_backend import TritonMoves
+
+
+class Memory:
+    """The memory of a tensor that the model knows: on the device, where `queue` is the stream that allocated it, or pinned."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, queue: Queue | None) -> None:
+        storage = tensor.untyped_storage()
+        self.name = name
+        self.queue = queue
+        self._storage = StorageWeakRef(storage)
+        self._begin, self._bytes = storage.data_ptr(), storage.nbytes()
+        self.told: set[Queue] = set()  # streams of which the allocator was told that they use it
+        self.copies: set[int] = set()  # works that torch knows to copy from pinned memory, or to it
+
+    def has(self, address: int) -> bool:
+        """Whether an address is in it."""
+        return self._begin <= address < self._begin + self._bytes
+
+    def is_free(self) -> bool:
+        """Whether no tensor and no array has it any more."""
+        return self._storage.expired()
+
+    def free_after(self) -> set[int]:
+        """The works that are done before torch gives it to somebody else.
+
+        That is what was queued on the stream that allocated it and on those that torch was told of, until it was freed. Of pinned
+        memory it is the copies that torch knows of.
+        """
+        queues = {self.queue, *self.told} if self.queue is not None else set()
+        return self.copies.union(*(queue.last() for queue in queues if queue is not None))
+
+
+class Model:
+    """The streams, the memory, and what uses it. The CPU counts as one thread, as if its threads waited for each other."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.compute, self.other = Queue(self.clock), Queue(self.clock)
+        self.names: list[str] = []  # of all memory that was ever allocated
+        self._queues: list[Queue | None] = []
+        self._now = [self.compute]
+        self._memories: list[Memory] = []
+        self._lock = threading.RLock()
+
+    @property
+    def now(self) -> Queue:
+        """The caller's stream."""
+        return self._now[-1]
+
+    @contextmanager
+    def on(self, queue: Queue) -> Iterator[None]:
+        """Have work queued there meanwhile."""
+        self._now.append(queue)
+        try:
+            yield
+        finally:
+            self._now.pop()
+
+    # ---- torch's module of the device
+
+    def Stream(self, _device: torch.device) -> Queue:  # noqa: N802 - torch's name
+        """A new stream."""
+        return Queue(self.clock)
+
+    def current_stream(self, _device: torch.device) -> Queue:
+        """The caller's stream."""
+        return self.now
+
+    def device(self, _device: torch.device) -> AbstractContextManager[None]:
+        """Nothing changes, because there is one device."""
+        return nullcontext()
+
+    def stream(self, queue: Queue) -> AbstractContextManager[None]:
+        """See `on`."""
+        return self.on(queue)
+
+    # ---- memory
+
+    def allocate(self, name: str, tensor: torch.Tensor, *, pinned: bool = False) -> None:
+        """Note memory that torch gives for a tensor: of the device on the caller's stream, or pinned memory."""
+        with self._lock:
+            self.sweep()
+            self.names.append(name)
+            self._queues.append(None if pinned else self.now)
+            self._memories.append(Memory(f"{name} {len(self.names)}", tensor, self._queues[-1]))
+
+    def allocated_on(self, name: str) -> set[Queue | None]:
+        """The streams on which memory of a name was ever allocated."""
+        return {queue for other, queue in zip(self.names, self._queues, strict=True) if other == name}
+
+    def sweep(self) -> None:
+        """Give memory that was freed to somebody else, who writes to it as soon as torch lets them.
+
+        They may be so fast on one run and not on another, so nobody else comes after what they waited for.
+        """
+        with self._lock:
+            for memory in [memory for memory in self._memories if memory.is_free()]:
+                self._memories.remove(memory)
+                self.clock.note(memory.free_after(), memory.name, None, True)
+
+    def live(self) -> list[str]:
+        """The names of the memory that is not free."""
+        self.sweep()
+        return [memory.name.rpartition(" ")[0] for memory in self._memories]
+
+    def _memory_at(self, address: int) -> Memory | None:
+        with self._lock:
+            self.sweep()
+            return next((memory for memory in self._memories if memory.has(address)), None)
+
+    def memory_of(self, tensor: torch.Tensor) -> Memory | None:
+        """The memory of a tensor; None where it is the CPU's and not pinned."""
+        return self._memory_at(tensor.data_ptr())
+
+    # ---- uses
+
+    def use(self, tensor: torch.Tensor, slots: list[int] | None, *, writes: bool) -> None:
+        """Note work on the caller's stream that uses rows of a tensor on the device."""
+        with self._lock:
+            memory = self.memory_of(tensor)
+            assert memory is not None, "the tensor is on the device"
+            self.now.put(memory.name, slots, writes)
+
+    def use_if_known(self, tensor: torch.Tensor, slots: list[int], *, writes: bool) -> None:
+        """Do as `use`, if the tensor is on the device. What a batch brings is not: the model does not note it."""
+        if self.memory_of(tensor) is not None:
+            self.use(tensor, slots, writes=writes)
+
+    def use_tier(self, tier: DeviceTier, slots: list[int] | None, *, writes: bool) -> None:
+        """Note work on the caller's stream that uses slots of a tier."""
+        for part in parts_of(tier):
+            self.use(part, slots, writes=writes)
+
+    def use_by_cpu(self, array: np.ndarray[Any, Any], *, writes: bool) -> None:
+        """Note that the CPU reads an array, or writes to it, if that is memory that the model knows."""
+        with self._lock:
+            memory = self._memory_at(array.__array_interface__["data"][0])
+            if memory is not None:
+                assert memory.queue is None, "the CPU has no way to the device's memory"
+                self.clock.by_cpu(memory.name, writes)
+
+    def copied(self, to: torch.Tensor, source: torch.Tensor, *, waits: bool) -> None:
+        """Note a copy. It is queued if it leaves the device or comes to it, and `waits` says whether the CPU waits for it then."""
+        with self._lock:
+            uses = [(memory, writes) for of, writes in ((source, False), (to, True)) if (memory := self.memory_of(of))]
+            if all(memory.queue is None for memory, _ in uses):
+                for memory, writes in uses:
+                    self.clock.by_cpu(memory.name, writes)
+                return
+            for memory, writes in uses:
+                work = self.now.put(memory.name, None, writes)
+                if memory.queue is None:
+                    memory.copies.add(work)
+            if waits:
+                self.now.record_event().synchronize()
+
+
+def parts_of(tier: DeviceTier) -> list[torch.Tensor]:
+    """The tensors of a tier."""
+    return [tier.weights, *tier.vector_slots, *([tier.scalars] if tier.scalars is not None else [])]
+
+
+class _Plan:
+    """A plan whose writes to memory that was lent to it are noted."""
+
+    def __init__(self, model: Model, plan: Any) -> None:
+        self._model, self._plan = model, plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def wait(self, lent: list[Any]) -> None:
+        for memory in lent:
+            if memory is not None:
+                self._model.use_by_cpu(memory, writes=True)
+        self._plan.wait(lent)
+
+    def fetched(self, table: int, lent: Any) -> Any:
+        if lent is not None:
+            self._model.use_by_cpu(lent, writes=True)
+        return self._plan.fetched(table, lent)
+
+
+def install(model: Model, monkeypatch: Any) -> None:
+    """Let the CPU be a device with streams, which are the model's. The code is that for a device that copies by itself."""
+    monkeypatch.setattr(stream_order, "_module_of", lambda _: model)
+    _install_copies(model, monkeypatch)
+    _install_tiers(model, monkeypatch)
+
+
+def _install_copies(model: Model, monkeypatch: Any) -> None:
+    copy, to, select, put = torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.index_select, torch.Tensor.index_copy_
+    add_up = kernels._segment_sum
+
+    def pinned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        model.allocate("pinned", made, pinned=True)
+        return made
+
+    def copy_(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        model.copied(into, source, waits=not non_blocking)
+        return copy(into, source)
+
+    def sent(tensor: torch.Tensor, *there: Any, non_blocking: bool = False, **named: Any) -> torch.Tensor:
+        memory = model.memory_of(tensor)
+        if memory is None or memory.queue is not None:
+            return to(tensor, *there, non_blocking=non_blocking, **named)
+        made = tensor.clone()
+        model.allocate("sent", made)
+        model.copied(made, tensor, waits=not non_blocking)
+        return made
+
+    def index_select(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        model.use_if_known(tensor, index.tolist(), writes=False)
+        return select(tensor, dim, index)
+
+    def index_copy_(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        model.use_if_known(tensor, index.tolist(), writes=True)
+        return put(tensor, dim, index, source)
+
+    def segment_sum(rows: torch.Tensor, index: torch.Tensor, *more: Any) -> torch.Tensor:
+        model.use_if_known(rows, index.tolist(), writes=False)
+        return add_up(rows, index, *more)
+
+    def record_stream(tensor: torch.Tensor, queue: Queue) -> None:
+        memory = model.memory_of(tensor)
+        assert memory is not None, "the tensor is on the device"
+        memory.told.add(queue)
+
+    gathered = _native.GatheredRows
+
+    def read_by_core(vectors: Any, scalars: Any) -> Any:
+        for array in (vectors, scalars):
+            model.use_by_cpu(array, writes=False)
+        return gathered(vectors, scalars)
+
+    for module in (pinned_memory, host_copies):
+        monkeypatch.setattr(module, "copies_by_itself", lambda _: True)
+    monkeypatch.setattr(pinned_memory, "pinned", pinned)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.Tensor, "to", sent)
+    monkeypatch.setattr(torch.Tensor, "index_select", index_select)
+    monkeypatch.setattr(torch.Tensor, "index_copy_", index_copy_)
+    monkeypatch.setattr(kernels, "_segment_sum", segment_sum)
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+    monkeypatch.setattr(_native, "GatheredRows", read_by_core)
+    bring = device_tier.bring_rows
+    monkeypatch.setattr(lookup, "bring_rows", lambda plan, tiers: bring(_Plan(model, plan), tiers))
+
+
+def _install_tiers(model: Model, monkeypatch: Any) -> None:
+    reads, changes, begin = DeviceTier.reads, DeviceTier.changes, DeviceTier.__init__
+    zeros, grown = torch.zeros, device_tier._grown
+    opening = []
+
+    def opened(tier: DeviceTier, *args: Any) -> None:
+        opening.append(tier)
+        begin(tier, *args)
+        opening.pop()
+
+    def zeros_of_tier(*args: Any, **named: Any) -> torch.Tensor:
+        made = zeros(*args, **named)
+        if opening:
+            model.allocate("tier", made)
+            model.use(made, None, writes=True)
+        return made
+
+    def grown_noted(tensor: torch.Tensor, more: int) -> torch.Tensor:
+        model.use(tensor, None, writes=False)
+        made = grown(tensor, more)
+        model.allocate("grown", made)
+        model.use(made, None, writes=True)
+        return made
+
+    # No single function runs the kernels, so that they are noted by what they say they use.
+    @contextmanager
+    def read(tier: DeviceTier) -> Iterator[torch.Tensor]:
+        with reads(tier) as weights:
+            model.use(weights, None, writes=False)
+            yield weights
+
+    @contextmanager
+    def changed(tier: DeviceTier, slots: Any = None) -> Iterator[None]:
+        with changes(tier, slots):
+            # Who makes a tier, and who lets it grow, uses all slots, and is noted there.
+            if slots is not None:
+                model.use_tier(tier, [slot for slot in slots.tolist() if slot >= 0], writes=True)
+            yield
+
+    monkeypatch.setattr(DeviceTier, "__init__", opened)
+    monkeypatch.setattr(torch, "zeros", zeros_of_tier)
+    monkeypatch.setattr(device_tier, "_grown", grown_noted)
+    monkeypatch.setattr(DeviceTier, "reads", read)
+    monkeypatch.setattr(DeviceTier, "changes", changed)
+    for moves in (device_tier.TorchMoves, TritonMoves):
+        _install_moves(model, monkeypatch, moves)
+
+
+def _install_moves(model: Model, monkeypatch: Any, moves: Any) -> None:
+    gather, scatter = moves.gather, moves.scatter
+
+    def gathered(self: Any, tier: DeviceTier, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        model.use_tier(tier, slots.tolist(), writes=False)
+        rows = gather(self, tier, slots)
+        for part in rows[: 1 + (tier.scalars is not None)]:  # otherwise torch's scalars are zeros on the CPU
+            model.allocate("gathered", part)
+            model.use(part, None, writes=True)
+        return rows
+
+    def scattered(
+        self: Any, tier: DeviceTier, slots: torch.Tensor, vectors: torch.Tensor, scalars: torch.Tensor
+    ) -> None:
+        for part in (vectors, scalars):
+            model.use(part, None, writes=False)
+        model.use_tier(tier, slots.tolist(), writes=True)
+        scatter(self, tier, slots, vectors, scalars)
+
+    monkeypatch.setattr(moves, "gather", gathered)
+    monkeypatch.setattr(moves, "scatter", scattered)
