@@ -151,8 +151,6 @@ class DeviceTier:
             return
         more = max(more, self.weights.shape[0] // 8)
         with self.changes(), torch.inference_mode(False):
-            for stream in self._order.streams:
-                self._keep_for(stream)
             weights = _grown(self.weights, more)
             vector_slots = [_grown(slot, more) for slot in self.vector_slots]
             scalars = _grown(self.scalars, more) if self.scalars is not None else None

@@ -123,7 +123,6 @@ class StreamOrder:
         # The number of the last write of all slots, and of each slot the number of the last write of some that it was among.
         self._all = 0
         self._of_slots: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.streams: dict[Stream, None] = {}
 
     @contextmanager
     def reading(self, stream: Stream | None, slots: Slots | None = None) -> Iterator[None]:
@@ -131,7 +130,6 @@ class StreamOrder:
         if stream is None:
             yield
             return
-        self.streams[stream] = None
         for write in self._last_writes(slots):
             write.is_before(stream)
         use = self._readers[stream, get_ident()] = _Use(stream, self._number)
@@ -146,7 +144,6 @@ class StreamOrder:
         if stream is None:
             yield
             return
-        self.streams[stream] = None
         for before in [*self._last_writes(slots), *self._readers.values()]:
             before.is_before(stream)
         use = self._note_write(stream, slots)

@@ -15,6 +15,7 @@ from stream_model import Clock, Queue
 from torchrec_embcache import _native, device_tier, host_copies, kernels, lookup, pinned_memory, stream_order
 from torchrec_embcache.device_tier import DeviceTier
 from torchrec_embcache.triton_backend import TritonMoves
+from torchrec_embcache.triton_kernels import launch
 
 
 class Memory:
@@ -133,9 +134,13 @@ class Model:
 
     def use(self, tensor: torch.Tensor, slots: list[int] | None, *, writes: bool) -> None:
         """Note work on the caller's stream that uses rows of a tensor on the device."""
+        self.use_address(tensor.data_ptr(), slots, writes=writes)
+
+    def use_address(self, address: int, slots: list[int] | None, *, writes: bool) -> None:
+        """Note work on the caller's stream that uses rows of what is at an address."""
         with self._lock:
-            memory = self.memory_of(tensor)
-            assert memory is not None, "the tensor is on the device"
+            memory = self._memory_at(address)
+            assert memory is not None, "it is on the device"
             self.now.put(memory.name, slots, writes)
 
     def use_if_known(self, tensor: torch.Tensor, slots: list[int], *, writes: bool) -> None:
@@ -202,12 +207,12 @@ def install(model: Model, monkeypatch: Any) -> None:
     """Let the CPU be a device with streams, which are the model's. The code is that for a device that copies by itself."""
     monkeypatch.setattr(stream_order, "_module_of", lambda _: model)
     _install_copies(model, monkeypatch)
+    _install_kernels(model, monkeypatch)
     _install_tiers(model, monkeypatch)
 
 
 def _install_copies(model: Model, monkeypatch: Any) -> None:
-    copy, to, select, put = torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.index_select, torch.Tensor.index_copy_
-    add_up = kernels._segment_sum
+    copy, to = torch.Tensor.copy_, torch.Tensor.to
 
     def pinned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -227,18 +232,6 @@ def _install_copies(model: Model, monkeypatch: Any) -> None:
         model.copied(made, tensor, waits=not non_blocking)
         return made
 
-    def index_select(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-        model.use_if_known(tensor, index.tolist(), writes=False)
-        return select(tensor, dim, index)
-
-    def index_copy_(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        model.use_if_known(tensor, index.tolist(), writes=True)
-        return put(tensor, dim, index, source)
-
-    def segment_sum(rows: torch.Tensor, index: torch.Tensor, *more: Any) -> torch.Tensor:
-        model.use_if_known(rows, index.tolist(), writes=False)
-        return add_up(rows, index, *more)
-
     def record_stream(tensor: torch.Tensor, queue: Queue) -> None:
         memory = model.memory_of(tensor)
         assert memory is not None, "the tensor is on the device"
@@ -256,18 +249,60 @@ def _install_copies(model: Model, monkeypatch: Any) -> None:
     monkeypatch.setattr(pinned_memory, "pinned", pinned)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(torch.Tensor, "to", sent)
-    monkeypatch.setattr(torch.Tensor, "index_select", index_select)
-    monkeypatch.setattr(torch.Tensor, "index_copy_", index_copy_)
-    monkeypatch.setattr(kernels, "_segment_sum", segment_sum)
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     monkeypatch.setattr(_native, "GatheredRows", read_by_core)
     bring = device_tier.bring_rows
     monkeypatch.setattr(lookup, "bring_rows", lambda plan, tiers: bring(_Plan(model, plan), tiers))
 
 
+def _install_kernels(model: Model, monkeypatch: Any) -> None:
+    """Note what torch's operators use, and what Triton's kernels do, to which addresses are given."""
+    select, put, add_up = torch.Tensor.index_select, torch.Tensor.index_copy_, kernels._segment_sum
+    pool, read, update = launch.pool, launch.read_sequence, launch.update
+
+    def index_select(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        model.use_if_known(tensor, index.tolist(), writes=False)
+        return select(tensor, dim, index)
+
+    def index_copy_(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        model.use_if_known(tensor, index.tolist(), writes=True)
+        return put(tensor, dim, index, source)
+
+    def segment_sum(rows: torch.Tensor, index: torch.Tensor, *more: Any) -> torch.Tensor:
+        model.use_if_known(rows, index.tolist(), writes=False)
+        return add_up(rows, index, *more)
+
+    def read_features(features: torch.Tensor) -> None:
+        for address in set(features.view(-1, 4)[:, 0].tolist()):
+            model.use_address(address, None, writes=False)
+
+    def pooled(dim: int, members: torch.Tensor, features: torch.Tensor, *more: Any) -> None:
+        read_features(features.view(-1, 4)[members.long()])
+        pool(dim, members, features, *more)
+
+    def sequence(dim: int, features: torch.Tensor, *more: Any) -> None:
+        read_features(features)
+        read(dim, features, *more)
+
+    def updated(kind: str, dim: int, tiers: torch.Tensor, numbers: Any, rows: Any, *more: Any, count: int) -> None:
+        if count:  # otherwise the kernel is compiled, and does not run
+            for table, addresses in enumerate(tiers.view(-1, 4).tolist()):
+                slots = rows.slots[(rows.tables == table) & (rows.slots >= 0)].tolist()
+                for address in addresses:
+                    if address:
+                        model.use_address(address, slots, writes=True)
+        update(kind, dim, tiers, numbers, rows, *more, count=count)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", index_select)
+    monkeypatch.setattr(torch.Tensor, "index_copy_", index_copy_)
+    monkeypatch.setattr(kernels, "_segment_sum", segment_sum)
+    monkeypatch.setattr(launch, "pool", pooled)
+    monkeypatch.setattr(launch, "read_sequence", sequence)
+    monkeypatch.setattr(launch, "update", updated)
+
+
 def _install_tiers(model: Model, monkeypatch: Any) -> None:
-    reads, changes, begin = DeviceTier.reads, DeviceTier.changes, DeviceTier.__init__
-    zeros, grown = torch.zeros, device_tier._grown
+    begin, zeros, grown = DeviceTier.__init__, torch.zeros, device_tier._grown
     opening = []
 
     def opened(tier: DeviceTier, *args: Any) -> None:
@@ -289,26 +324,9 @@ def _install_tiers(model: Model, monkeypatch: Any) -> None:
         model.use(made, None, writes=True)
         return made
 
-    # No single function runs the kernels, so that they are noted by what they say they use.
-    @contextmanager
-    def read(tier: DeviceTier) -> Iterator[torch.Tensor]:
-        with reads(tier) as weights:
-            model.use(weights, None, writes=False)
-            yield weights
-
-    @contextmanager
-    def changed(tier: DeviceTier, slots: Any = None) -> Iterator[None]:
-        with changes(tier, slots):
-            # Who makes a tier, and who lets it grow, uses all slots, and is noted there.
-            if slots is not None:
-                model.use_tier(tier, [slot for slot in slots.tolist() if slot >= 0], writes=True)
-            yield
-
     monkeypatch.setattr(DeviceTier, "__init__", opened)
     monkeypatch.setattr(torch, "zeros", zeros_of_tier)
     monkeypatch.setattr(device_tier, "_grown", grown_noted)
-    monkeypatch.setattr(DeviceTier, "reads", read)
-    monkeypatch.setattr(DeviceTier, "changes", changed)
     for moves in (device_tier.TorchMoves, TritonMoves):
         _install_moves(model, monkeypatch, moves)
 

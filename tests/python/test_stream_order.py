@@ -163,7 +163,8 @@ def test_the_order_holds_when_the_numbers_of_writes_begin_anew(monkeypatch):
 def test_a_device_without_streams_needs_no_order():
     order = StreamOrder()
     with order.writing(None), order.reading(None):
-        assert not order.streams
+        assert not order._writes
+        assert not order._readers
 
 
 @pytest.fixture
@@ -201,6 +202,9 @@ def test_training_through_a_small_device_tier_has_no_race(model, monkeypatch, ke
     """
     monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
     bag = make_bag()
+    # So few rows that the tier need not grow for them.
+    bag(torch.arange(4).view(1, 4)).sum().backward()
+    assert "grown" not in model.names
     dice = random.Random(3)
     batches = [torch.tensor([dice.randrange(60) for _ in range(16)]).view(4, 4) for _ in range(13)]
     for step, ids in enumerate(batches):
@@ -227,6 +231,25 @@ def test_training_through_a_small_device_tier_has_no_race(model, monkeypatch, ke
     assert kinds >= {(True, False), (False, False), (False, True)}
     assert {"grown", "pinned", "sent", "gathered"} <= set(model.names)
     assert model.allocated_on("grown") == {model.compute, model.other}
+    assert not races_of(model)
+
+
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_the_memory_of_a_table_is_not_given_away_before_it_is_read(model, monkeypatch, kernels):
+    """The tier grows on another stream than that of the forward, which nobody waits for."""
+    monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
+    bag = make_bag()
+    ids = torch.arange(100).view(-1, 4)
+    with torch.no_grad():
+        with model.on(model.other):
+            bag.train()(ids)
+        assert model.allocated_on("grown") == {model.other}
+        bag.eval()(ids[:1])
+    bag.close()
+    del bag
+    gc.collect()
+    assert not model.live()
     assert not races_of(model)
 
 
