@@ -284,6 +284,13 @@ def test_rows_are_read_rightly_where_another_thread_lets_the_tier_grow_amid_a_fo
     assert not races_of(model)
 
 
+def test_rows_leave_and_arrive_on_two_streams_that_all_tables_share(model):
+    device = torch.device("cpu")
+    sides = stream_order.side_streams(device)
+    assert sides is stream_order.side_streams(device)
+    assert len({sides.down, sides.up, model.compute}) == 3
+
+
 def test_the_cpu_waits_for_what_came_before_the_ids_on_their_stream_and_for_nothing_else(model):
     brought = Queue(model.clock)
     ids, lengths = torch.arange(5), torch.ones(5, dtype=torch.int32)
