@@ -127,7 +127,8 @@ class DeviceTier:
 
         The rows of the caller's plan stay right in them, also where another thread replaces the tier's tensors meanwhile.
         """
-        stream, weights = current_stream(self.device), self.weights
+        stream: Any = current_stream(self.device)
+        weights = self.weights
         if stream is not None:
             weights.record_stream(stream)
         with self._order.reading(stream):
