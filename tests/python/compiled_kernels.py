@@ -1,9 +1,10 @@
-"""Compiles Triton's kernels for GPUs of two generations, without a driver, and prints what is in them as JSON.
+"""Compiles every launch of Triton's kernels for one generation of GPUs, without a driver, and prints what is in them as JSON.
 
 test_triton_compiled.py runs it as a program of its own, because kernels are declared either for the interpreter or for a compiler.
+The launches are those of `launch` itself, for small tensors on the CPU. Triton compiles each of them as it would on such a GPU:
+types, constants and options are those that the launch gives.
 """
 
-import itertools
 import json
 import re
 import subprocess
@@ -11,113 +12,165 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import __file__ as nvidia
-from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
+from torchrec_embcache.device_tier import DeviceTier, TorchMoves
 from torchrec_embcache.triton_kernels import launch
-from torchrec_embcache.triton_kernels.gradients import gradient_places, gradient_sums
-from torchrec_embcache.triton_kernels.lookups import pooled_rows, sequence_rows, weight_gradients
-from torchrec_embcache.triton_kernels.moves import move_rows
-from torchrec_embcache.triton_kernels.updates import update_by_columns, update_by_rows
 
-GENERATIONS = {80: "sm_80", 90: "sm_90a"}
-PTXAS = Path(nvidia).parent / "bin" / "ptxas"
-POINTERS = {"f": "*fp32", "i": "*i32", "l": "*i64"}
+CUOBJDUMP = Path(nvidia).parent / "bin" / "cuobjdump"
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "ftrl", "lamb"]
+#: What an optimizer has beside the weights: vector slots, and whether there is a scalar slot.
+SLOTS = [(0, False), (1, False), (0, True), (2, False), (1, True)]
 ARITHMETIC = re.compile(r"\b((?:add|sub|mul|div|fma|mad|sqrt|rsqrt|rcp|ex2|lg2|sin|cos|tanh)\.[a-z0-9.]*f32)\b")
 MOVES = re.compile(r"\b((?:ld|st)\.global[a-z0-9.:_]*)\b")
+USED = re.compile(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)")
+FEATURES, OCCURRENCES = 2, 5
 
 
-def kernels(dim: int) -> list[tuple[str, object, str, dict[str, object], int]]:
-    """Each kernel as it is launched for rows of `dim` floats: its name, its arguments' types, its constants, and its warps."""
-    columns = launch.Columns(dim)
-    warps = columns.options["num_warps"]
-    every = {
-        "D": dim, "BLOCK": columns.block, "BLOCKS": columns.blocks, "ROWS": columns.rows, "AT_ONCE": columns.at_once,
-        "ALIGNED": 4 if dim % 4 == 0 else 1, "POOLED": True, "SCALED": True, "WEIGHTED": True,
-    }  # fmt: skip
-    moved = {**every, "PARTS": 3, "HAS_SCALAR": True}
-    updates = [
-        (
-            kind,
-            update_by_rows if kind in launch.BY_ROWS else update_by_columns,
-            "lfiiiiflf",
-            {**every, "KIND": kind},
-            warps,
-        )
-        for kind in KINDS
-    ]
-    return [
-        ("pooled_rows", pooled_rows, "iliiffnn", every, warps),
-        ("sequence_rows", sequence_rows, "liif", every, 4),
-        ("weight_gradients", weight_gradients, "iliiffnn", every, warps),
-        ("gradient_places", gradient_places, "liflfnn", {**every, "BLOCK": 32}, 1),
-        ("gradient_sums", gradient_sums, "iiiflff", every, warps),
-        ("gather", move_rows, "liffn", {**moved, "INTO_SLOTS": False}, 4),
-        ("scatter", move_rows, "liffn", {**moved, "INTO_SLOTS": True}, 4),
-        *updates,
-    ]
+class Generation:
+    """What Triton asks of a driver before it compiles a launch."""
+
+    def __init__(self, generation: int) -> None:
+        self._target = GPUTarget("cuda", generation, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
 
 
-def compiled(
-    kernel, types: str, constants: dict[str, object], warps: int, generation: int, *, aligned: bool = True
-) -> str:
-    """The PTX of a kernel, as Triton compiles it where tensors are `aligned` to 16 bytes.
+class Compiling:
+    """Is in the place of a kernel in `launch`: Triton compiles each of its launches, which is kept, and nothing runs."""
 
-    Where they are not, the numbers among the arguments are 1, of which Triton makes constants.
+    def __init__(self, kernel: triton.JITFunction, kept: list[tuple[str, dict[str, object], object]]) -> None:
+        self._kernel, self._kept = kernel, kept
+
+    def __getitem__(self, grid):
+        def compile_and_keep(*arguments, **options) -> None:
+            made = self._kernel.warmup(*arguments, grid=grid, **options)
+            self._kept.append((self._kernel.__name__, options, made))
+
+        return compile_and_keep
+
+
+class Batch:
+    """Tensors as `launch` is given them, all of zeros, for two features of `dim` columns.
+
+    Where it is `ragged`, a table of another width keeps rows of the output from being aligned, the caller's tensors begin 4 bytes
+    after what is, and the batch has one bag, of which Triton makes a constant.
     """
-    names = kernel.arg_names
-    given = {name: kind for name, kind in zip(names, types, strict=False) if aligned or kind != "n"}
-    ones = {} if aligned else {name: 1 for name, kind in zip(names, types, strict=False) if kind == "n"}
-    source = ASTSource(
-        fn=kernel,
-        signature={name: POINTERS.get(given[name], "i32") if name in given else "constexpr" for name in names},
-        constexprs={name: {**constants, **ones}[name] for name in names if name not in given},
-        attrs={(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types) if aligned and kind != "n"},
-    )
-    made = triton.compile(
-        source, target=GPUTarget("cuda", generation, 32), options={**launch.EXACT, "num_warps": warps}
-    )
-    return made.asm["ptx"]
+
+    def __init__(self, dim: int, *, ragged: bool) -> None:
+        self.dim, self.ragged = dim, ragged
+        self.bags, self.columns = (1, FEATURES * dim + 3) if ragged else (3, FEATURES * dim)
+        self.members, self.slots = self.integers(FEATURES), self.integers(OCCURRENCES)
+        self.features = torch.zeros(4 * FEATURES, dtype=torch.int64)
+
+    def integers(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+    def floats(self, *shape: int) -> Tensor:
+        """Numbers of the caller."""
+        begin = int(self.ragged)
+        return torch.zeros(begin + int(np.prod(shape)))[begin:].view(shape)
+
+    def of_bags(self, *, weighted: bool) -> launch.Bags:
+        aligned = 4 if self.dim % 4 == 0 and not self.ragged else 1
+        offsets = self.integers(FEATURES * self.bags + 1)
+        return launch.Bags(offsets, self.floats(OCCURRENCES) if weighted else None, self.bags, self.columns, aligned)
 
 
-def assembled(ptx: str, generation: int) -> dict[str, int]:
-    """Bytes that the assembler spills and keeps on the stack, and the registers of a thread."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+def launch_lookups(batch: Batch) -> None:
+    """Launch each forward, and the gradient of weights."""
+    given = batch.dim, batch.members, batch.features, batch.slots
+    for weighted in (True, False):
+        launch.pool(*given, batch.of_bags(weighted=weighted), torch.zeros(batch.bags, batch.columns))
+    grad, bags = batch.floats(batch.bags, batch.columns), batch.of_bags(weighted=True)
+    launch.fill_weight_gradients(*given, bags, grad, torch.zeros(OCCURRENCES))
+    starts, out = batch.integers(FEATURES + 1), torch.zeros(OCCURRENCES, batch.dim)
+    launch.read_sequence(batch.dim, batch.features, batch.slots, starts, OCCURRENCES, out)
+
+
+def launch_backwards(batch: Batch) -> None:
+    """Launch each backward: of weighted, averaged and summed bags, of sequences, and of sums of parts, by every optimizer."""
+    grad = batch.floats(batch.bags, batch.columns)
+    found = [
+        launch.find_gradients(batch.features, batch.of_bags(weighted=weighted), OCCURRENCES, grad, scaled)
+        for weighted, scaled in ((True, True), (False, True), (False, False))
+    ]
+    starts = batch.integers(4)
+    rows = launch.Rows(batch.integers(3), batch.integers(3), starts, batch.integers(OCCURRENCES))
+    # Those of sums of parts are compiled as those of sequences are, if the latter are aligned.
+    for gradients in (*found, launch.Gradients(batch.floats(OCCURRENCES, batch.dim))):
+        launch.sum_gradients(batch.dim, launch.Ranges(starts[:-1], starts[1:]), rows.occurrences, gradients)
+        for kind in KINDS:
+            tiers, numbers = torch.zeros(4, dtype=torch.int64), torch.zeros(9)
+            launch.update(kind, batch.dim, tiers, numbers, rows, gradients, count=3)
+
+
+def launch_moves(batch: Batch) -> None:
+    """Launch the moves of rows of each kind where rows have 64 columns, else of rows with 2 more vectors, or 1 and a scalar."""
+    for vector_slots, scalar_slot in SLOTS if batch.dim == 64 else SLOTS[-2:]:
+        tier = DeviceTier(batch.dim, vector_slots, scalar_slot, 4, torch.device("cpu"), TorchMoves())
+        slots = np.zeros(1 if batch.ragged else 3, np.int64)
+        launch.scatter_rows(tier, slots, *launch.gather_rows(tier, slots))
+
+
+def facts_of(name: str, given: dict[str, object], made) -> dict[str, object]:
+    """What is in the machine code of a launch of the kernel `name`, whose constants and options were `given`.
+
+    `spilled`: bytes of a thread that lie in memory. The assembler is that of the launch, with its options.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
         file.flush()
-        command = [PTXAS, "-v", f"--gpu-name={GENERATIONS[generation]}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    registers = re.search(r"Used (\d+) registers", said)
-    assert spilled is not None, said
-    assert registers is not None, said
-    return {"spilled": sum(map(int, spilled.groups())), "registers": int(registers[1])}
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = USED.search(said)
+    assert used is not None, said
+    registers, *memory = map(int, used.groups())
+    ptx = made.asm["ptx"]
+    return {
+        "kernel": given.get("KIND", name),
+        **given,
+        "registers": registers,
+        "spilled": sum(memory),
+        "arithmetic": sorted(set(ARITHMETIC.findall(ptx))),
+        "moves": sorted(set(MOVES.findall(ptx))),
+        "atomics": sorted(set(re.findall(r"\b(?:atom|red)\.[a-z0-9.]+", ptx))),
+    }
 
 
-def main(dims: list[int]) -> None:
-    """Print what is known of each kernel for each width and generation."""
+def main(generation: int, dims: list[int], ragged: list[int]) -> None:
+    """Print what is known of each launch for rows of `dims` floats, and for ragged batches of rows of others."""
+    driver.set_active(Generation(generation))
+    kept: list[tuple[str, dict[str, object], object]] = []
+    kernels = {name: kernel for name, kernel in vars(launch).items() if isinstance(kernel, triton.JITFunction)}
+    for name, kernel in kernels.items():
+        setattr(launch, name, Compiling(kernel, kept))
     found = []
-    for generation, dim in itertools.product(GENERATIONS, dims):
-        for name, kernel, types, constants, warps in kernels(dim):
-            # The widest one is also compiled in the other way, without weights and for sequences.
-            for aligned in (True, False) if dim == max(dims) else (True,):
-                flags = {} if aligned else {"ALIGNED": 1, "POOLED": False, "SCALED": False, "WEIGHTED": False}
-                ptx = compiled(kernel, types, {**constants, **flags}, warps, generation, aligned=aligned)
-                facts = {
-                    "kernel": name,
-                    "generation": generation,
-                    "dim": dim,
-                    "aligned": aligned,
-                    "arithmetic": sorted(set(ARITHMETIC.findall(ptx))),
-                    "moves": sorted(set(MOVES.findall(ptx))),
-                    "atomics": sorted(set(re.findall(r"\b(?:atom|red)\.[a-z0-9.]+", ptx))),
-                }
-                found.append({**facts, **assembled(ptx, generation)})
+    for dim, is_ragged in [*((dim, False) for dim in dims), *((dim, True) for dim in ragged)]:
+        batch = Batch(dim, ragged=is_ragged)
+        for launches in (launch_lookups, launch_backwards, launch_moves):
+            launches(batch)
+        assert {name for name, _, _ in kept} == set(kernels), "each kernel of `launch` is launched"
+        # What several launches have in common is compiled once.
+        once = {id(made): (name, given, made) for name, given, made in kept}
+        place = {"generation": generation, "dim": dim, "ragged": is_ragged}
+        found += [{**place, **facts_of(*each)} for each in once.values()]
+        kept.clear()
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main([int(dim) for dim in sys.argv[1:]])
+    main(int(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))

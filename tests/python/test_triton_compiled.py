@@ -1,58 +1,117 @@
-"""What is in the machine code of Triton's kernels, which is compiled here without a GPU."""
+"""What is in the machine code of Triton's kernels, which is compiled here without a GPU, as `launch` launches them."""
 
 import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-DIMS = [37, 64, 1024, 8200]
+GENERATIONS = [80, 90]
+#: One width for each block size, and odd ones. 1025 and 2100 are wider than the widest block.
+DIMS = [16, 32, 64, 128, 256, 512, 1024, 33, 37, 1025, 2100]
+#: Widths of batches that are ragged (see `compiled_kernels.Batch`). Others are not crossed with it, which would take too long.
+RAGGED = [64, 2100]
 #: IEEE operations, each of which rounds once.
 EXACT = {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
 #: Kernels that only copy.
-COPIES = {"sequence_rows", "gather", "scatter"}
+COPIES = {"sequence_rows", "move_rows"}
+OPTIMIZERS = {"sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "ftrl", "lamb"}
+#: POOLED and SCALED of a backward: only gradients of bags are scaled.
+BACKWARDS = {(True, True), (True, False), (False, False)}
+#: PARTS and HAS_SCALAR of rows, as optimizers have them. At widths other than 64 only the last two are compiled.
+ROWS = [(1, False), (2, False), (1, True), (3, False), (2, True)]
 
 
 @pytest.fixture(scope="module")
-def kernels():
-    """The facts of all kernels, by (kernel, generation, dim, aligned)."""
+def launches():
+    """The facts of all launches. Each generation is compiled by a program of its own."""
     program = Path(__file__).parent / "compiled_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(program), *map(str, DIMS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {(facts["kernel"], facts["generation"], facts["dim"], facts["aligned"]): facts for facts in found}
+    widths = [json.dumps(DIMS), json.dumps(RAGGED)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(generation), *widths],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for generation in GENERATIONS
+    ]
+    found = []
+    for process in running:
+        said, errors = process.communicate()
+        assert process.returncode == 0, errors
+        found += json.loads(said.splitlines()[-1])
+    return found
 
 
-def test_every_operation_rounds_as_ieee_says_and_none_is_fused(kernels):
-    for place, facts in kernels.items():
-        assert set(facts["arithmetic"]) <= EXACT, place
-        assert not facts["atomics"], place
-        if facts["aligned"]:
-            assert bool(facts["arithmetic"]) == (facts["kernel"] not in COPIES), place
+def place(facts):
+    """Which launch it is."""
+    flags = {name: facts[name] for name in facts if name.isupper() and name != "KIND"}
+    return facts["kernel"], f"sm_{facts['generation']}", facts["dim"], "ragged" if facts["ragged"] else "", str(flags)
 
 
-def test_the_operations_of_each_optimizer_are_those_of_its_formula(kernels):
-    roots = {name for (name, *_), facts in kernels.items() if "sqrt.rn.f32" in facts["arithmetic"]}
-    assert roots == {"adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "ftrl", "lamb"}
-    divisions = {name for (name, *_), facts in kernels.items() if "div.rn.f32" in facts["arithmetic"]}
+def test_every_combination_of_flags_that_is_launched_is_compiled(launches):
+    flags = {
+        **dict.fromkeys((*OPTIMIZERS, "gradient_sums"), ("POOLED", "SCALED")),
+        "gradient_places": ("SCALED", "WEIGHTED"),
+        "pooled_rows": ("WEIGHTED",),
+        "move_rows": ("PARTS", "HAS_SCALAR", "INTO_SLOTS"),
+    }
+    found = defaultdict(set)
+    for facts in launches:
+        kernel = facts["kernel"]
+        batch = facts["generation"], facts["dim"], facts["ragged"]
+        found[batch].add((kernel, *(facts[name] for name in flags.get(kernel, ()))))
+    assert set(found) == set(product(GENERATIONS, DIMS, [False])) | set(product(GENERATIONS, RAGGED, [True]))
+    for (_, dim, _), of_batch in found.items():
+        rows = ROWS if dim == 64 else ROWS[-2:]
+        assert of_batch == {
+            *((kernel, *given) for kernel in (*OPTIMIZERS, "gradient_sums") for given in BACKWARDS),
+            *(("gradient_places", *given) for given in ((True, True), (True, False), (False, False))),
+            *(("pooled_rows", weighted) for weighted in (True, False)),
+            *(("move_rows", *of_rows, into_slots) for of_rows in rows for into_slots in (True, False)),
+            ("sequence_rows",),
+            ("weight_gradients",),
+        }, dim
+
+
+def test_every_operation_rounds_as_ieee_says_and_none_is_fused(launches):
+    for facts in launches:
+        assert set(facts["arithmetic"]) <= EXACT, place(facts)
+        assert not facts["atomics"], place(facts)
+        assert facts.get("enable_fp_fusion") is False, place(facts)
+
+
+def test_the_operations_of_each_kernel_are_those_of_its_formula(launches):
+    arithmetic = defaultdict(set)
+    for facts in launches:
+        arithmetic[facts["kernel"]] |= set(facts["arithmetic"])
+    assert {kernel for kernel, found in arithmetic.items() if not found} == COPIES
+    roots = {kernel for kernel, found in arithmetic.items() if "sqrt.rn.f32" in found}
+    assert roots == OPTIMIZERS - {"sgd"}
+    divisions = {kernel for kernel, found in arithmetic.items() if "div.rn.f32" in found}
     assert divisions == {*roots, "pooled_rows", "weight_gradients", "gradient_places"}
 
 
-def test_no_kernel_spills_registers(kernels):
-    assert {place: facts["spilled"] for place, facts in kernels.items() if facts["spilled"]} == {}
-    assert max(facts["registers"] for facts in kernels.values()) <= 128
+def test_no_kernel_spills_registers(launches):
+    assert {place(facts): facts["spilled"] for facts in launches if facts["spilled"]} == {}
+    assert max(facts["registers"] for facts in launches) <= 128
 
 
-def test_rows_are_moved_many_bytes_at_a_time(kernels):
-    for (name, generation, dim, aligned), facts in kernels.items():
-        if name == "gradient_places" or dim % 4 or not aligned:
+def test_rows_are_moved_many_bytes_at_a_time(launches):
+    for facts in launches:
+        kernel = facts["kernel"]
+        if kernel == "gradient_places" or facts["dim"] % 4 or facts["ragged"]:
             continue
-        # A row of 64 floats is that of one warp, two floats a thread, unless a program has several.
-        wide = "v2" if dim == 64 and name not in COPIES else "v4"
-        assert f"ld.global.{wide}.b32" in facts["moves"], (name, generation, dim)
-        if name != "weight_gradients":  # which stores one float an occurrence
-            assert f"st.global.{wide}.b32" in facts["moves"], (name, generation, dim)
+        # A program has one row, whose floats are shared out among its threads, but those that copy have several rows.
+        floats = 4 if kernel in COPIES else min(4, facts["BLOCK"] // (32 * facts["num_warps"]))
+        wide = f"v{floats}.b32" if floats > 1 else "b32"
+        assert f"ld.global.{wide}" in facts["moves"], place(facts)
+        if kernel != "weight_gradients":  # which stores one float an occurrence
+            assert f"st.global.{wide}" in facts["moves"], place(facts)

@@ -56,6 +56,8 @@ BY_ROWS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")
 
 # The widest part of a row that a program holds in registers.
 _WIDEST_BLOCK = 1024
+# Registers of a thread in updates that need many: 24 warps of a GPU's multiprocessor have so many.
+_REGISTERS = 80
 # Floats that a program copies where rows are short.
 _COPIED = 1024
 
@@ -92,6 +94,17 @@ class Columns:
     def options(self) -> dict[str, Any]:
         """How kernels over one row are compiled."""
         return {"num_warps": max(1, self.block // 128), **EXACT}
+
+    @property
+    def options_of_update(self) -> dict[str, Any]:
+        """How updates are compiled.
+
+        The assembler aims at registers so few that more programs run beside each other. Where rows are not aligned or wider than
+        a block, it then keeps some in memory. It does not where it is told how many it may take.
+        """
+        if self.blocks > 1 or self.dim % 4:
+            return {**self.options, "maxnreg": _REGISTERS}
+        return self.options
 
 
 # No multiplication is fused with an addition, because the core fuses none.
@@ -275,7 +288,8 @@ def update(
     with _on(rows.slots.device):
         kernel[(count,)](
             tiers, numbers, rows.tables, rows.slots, rows.starts, rows.occurrences, *arguments,
-            KIND=kind, D=dim, BLOCK=columns.block, BLOCKS=columns.blocks, AT_ONCE=columns.at_once, **flags, **columns.options,
+            KIND=kind, D=dim, BLOCK=columns.block, BLOCKS=columns.blocks, AT_ONCE=columns.at_once, **flags,
+            **columns.options_of_update,
         )  # fmt: skip
 
 
