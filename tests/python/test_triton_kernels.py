@@ -85,6 +85,13 @@ class Tables:
             ).sum().backward()
             self.outs.append(bits(weights.grad) if weights is not None else None)
 
+    def sequence(self, ids, splits) -> None:
+        """One lookup of `ids` without pooling, those of feature after feature, with its backward."""
+        given = np.array(ids, np.int64), np.array(splits, np.int64)
+        out = self.group.sequence(*given, train=True, anchor=self.anchor)
+        self.outs.append(bits(out))
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.device)).sum().backward()
+
     def everything(self):
         """Every output, every gradient of weights, and every bit of every row."""
         result = self.outs, [Contents.of(bag) for bag in self.bags]
@@ -223,7 +230,7 @@ def test_a_forward_holds_off_whoever_would_grow_the_tier(monkeypatch):
         assert grown.is_set()
 
 
-# Some are narrower than 16 lanes, end amid them, and are wider than the widest block.
+# Some are narrower than 16 lanes, and some end amid them.
 WIDTHS = [
     1,
     2,
@@ -254,6 +261,8 @@ WIDTHS = [
     1023,
     1024,
 ]
+# These are wider than the widest block.
+WIDER = [1025, 2100]
 
 
 @pytest.mark.parametrize(("number", "dim"), list(enumerate(WIDTHS)))
@@ -273,8 +282,8 @@ def test_every_width_has_the_bits_of_the_core(number, dim):
 
 
 @pytest.mark.parametrize("kind", sorted(DECAYED))
-@pytest.mark.parametrize("dim", [1025, 2100])
-def test_rows_wider_than_a_block_have_the_bits_of_the_core(kind, dim):
+@pytest.mark.parametrize("dim", [1, 3, 16, 33, 64, 128, 300, *WIDER])
+def test_every_optimizer_has_the_bits_of_the_core_at_widths_of_all_sorts(kind, dim):
     def run():
         tables = Tables([dim], [DECAYED[kind]])
         tables.pooled([[1, 2, 1], [3]], [False] * 2, torch.linspace(-2, 1, 100))
@@ -324,14 +333,27 @@ def test_evaluations_of_ids_without_rows_have_the_bits_of_the_core():
         equal_on_each(run)
 
 
-def test_sequences_have_the_bits_of_the_core():
+@pytest.mark.parametrize(("number", "dim"), list(enumerate([*WIDTHS, *WIDER])))
+def test_sequences_of_every_width_have_the_bits_of_the_core(number, dim):
+    kinds = sorted(DECAYED)
+    chosen = [kinds[number % len(kinds)], kinds[(number + 3) % len(kinds)]]
+
     def run():
-        tables = Tables([7, 7], [DECAYED["adam"], DECAYED["adam"]])
-        group = tables.group
+        tables = Tables([dim, dim], [DECAYED[kind] for kind in chosen])
         for ids, splits in (([1, 2, 1, 5, 1, 5, 5], [0, 2, 4, 7]), ([3], [0, 0, 1, 1]), ([], [0, 0, 0, 0])):
-            out = group.sequence(np.array(ids, np.int64), np.array(splits, np.int64), train=True, anchor=tables.anchor)
-            tables.outs.append(bits(out))
-            (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.device)).sum().backward()
+            tables.sequence(ids, splits)
+        return tables.everything()
+
+    equal_on_each(run)
+
+
+@pytest.mark.parametrize("kind", sorted(DECAYED))
+def test_sequences_with_a_frequent_id_have_the_bits_of_the_core(kind):
+    """Its gradients are summed by parts."""
+
+    def run():
+        tables = Tables([33], [DECAYED[kind]])
+        tables.sequence([1, 2, 1, 5, *[9] * 260], [0, 2, 264])
         return tables.everything()
 
     equal_on_each(run)
