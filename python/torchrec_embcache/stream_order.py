@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 __all__ = ["Event", "SideStreams", "Slots", "Stream", "StreamOrder", "current_stream", "on_stream", "side_streams"]
 
 
+# Cache slots, as int32 from a plan or as int64 from a tier.
 Slots = NDArray[np.signedinteger[Any]]
 
 # Numbers of writes are kept as int32.
