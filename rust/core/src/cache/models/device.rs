@@ -57,11 +57,15 @@ fn table() -> (Table, Arc<Lookup>, Arc<Device>) {
     (table, lookup, device)
 }
 
+/// Bring a row to the device from memory that is lent to the plan, as Python does.
 fn place(lookup: &Lookup, device: &Device, id: Id) -> Plan {
     let plan = lookup.plan(&[id], &[0, 1], PlanMode::TRAIN).unwrap();
-    plan.wait().unwrap();
-    let (slots, vectors, _) = plan.fetched(0).unwrap();
-    for (&slot, vector) in slots.iter().zip(vectors.chunks_exact(DIM)) {
+    plan.wait_for_reads().unwrap();
+    let mut lent = [f32::NAN; DIM];
+    plan.wait_into(&mut [Some(&mut lent)]).unwrap();
+    let fetched = plan.fetched_into(0, &mut lent).unwrap();
+    assert!(fetched.vectors.is_none(), "the row is in the memory that was lent");
+    for (&slot, vector) in fetched.slots.iter().zip(lent.chunks_exact(DIM)) {
         device.write(slot, |row| row.copy_from_slice(vector));
     }
     plan.scattered().unwrap();
@@ -70,7 +74,11 @@ fn place(lookup: &Lookup, device: &Device, id: Id) -> Plan {
 
 /// A step that adds 1 to each weight of a row.
 fn train(lookup: &Lookup, device: &Device, id: Id) {
-    let plan = place(lookup, device, id);
+    update(&place(lookup, device, id), device);
+}
+
+/// The update of a step whose row is in its slot.
+fn update(plan: &Plan, device: &Device) {
     plan.exclusively(|| {
         plan.begin_update().unwrap();
         device.write(plan.slots(0).unwrap()[0], |row| row.iter_mut().for_each(|weight| *weight += 1.0));
@@ -124,6 +132,22 @@ fn loom_rows_that_are_read_while_rows_move_and_are_trained_are_whole() {
         train(&lookup, &device, 1);
         reading.join().unwrap();
         at_rest(&table, &[(1, 2), (2, 1), (3, 1)]);
+    });
+}
+
+/// A row has arrived for a plan that is trained later. Another plan moves and trains rows meanwhile, and that row stays.
+#[test]
+fn loom_a_row_that_arrived_ahead_of_its_step_is_there_when_the_step_comes() {
+    model(|| {
+        let (table, lookup, device) = table();
+        let ahead = place(&lookup, &device, 3);
+        let other = {
+            let (lookup, device) = (Arc::clone(&lookup), Arc::clone(&device));
+            spawn(move || train(&lookup, &device, 4))
+        };
+        update(&ahead, &device);
+        other.join().unwrap();
+        at_rest(&table, &[(1, 1), (2, 1), (3, 1), (4, 1)]);
     });
 }
 
