@@ -503,8 +503,8 @@ class Plan:
     # Until every row is in a slot of the tier that kernels run on (with a device tier: in `fetched`). `lent` may have, for each table, memory
     # [most_arriving, V] for rows on their way to its device tier; `fetched` gets the same.
     def wait(self, lent: Sequence[F32 | None] | None = None) -> None: ...
-    def wait_for_reads(self) -> None: ...  # of rows that are being read from SSD; `wait` does it too. Call it before `exclusively`
-    def is_ready(self) -> bool: ...  # whether no read is under way for it
+    def wait_for_reads(self) -> None: ...  # for reads that were begun; `wait` does it too, and reads what was not begun. Call it before `exclusively`
+    def is_ready(self) -> bool: ...  # whether no read that was begun is under way
     def is_placed(self) -> bool: ...  # whether every row is in its slot
     def most_arriving(self) -> list[int]: ...  # for each table: about how many rows go to its device tier, mostly no more than this
     def complete_ahead(self) -> bool: ...  # whether an `ahead` plan fetched everything, or the budget ended it early

@@ -140,16 +140,17 @@ class Lookahead:
             self._batches.append(_Announced(None, options, failed=True))
 
     def place(self, ids: IdBatch, place: Callable[[Plan], None], failed: Callable[[Exception], None]) -> None:
-        """Have `place` put the rows of a training batch into their slots, if it is the next one and all its reads are done.
+        """Have `place` put the rows of a training batch into their slots, if it is the next one and all its rows are in RAM.
 
-        On an error the batch is unpinned, and its forward plans it again. An `Exception` goes to `failed`, and others are raised.
+        A row that was born and left RAM since the batch was planned is read now. On an error the batch is unpinned, and its forward
+        plans it again. An `Exception` goes to `failed`, and others are raised.
         """
         with self._changed:
             batch = next((batch for batch in self._batches if batch.options.train), None)
         if batch is None or batch.plan is None or not batch.is_of(ids):
             return
         try:
-            if batch.plan.is_ready():
+            if batch.plan.is_ready() and batch.plan.complete_ahead():
                 place(batch.plan)
                 batch.is_placed = True
         except BaseException as error:

@@ -124,7 +124,7 @@ class LookupGroup:
             failed(error)
 
     def place_next(self, ids: IdBatch, failed: Callable[[Exception], None]) -> None:
-        """Move the rows of the next training batch to the device, if it was announced, its reads are done, and no rule looks.
+        """Move the rows of the next training batch to the device, if it was announced, its rows are in RAM, and no rule looks.
 
         After an error, with which `failed` is called, the forward moves the rows.
         """

@@ -87,7 +87,8 @@ class TierStats:
 
     - `rows`, `bytes`: what the tier holds now. The bytes include its index.
     - `capacity_bytes`: its budget.
-    - `hits`, `misses`: distinct ids of plans that were found in the tier, and that were looked for and not found.
+    - `hits`, `misses`: distinct ids of plans that were found in the tier, and that were looked for and not found. A batch whose
+      rows were on the device for it, and were given back when its pipeline was detached, counts once more.
     - `evictions`: rows that left the tier to make room.
     - `read_bytes`, `written_bytes`: bytes read from the tier for plans, and bytes written into it.
     - `time_ns`: nanoseconds that plans spent on the tier, waits included.

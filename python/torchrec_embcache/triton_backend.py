@@ -280,13 +280,14 @@ class TritonBackend(KernelBackend):
 
     def _distinct(self, plan: Plan, alike: _Alike) -> _Update:
         """The distinct rows of tables that are alike, on the device."""
-        counts = [plan.row_counts()[table] for table in alike.tables]
+        of_tables = plan.row_counts()
+        counts = [of_tables[table] for table in alike.tables]
         lengths_of_features = np.diff(plan.splits())[np.isin(self.feature_tables, alike.tables)]
         total, occurrences = sum(counts), int(lengths_of_features.sum())
         sending = launch.Sending(self.device, [(np.int32, count) for count in (total, total, total + 1, occurrences)])
         tables, sent_slots, starts, _ = sending.arrays
         starts[-1] = 0
-        if total:  # of several empty arrays the core takes one for the other
+        if total:  # empty arrays have one address, and the core takes no array twice that it writes to
             plan.fill_rows(list(alike.tables), *sending.arrays)
         slots = sent_slots.copy()
         lengths = np.diff(starts)

@@ -23,7 +23,7 @@ from torchrec.distributed.train_pipeline import (
 )
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 
-from tables import DEVICE
+from tables import DEVICE, KERNELS
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagCollectionSharder,
@@ -37,6 +37,7 @@ from torchrec_embcache import (
     initializers,
 )
 from torchrec_embcache.device_tier import DeviceTier, TorchMoves
+from torchrec_embcache.lookahead import Lookahead
 from torchrec_embcache.sharded import lookup
 from torchrec_embcache.triton_backend import TritonMoves
 from torchrec_embcache.triton_kernels import launch
@@ -256,7 +257,9 @@ class NumbersAskedFor(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_step_asks_no_tensor_for_a_number() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_step_asks_no_tensor_for_a_number(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
     model, _ = made()
     first, *others = batches()
     model(first)[0].backward()
@@ -300,14 +303,49 @@ def test_a_step_leaves_the_rows_of_the_next_batch_on_the_device(lookahead: int, 
     model, optimizer = made(tmp_path if on_ssd else None)
     pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=lookahead)
     steps = list(batches())
-    source = iter(steps)
+    source, ahead = iter(steps), 0
     for done in range(1, STEPS + 1):
         loss, _ = pipeline.progress(source)
-        assert looked_up(model) == distinct_ids(steps[: done + 1])
+        least, found, most = distinct_ids(steps[:done]), looked_up(model), distinct_ids(steps[: done + 1])
+        # Where RAM has no room for all rows of the next batch, those on SSD are left to its forward.
+        assert found == most if not on_ssd else all(least[name] <= found[name] <= most[name] for name in found)
+        ahead += found == most != least
         assert torch.equal(loss, train(plain, iter(steps[done - 1 : done]), plain_optimizer)[0])
         # Rows that are there for the next batch and that no batch has trained are not in the table yet.
         assert rows_of(model) == rows_of(plain)
+    assert ahead > (STEPS // 2 if lookahead == 1 else 0)
     assert pinned_rows(model) == 0
+    close(model)
+
+
+def test_a_step_leaves_reads_from_ssd_to_the_forward_of_their_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With so many batches ahead RAM has no room for all of their rows. Each row is born before, so that all can be read ahead."""
+    read: list[int] = []
+    place = Lookahead.place
+
+    def counted(self: Lookahead, *arguments: Any) -> None:
+        before = from_ssd()
+        place(self, *arguments)
+        read.append(from_ssd() - before)
+
+    def from_ssd() -> int:
+        found = [table.stats().ssd for table in model.module.bags.tables.values()]
+        return sum(ssd.hits for ssd in found if ssd is not None)
+
+    monkeypatch.setattr(Lookahead, "place", counted)
+    model, optimizer = made(tmp_path)
+    for first in range(0, IDS, 32):
+        ids, lengths = torch.arange(first, first + 32) % IDS, torch.ones(64, dtype=torch.int64)
+        train(
+            model,
+            iter([Batch(KeyedJaggedTensor(["a", "b"], ids.repeat(2), lengths=lengths), torch.rand(32)).to(DEVICE)]),
+        )
+    before = from_ssd()
+    drain(EmbCacheTrainPipelineSparseDist(model, optimizer, DEVICE, lookahead=8), batches())
+    assert read == [0] * (STEPS - 1)
+    assert from_ssd() - before > 100
     close(model)
 
 

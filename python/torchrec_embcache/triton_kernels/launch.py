@@ -58,6 +58,8 @@ BY_ROWS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")
 _WIDEST_BLOCK = 1024
 # Registers of a thread in updates that need many: 24 warps of a GPU's multiprocessor have so many.
 _REGISTERS = 80
+# Triton's compiler for ROCm, whose devices torch calls "cuda" too, refuses to be told of them.
+_TAKES_REGISTERS = torch.version.hip is None
 # Floats that a program copies where rows are short.
 _COPIED = 1024
 
@@ -102,7 +104,7 @@ class Columns:
         The assembler aims at registers so few that more programs run beside each other. Where rows are not aligned or wider than
         a block, it then keeps some in memory. It does not where it is told how many it may take.
         """
-        if self.blocks > 1 or self.dim % 4:
+        if _TAKES_REGISTERS and (self.blocks > 1 or self.dim % 4):
             return {**self.options, "maxnreg": _REGISTERS}
         return self.options
 

@@ -119,4 +119,8 @@ fn lists_of_another_length_are_refused() {
     is_refused(Lists { slots: vec![0; 3], ..Lists::of(2, 3) }.fill(&plan, &[0]));
     is_refused(Lists::of(2, 3).fill(&plan, &[1]));
     Lists::of(2, 3).fill(&plan, &[0]).expect("the right lengths");
+    let plan = rigs[0].plan(&[1, 2, 1], PlanMode::EVALUATE).expect("a plan");
+    rigs[0].place(&plan).expect("rows in their slots");
+    let error = Lists::of(2, 0).fill(&plan, &[0]).expect_err("it keeps no occurrences");
+    assert_eq!(error.kind(), Kind::State, "{error}");
 }

@@ -63,11 +63,11 @@ impl Plan {
 
     /// Fill lists with the distinct rows of `tables`, one table after another: as many as [`Plan::row_counts`] says.
     ///
-    /// Errors: `Input` for lists of other lengths.
+    /// Errors: `Input` for lists of other lengths; `State` for a plan that is not to be trained, of which no occurrences are kept.
     pub fn fill_rows(&self, tables: &[usize], lists: &mut RowLists<'_>) -> Result<()> {
         tables.iter().try_for_each(|&table| self.table(table).map(drop))?;
         let turn = self.turn()?;
-        let state = placed(&turn, "fill_rows")?;
+        let state = self.trainable(&turn)?;
         self.occurrences()?;
         let of_tables = || tables.iter().map(|&table| &state.tables[table].index);
         let rows = of_tables().map(|index| index.slots.len()).sum();

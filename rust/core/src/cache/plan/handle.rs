@@ -162,7 +162,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Whether [`Plan::wait`] would not wait for the SSD. Errors as [`Plan::reading`].
+    /// Whether the reads that were begun for this plan have ended. Errors as [`Plan::reading`].
     pub fn is_ready(&self) -> Result<bool> {
         Ok(self.look()?.tables.iter().all(|table| table.hold().is_read()))
     }
