@@ -23,7 +23,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["EMBCACHE_KERNELS"] = "triton"
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
@@ -31,27 +30,21 @@ from torchrec.distributed import DistributedModelParallel
 from dlrm import (
     CPU,
     DIM,
-    FEATURES,
     SAMPLES,
-    SPARSE,
     TABLES,
     THREADS,
     Batches,
     Scale,
     Side,
     Stream,
+    import_every_row,
     look_up_every_row,
     one_rank,
+    our_sharder,
+    tables_of,
 )
 from results import Row, row
-from torchrec_embcache import (
-    EmbCacheEmbeddingBagCollection,
-    EmbCacheEmbeddingBagCollectionSharder,
-    EmbCacheEmbeddingBagConfig,
-    EmbCacheTrainPipelineSparseDist,
-    TierBudgets,
-    cache_modules,
-)
+from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets
 from torchrec_embcache.device_tier import DeviceTier
 from torchrec_embcache.triton_backend import TritonMoves
 from torchrec_embcache.triton_kernels import launch
@@ -81,18 +74,7 @@ class Tables(nn.Module):
 
     def __init__(self, scale: Scale, tiers: TierBudgets) -> None:
         super().__init__()
-        configs = [
-            EmbCacheEmbeddingBagConfig(
-                name=f"t{table}",
-                embedding_dim=DIM,
-                num_embeddings=scale.rows // TABLES,
-                feature_names=[FEATURES[table]],
-                tiers=tiers,
-                policy=scale.policy,
-            )
-            for table in range(TABLES)
-        ]
-        self.tables = EmbCacheEmbeddingBagCollection(configs, name="tables")
+        self.tables = tables_of(scale, tiers)
         self.dense = nn.Linear(1, 1)
         self.grad = torch.zeros(scale.samples, TABLES * DIM)
 
@@ -135,12 +117,8 @@ def made(scale: Scale, device_rows: int) -> tuple[DistributedModelParallel, Any]
     """The tables with so many rows on the device each, and their pipeline. Every row is in its table."""
     rows = scale.rows // TABLES
     tiers = TierBudgets(device_bytes=device_rows * ROW_BYTES + (64 << 10), host_bytes=rows * 512 + (4 << 20))
-    sharder = EmbCacheEmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **SPARSE})
-    model = DistributedModelParallel(Tables(scale, tiers), device=CPU, sharders=[sharder])
-    for module in cache_modules(model).values():
-        for table in module.tables.values():
-            for ids in torch.split(torch.randperm(rows), 65_536):
-                table.import_rows(ids, torch.zeros(len(ids), DIM))
+    model = DistributedModelParallel(Tables(scale, tiers), device=CPU, sharders=[our_sharder()])
+    import_every_row(model, scale)
     dense = torch.optim.SGD([value for name, value in model.named_parameters() if "dense" in name], lr=0.1)
     return model, EmbCacheTrainPipelineSparseDist(model, dense, CPU, lookahead=scale.lookahead)
 

@@ -169,27 +169,40 @@ def look_up_every_row(model: DistributedModelParallel, scale: Scale, device: tor
     model.train()
 
 
-def make_ours(scale: Scale, tiers: TierBudgets, device: torch.device = CPU) -> tuple[DistributedModelParallel, Any]:
-    """The model and its pipeline, in which each table has these budgets. Every row is in its table."""
-    rows = scale.rows // TABLES
+def tables_of(scale: Scale, tiers: TierBudgets, device: torch.device = CPU) -> EmbCacheEmbeddingBagCollection:
+    """Our tables, each with these budgets."""
     configs = [
         EmbCacheEmbeddingBagConfig(
             name=f"t{table}",
             embedding_dim=DIM,
-            num_embeddings=rows,
+            num_embeddings=scale.rows // TABLES,
             feature_names=[FEATURES[table]],
             tiers=tiers,
             policy=scale.policy,
         )
         for table in range(TABLES)
     ]
-    tables = EmbCacheEmbeddingBagCollection(configs, name="tables", device=device)
-    sharder = EmbCacheEmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **SPARSE})
-    model = shard(tables, sharder, device=device)
+    return EmbCacheEmbeddingBagCollection(configs, name="tables", device=device)
+
+
+def our_sharder() -> EmbCacheEmbeddingBagCollectionSharder:
+    """Shards our tables, which rowwise Adagrad trains."""
+    return EmbCacheEmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **SPARSE})
+
+
+def import_every_row(model: DistributedModelParallel, scale: Scale) -> None:
+    """Put every row in its table."""
+    rows = scale.rows // TABLES
     for module in cache_modules(model).values():
         for table in module.tables.values():
             for ids in torch.split(torch.randperm(rows), IMPORT_ROWS):
                 table.import_rows(ids, torch.empty(len(ids), DIM).uniform_(-0.001, 0.001))
+
+
+def make_ours(scale: Scale, tiers: TierBudgets, device: torch.device = CPU) -> tuple[DistributedModelParallel, Any]:
+    """The model and its pipeline, in which each table has these budgets. Every row is in its table."""
+    model = shard(tables_of(scale, tiers, device), our_sharder(), device=device)
+    import_every_row(model, scale)
     pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), device, lookahead=scale.lookahead)
     return model, pipeline
 
