@@ -7,6 +7,7 @@
 
 mod adam;
 mod backward;
+mod crew;
 mod exact;
 mod forward;
 mod ftrl;

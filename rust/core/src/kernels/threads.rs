@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
+use super::crew::Crew;
 use crate::memory::room_for_threads;
 use crate::process::{PerProcess, works_alone, works_behind};
 use crate::sync::lock;
@@ -29,7 +30,7 @@ pub(crate) fn deal(
 ) {
     let total = cost_before(items);
     let threads = threads.min((total / MINIMUM_COST_PER_THREAD) as usize).min(items);
-    let Some(pool) = (if threads > 1 { pool(threads - 1) } else { None }) else {
+    let Some(crew) = (if threads > 1 { crew(threads - 1) } else { None }) else {
         return work(0..items);
     };
     let parts = threads * PARTS_PER_THREAD;
@@ -50,10 +51,8 @@ pub(crate) fn deal(
             }
         }
     };
-    pool.in_place_scope(|scope| {
-        for _ in 1..threads {
-            scope.spawn(|_| take());
-        }
+    crew.call(&take, |ask| {
+        (1..threads).for_each(|_| ask());
         take();
     });
 }
@@ -67,22 +66,23 @@ pub(crate) fn hand_over<T: Send, R>(
     own: impl FnOnce(&mut dyn FnMut(T)) -> R,
 ) -> R {
     let threads = threads.min((cost / MINIMUM_COST_PER_THREAD) as usize);
-    let Some(pool) = (if threads > 1 { pool(threads - 1) } else { None }) else {
+    let Some(crew) = (if threads > 1 { crew(threads - 1) } else { None }) else {
         return own(&mut |piece| work(piece));
     };
     let pieces = Mutex::new(VecDeque::new());
-    let take_one = || {
-        let next = lock(&pieces).pop_front();
-        next.map(&work).is_some()
+    let take = || {
+        loop {
+            let next = lock(&pieces).pop_front();
+            let Some(piece) = next else { return };
+            work(piece);
+        }
     };
-    pool.in_place_scope(|scope| {
+    crew.call(&take, |ask| {
         let done = own(&mut |piece| {
             lock(&pieces).push_back(piece);
-            scope.spawn(|_| {
-                take_one();
-            });
+            ask();
         });
-        while take_one() {}
+        take();
         done
     })
 }
@@ -116,23 +116,23 @@ fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -
     low
 }
 
-/// The thread pools of this process, of which each size occurs once. A forked child forgets its parent's pools without dropping
-/// them, because that would wait for threads that do not exist in the child.
-static POOLS: PerProcess<Mutex<Vec<Arc<ThreadPool>>>> = PerProcess::new();
+/// The crews of this process, of which each size occurs once. A forked child forgets its parent's crews without dropping them, because that
+/// would wait for threads that do not exist in the child.
+static CREWS: PerProcess<Mutex<Vec<Arc<Crew>>>> = PerProcess::new();
 
-/// A pool of `size` threads; `None` where the system gives no threads.
-fn pool(size: usize) -> Option<Arc<ThreadPool>> {
-    let mut pools = lock(POOLS.get(|| Ok(Mutex::default())).ok()?);
-    if let Some(pool) = pools.iter().find(|pool| pool.current_num_threads() == size) {
-        return Some(Arc::clone(pool));
+/// A crew of `size` threads; `None` where the system gives no threads.
+fn crew(size: usize) -> Option<Arc<Crew>> {
+    let mut crews = lock(CREWS.get(|| Ok(Mutex::default())).ok()?);
+    if let Some(crew) = crews.iter().find(|crew| crew.size() == size) {
+        return Some(Arc::clone(crew));
     }
-    let pool = build(size, "embcache-kernel")?;
-    pools.push(Arc::clone(&pool));
-    Some(pool)
+    let crew = Arc::new(Crew::new(build(size, "embcache-kernel")?));
+    crews.push(Arc::clone(&crew));
+    Some(crew)
 }
 
 /// A new pool of `size` threads with this name; `None` where the system gives no threads.
-fn build(size: usize, name: &'static str) -> Option<Arc<ThreadPool>> {
+fn build(size: usize, name: &'static str) -> Option<ThreadPool> {
     let (begun, all_begun) = mpsc::channel();
     let builder = ThreadPoolBuilder::new()
         .num_threads(size)
@@ -140,7 +140,7 @@ fn build(size: usize, name: &'static str) -> Option<Arc<ThreadPool>> {
         .start_handler(move |_| {
             let _ = begun.send(());
         });
-    let pool = Arc::new(builder.build().ok()?);
+    let pool = builder.build().ok()?;
     // Wait until all threads have begun. A thread needs memory for its start, and ends the process if the system has none left
     // then.
     for () in all_begun.iter().take(size) {}
@@ -164,7 +164,7 @@ impl OwnPool {
         let found = idle.iter().position(|pool| pool.current_num_threads() >= size);
         let kept = found.map(|at| idle.remove(at));
         drop(idle);
-        kept.or_else(|| if room_for_threads() { build(size, "embcache-table") } else { None }).map(Self)
+        kept.or_else(|| if room_for_threads() { build(size, "embcache-table").map(Arc::new) } else { None }).map(Self)
     }
 }
 
@@ -187,18 +187,18 @@ fn machine_threads() -> usize {
     *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// A pool of as many threads as the machine runs at once. `None` where that is one, since the caller's own thread does as well, or
+/// A crew of as many threads as the machine runs at once. `None` where that is one, since the caller's own thread does as well, or
 /// where the system gives no threads. (Rayon's global pool panics where there are no threads, and does not work in a forked child.)
-fn machine_pool() -> Option<Arc<ThreadPool>> {
+fn machine_crew() -> Option<Arc<Crew>> {
     let threads = machine_threads();
-    if threads > 1 { pool(threads) } else { None }
+    if threads > 1 { crew(threads) } else { None }
 }
 
 /// Do independent tasks on all of the machine's threads, in any order.
 pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     let tasks: Vec<T> = tasks.collect();
-    match if tasks.len() > 1 && !works_behind() { machine_pool() } else { None } {
-        Some(pool) => pool.install(|| tasks.into_par_iter().for_each(&work)),
+    match if tasks.len() > 1 && !works_behind() { machine_crew() } else { None } {
+        Some(crew) => crew.threads().install(|| tasks.into_par_iter().for_each(&work)),
         None => tasks.into_iter().for_each(work),
     }
 }
@@ -209,14 +209,12 @@ pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T)
 pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     let tasks: Vec<T> = tasks.collect();
     let helpers = (machine_threads() / 2).min(tasks.len()).saturating_sub(1);
-    let Some(pool) = (if helpers > 0 && !works_behind() { pool(helpers) } else { None }) else {
+    let Some(crew) = (if helpers > 0 && !works_behind() { crew(helpers) } else { None }) else {
         return tasks.into_iter().for_each(work);
     };
     let take = taking(tasks, work);
-    pool.in_place_scope(|scope| {
-        for _ in 0..helpers {
-            scope.spawn(|_| take());
-        }
+    crew.call(&take, |ask| {
+        (0..helpers).for_each(|_| ask());
         take();
     });
 }
@@ -267,11 +265,11 @@ pub(crate) fn beside<T: Send, R>(
     own: impl FnOnce() -> R,
 ) -> R {
     let tasks: Vec<T> = tasks.collect();
-    let Some(pool) = machine_pool() else {
+    let Some(crew) = machine_crew() else {
         tasks.into_iter().for_each(&work);
         return own();
     };
-    pool.in_place_scope(|scope| {
+    crew.threads().in_place_scope(|scope| {
         let work = &work;
         for task in tasks {
             scope.spawn(move |_| work(task));

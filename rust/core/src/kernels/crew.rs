@@ -1,0 +1,239 @@
+//! Threads that help with a call, and that the call does not wait for where they have not begun.
+//!
+//! A thread of a pool may be busy, or may take long to wake up. So the threads that a call asks for come in by a door ([`Door`]). When the
+//! caller has ended its own part, all work is taken: it shuts the door, and waits for those that are inside alone. A thread that comes
+//! later finds the door shut and does nothing.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+
+use rayon::ThreadPool;
+
+use crate::sync::{Condvar, Mutex, lock, wait};
+
+/// A pool of threads that help with calls, one call or several at a time.
+pub(super) struct Crew {
+    threads: ThreadPool,
+}
+
+impl Crew {
+    pub(super) fn new(threads: ThreadPool) -> Self {
+        Self { threads }
+    }
+
+    /// How many threads it has.
+    pub(super) fn size(&self) -> usize {
+        self.threads.current_num_threads()
+    }
+
+    /// The pool, for work that all has to be done by its threads.
+    pub(super) fn threads(&self) -> &ThreadPool {
+        &self.threads
+    }
+
+    /// Do `own`, which is given a function that asks one thread of the crew to do `help` once. Nobody does `help` any more when this returns.
+    ///
+    /// # Panics
+    /// With the panic of `own`, or of a thread that helped.
+    pub(super) fn call<R>(&self, help: &(dyn Fn() + Sync), own: impl FnOnce(&dyn Fn()) -> R) -> R {
+        let door = Arc::new(Door::default());
+        let work = Work::of(help);
+        let call = Call(&door);
+        let ask = || {
+            let door = Arc::clone(&door);
+            self.threads.spawn(move || {
+                // SAFETY: `help` is borrowed until `call` is dropped below. That shuts the door and waits for those inside.
+                door.pass(|| unsafe { work.run() });
+            });
+        };
+        let done = own(&ask);
+        drop(call);
+        if let Some(panic) = door.panic() {
+            resume_unwind(panic);
+        }
+        done
+    }
+}
+
+/// A call for help, until this is dropped.
+struct Call<'a>(&'a Door);
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        self.0.shut();
+    }
+}
+
+/// What a thread does that helps.
+#[derive(Clone, Copy)]
+struct Work(*const (dyn Fn() + Sync));
+
+impl Work {
+    fn of(work: &(dyn Fn() + Sync)) -> Self {
+        let work: *const (dyn Fn() + Sync + '_) = work;
+        #[allow(clippy::transmute_ptr_to_ptr)] // A cast may not change the lifetime.
+        // SAFETY: the types differ in a lifetime alone, of which a pointer promises nothing. `run` asks for what it needs.
+        Self(unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(work) })
+    }
+
+    /// # Safety
+    /// What this was made of is still borrowed.
+    unsafe fn run(self) {
+        // SAFETY: the caller promises that the reference from which the pointer came is valid.
+        unsafe { (*self.0)() }
+    }
+}
+
+// SAFETY: what it points to is `Sync`, so that any thread may call it. Whoever does promises that it is there.
+unsafe impl Send for Work {}
+
+/// The door to the work of one call.
+#[derive(Default)]
+struct Door {
+    inside: Mutex<Inside>,
+    empty: Condvar,
+}
+
+#[derive(Default)]
+struct Inside {
+    is_shut: bool,
+    threads: usize,
+    /// The first panic of one of them.
+    panic: Option<Box<dyn Any + Send>>,
+}
+
+impl Door {
+    /// Do `work` inside, unless the door is shut.
+    fn pass(&self, work: impl FnOnce()) {
+        {
+            let mut inside = lock(&self.inside);
+            if inside.is_shut {
+                return;
+            }
+            inside.threads += 1;
+        }
+        let done = catch_unwind(AssertUnwindSafe(work));
+        let mut inside = lock(&self.inside);
+        inside.threads -= 1;
+        if let Err(panic) = done {
+            inside.panic.get_or_insert(panic);
+        }
+        if inside.threads == 0 {
+            self.empty.notify_all();
+        }
+    }
+
+    /// Let nobody in any more, and wait until nobody is inside.
+    fn shut(&self) {
+        let mut inside = lock(&self.inside);
+        inside.is_shut = true;
+        while inside.threads > 0 {
+            inside = wait(&self.empty, inside);
+        }
+    }
+
+    /// The panic of a thread that was inside.
+    fn panic(&self) -> Option<Box<dyn Any + Send>> {
+        lock(&self.inside).panic.take()
+    }
+}
+
+#[cfg(loom)]
+mod loom_tests {
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// Whoever comes in leaves before the door is shut for good: what is behind it is gone then.
+    #[test]
+    fn loom_nobody_is_behind_a_door_that_is_shut() {
+        loom::model(|| {
+            let shared = Arc::new((Door::default(), UnsafeCell::new(1_u64)));
+            let others = [0, 1].map(|_| {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || shared.0.pass(|| shared.1.with(|behind| assert!(!behind.is_null()))))
+            });
+            shared.0.shut();
+            shared.1.with_mut(|behind| assert!(!behind.is_null()));
+            for other in others {
+                other.join().expect("no panic");
+            }
+        });
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use rayon::ThreadPoolBuilder;
+
+    use super::*;
+
+    fn crew(threads: usize) -> Crew {
+        Crew::new(ThreadPoolBuilder::new().num_threads(threads).build().expect("threads"))
+    }
+
+    #[test]
+    fn a_call_waits_for_who_has_begun_and_for_nobody_else() {
+        let crew = crew(1);
+        let (begun, rest) = (Barrier::new(2), Barrier::new(2));
+        // The crew's only thread is busy with one call, so another one is served by its caller alone.
+        crew.call(
+            &|| {
+                begun.wait();
+                rest.wait();
+            },
+            |ask| {
+                ask();
+                begun.wait();
+                let helped = AtomicUsize::new(0);
+                let help = || {
+                    helped.fetch_add(1, Ordering::Relaxed);
+                };
+                crew.call(&help, |ask| (0..5).for_each(|_| ask()));
+                assert_eq!(helped.into_inner(), 0, "nobody was free");
+                rest.wait();
+            },
+        );
+        let ended = AtomicUsize::new(0);
+        for _ in 0..2000 {
+            let entered = AtomicUsize::new(0);
+            let help = || {
+                entered.fetch_add(1, Ordering::Relaxed);
+                std::hint::spin_loop();
+                ended.fetch_add(1, Ordering::Relaxed);
+            };
+            let before = ended.load(Ordering::Relaxed);
+            crew.call(&help, |ask| ask());
+            assert_eq!(ended.load(Ordering::Relaxed) - before, entered.into_inner());
+        }
+    }
+
+    #[test]
+    fn panics_of_who_helps_and_of_the_caller_are_the_calls() {
+        let crew = crew(2);
+        let said = |panic: Box<dyn Any + Send>| panic.downcast_ref::<&str>().copied().unwrap_or_default().to_owned();
+        let begun = Barrier::new(2);
+        let helping = || {
+            crew.call(
+                &|| {
+                    begun.wait();
+                    panic!("of who helps")
+                },
+                |ask| {
+                    ask();
+                    begun.wait();
+                },
+            );
+        };
+        assert_eq!(said(catch_unwind(AssertUnwindSafe(helping)).expect_err("a panic")), "of who helps");
+        let calling = || crew.call(&|| {}, |_| panic!("of the caller"));
+        assert_eq!(said(catch_unwind(AssertUnwindSafe(calling)).expect_err("a panic")), "of the caller");
+    }
+}
