@@ -74,6 +74,47 @@ fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again_with_a_dev
     a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(Some(30));
 }
 
+/// A plan bears rows on a second thread while its own makes room for the next ones.
+#[test]
+fn no_row_is_left_of_a_plan_that_finds_no_room_while_another_thread_bears_its_rows() {
+    let (before, new): (Vec<Id>, Vec<Id>) = ((0..12_000).collect(), (100_000..112_000).collect());
+    let mode = PlanMode { threads: 2, ..PlanMode::TRAIN };
+    let train = |rig: &Rig| {
+        for (salt, ids) in before.chunks(4000).enumerate() {
+            rig.train(ids, 4, salt as u32).expect("a step");
+        }
+    };
+    let (oracle, _) = Rig::with_faults(config(DIM, OptimizerKind::Adagrad, 100_000));
+    train(&oracle);
+    let (old_rows, born) =
+        (contents(&oracle), oracle.evaluate(&new, 4, false).expect("what the new rows are born with"));
+    oracle.train(&new, 4, 9).expect("a step");
+    let all_rows = contents(&oracle);
+    let mut failed_after_births = 0;
+    for passing in 0..8 {
+        let (rig, faults) = Rig::with_faults(three_tiers(None, 12_500, 16 << 20));
+        train(&rig);
+        let misses = || rig.table.stats().expect("counters").host.misses;
+        let missed = misses();
+        faults.hit_once(Operation::Create, passing, Fault::Fail(libc::ENOSPC));
+        let planned = rig.plan(&new, mode);
+        faults.clear();
+        if let Ok(plan) = planned {
+            rig.finish(&plan, new.len(), 4, 9).expect("a step");
+            assert_eq!(contents(&rig), all_rows, "{passing}");
+            continue;
+        }
+        failed_after_births += u32::from(misses() > missed);
+        let stats = rig.table.stats().expect("counters");
+        assert_eq!((stats.pinned_rows, stats.rows), (0, before.len() as u64), "{passing}");
+        assert_eq!(contents(&rig), old_rows, "{passing}");
+        // The table only reads now. What it reads of the new ids is what they are born with, also where the plan had begun to bear them.
+        assert_eq!(rig.evaluate(&new, 4, false).expect("an evaluation"), born, "{passing}");
+        assert_eq!(rig.train(&new, 4, 9).expect_err("no room").kind(), Kind::ReadOnly);
+    }
+    assert!(failed_after_births > 0, "no plan failed after it had begun to bear rows");
+}
+
 #[test]
 fn the_time_that_a_plan_waits_for_the_ssd_tier_counts_once_however_many_reads_it_waits_for() {
     let (rig, faults) = Rig::with_faults(three_tiers(None, 12_000, 16 << 20));
