@@ -38,22 +38,54 @@ impl Crew {
     /// # Panics
     /// With the panic of `own`, or of a thread that helped.
     pub(super) fn call<R>(&self, help: &(dyn Fn() + Sync), own: impl FnOnce(&dyn Fn()) -> R) -> R {
-        let door = Arc::new(Door::default());
-        let work = Work::of(help);
-        let call = Call(&door);
-        let ask = || {
-            let door = Arc::clone(&door);
-            self.threads.spawn(move || {
-                // SAFETY: `help` is borrowed until `call` is dropped below. That shuts the door and waits for those inside.
-                door.pass(|| unsafe { work.run() });
+        behind_door(help, |way_in| {
+            own(&|| {
+                let way_in = way_in.clone();
+                self.threads.spawn(move || way_in.pass());
+            })
+        })
+    }
+
+    /// As [`Crew::call`], where the first `threads` threads of the crew are asked once each, before `own` begins. No other thread can do what one
+    /// of them was asked for, also not while it waits for something.
+    pub(super) fn call_each<R>(&self, threads: usize, help: &(dyn Fn() + Sync), own: impl FnOnce() -> R) -> R {
+        behind_door(help, |way_in| {
+            let way_in = way_in.clone();
+            self.threads.spawn_broadcast(move |thread| {
+                if thread.index() < threads {
+                    way_in.pass();
+                }
             });
-        };
-        let done = own(&ask);
-        drop(call);
-        if let Some(panic) = door.panic() {
-            resume_unwind(panic);
-        }
-        done
+            own()
+        })
+    }
+}
+
+/// Do `own`, which is given the way to `help`. Nobody does `help` any more when this returns.
+fn behind_door<R>(help: &(dyn Fn() + Sync), own: impl FnOnce(&WayIn) -> R) -> R {
+    let way_in = WayIn { door: Arc::default(), help: Work::of(help) };
+    let call = Call(&way_in.door);
+    let done = own(&way_in);
+    // `help` is borrowed until here. Nobody uses it after this.
+    drop(call);
+    if let Some(panic) = way_in.door.panic() {
+        resume_unwind(panic);
+    }
+    done
+}
+
+/// The way to the work of one call.
+#[derive(Clone)]
+struct WayIn {
+    door: Arc<Door>,
+    help: Work,
+}
+
+impl WayIn {
+    /// Do the work, unless the door to it is shut.
+    fn pass(&self) {
+        // SAFETY: the call borrows the work until its door is shut and nobody is inside. This runs inside.
+        self.door.pass(|| unsafe { self.help.run() });
     }
 }
 
@@ -88,6 +120,8 @@ impl Work {
 
 // SAFETY: what it points to is `Sync`, so that any thread may call it. Whoever does promises that it is there.
 unsafe impl Send for Work {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Work {}
 
 /// The door to the work of one call.
 #[derive(Default)]

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
+use rayon::ThreadPoolBuilder;
 use rayon::prelude::*;
-use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::crew::Crew;
 use crate::memory::room_for_threads;
@@ -126,13 +126,13 @@ fn crew(size: usize) -> Option<Arc<Crew>> {
     if let Some(crew) = crews.iter().find(|crew| crew.size() == size) {
         return Some(Arc::clone(crew));
     }
-    let crew = Arc::new(Crew::new(build(size, "embcache-kernel")?));
+    let crew = build(size, "embcache-kernel")?;
     crews.push(Arc::clone(&crew));
     Some(crew)
 }
 
-/// A new pool of `size` threads with this name; `None` where the system gives no threads.
-fn build(size: usize, name: &'static str) -> Option<ThreadPool> {
+/// A new crew of `size` threads with this name; `None` where the system gives no threads.
+fn build(size: usize, name: &'static str) -> Option<Arc<Crew>> {
     let (begun, all_begun) = mpsc::channel();
     let builder = ThreadPoolBuilder::new()
         .num_threads(size)
@@ -144,38 +144,38 @@ fn build(size: usize, name: &'static str) -> Option<ThreadPool> {
     // Wait until all threads have begun. A thread needs memory for its start, and ends the process if the system has none left
     // then.
     for () in all_begun.iter().take(size) {}
-    Some(pool)
+    Some(Arc::new(Crew::new(pool)))
 }
 
-/// Pools of threads that [`for_each_that_waits`] has used and that serve nobody now.
-static IDLE_POOLS: PerProcess<Mutex<Vec<Arc<ThreadPool>>>> = PerProcess::new();
+/// Crews that [`for_each_that_waits`] has used and that serve nobody now.
+static IDLE_CREWS: PerProcess<Mutex<Vec<Arc<Crew>>>> = PerProcess::new();
 
-/// So many pools are kept at most.
-const MOST_IDLE_POOLS: usize = 16;
+/// So many crews are kept at most.
+const MOST_IDLE_CREWS: usize = 16;
 
-/// A pool that serves one call.
-struct OwnPool(Arc<ThreadPool>);
+/// A crew that serves one call.
+struct OwnCrew(Arc<Crew>);
 
-impl OwnPool {
-    /// A pool of `size` threads or more; `None` where the system gives no threads.
+impl OwnCrew {
+    /// A crew of `size` threads or more; `None` where the system gives no threads.
     fn of(size: usize) -> Option<Self> {
-        let mut idle = lock(IDLE_POOLS.get(|| Ok(Mutex::default())).ok()?);
+        let mut idle = lock(IDLE_CREWS.get(|| Ok(Mutex::default())).ok()?);
         // The smallest come first.
-        let found = idle.iter().position(|pool| pool.current_num_threads() >= size);
+        let found = idle.iter().position(|crew| crew.size() >= size);
         let kept = found.map(|at| idle.remove(at));
         drop(idle);
-        kept.or_else(|| if room_for_threads() { build(size, "embcache-table").map(Arc::new) } else { None }).map(Self)
+        kept.or_else(|| if room_for_threads() { build(size, "embcache-table") } else { None }).map(Self)
     }
 }
 
-impl Drop for OwnPool {
+impl Drop for OwnCrew {
     fn drop(&mut self) {
-        let Ok(idle) = IDLE_POOLS.get(|| Ok(Mutex::default())) else { return };
+        let Ok(idle) = IDLE_CREWS.get(|| Ok(Mutex::default())) else { return };
         let mut idle = lock(idle);
-        let size = self.0.current_num_threads();
-        let place = idle.partition_point(|pool| pool.current_num_threads() < size);
+        let size = self.0.size();
+        let place = idle.partition_point(|crew| crew.size() < size);
         idle.insert(place, Arc::clone(&self.0));
-        if idle.len() > MOST_IDLE_POOLS {
+        if idle.len() > MOST_IDLE_CREWS {
             idle.remove(0);
         }
     }
@@ -230,20 +230,13 @@ pub(crate) fn for_each_that_waits<T: Send>(threads: usize, tasks: impl Iterator<
     }
     let tasks: Vec<T> = tasks.collect();
     let helpers = threads.min(tasks.len()).saturating_sub(1);
-    let Some(pool) = (if helpers > 0 { OwnPool::of(helpers) } else { None }) else {
+    let Some(crew) = (if helpers > 0 { OwnCrew::of(helpers) } else { None }) else {
         return tasks.into_iter().for_each(work);
     };
     let take = taking(tasks, work);
-    pool.0.in_place_scope(|scope| {
-        // A task may deal work to other pools. A thread of rayon's that waits for that looks for other work of its own pool meanwhile. What is
-        // broadcast lies with each thread, and no other thread finds it.
-        scope.spawn_broadcast(|_, thread| {
-            if thread.index() < helpers {
-                take();
-            }
-        });
-        take();
-    });
+    // A task may deal work to other crews. A thread of rayon's that waits for that looks for other work of its own pool meanwhile, and must not
+    // begin another task within this one.
+    crew.0.call_each(helpers, &take, &take);
 }
 
 /// What each thread runs that takes part in these tasks: it does one after the other, until none is left.
@@ -362,8 +355,8 @@ mod tests {
             }
         });
         assert_eq!(ended.into_inner(), calls * threads);
-        let idle = lock(IDLE_POOLS.get(|| Ok(Mutex::default())).expect("the list")).len();
-        assert!((1..=MOST_IDLE_POOLS).contains(&idle), "{idle} pools are kept");
+        let idle = lock(IDLE_CREWS.get(|| Ok(Mutex::default())).expect("the list")).len();
+        assert!((1..=MOST_IDLE_CREWS).contains(&idle), "{idle} crews are kept");
         let order = Mutex::new(Vec::new());
         for_each_that_waits(1, 0..5, |task| lock(&order).push(task));
         assert_eq!(order.into_inner().expect("no panic"), [0, 1, 2, 3, 4]);
