@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -68,6 +68,9 @@ class LoadReport:
     """Tables of the checkpoint, by its names, that the model does not have."""
     renamed: dict[str, str]
     """The names of tables in the model, by their names in the checkpoint, where these differ."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """How many rows of the checkpoint each full table with `on_full="evict"` dropped while it was loaded. The next save of a model
+    with such a table is full."""
 
     @property
     def tables(self) -> tuple[str, ...]:

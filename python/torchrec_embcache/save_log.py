@@ -62,12 +62,13 @@ def _say(log: logging.Logger, report: object, path: str | os.PathLike[str], bega
         )
     elif isinstance(report, LoadReport):
         log.info(
-            "loaded %d rows of %s from %s (%s) in %.1f s%s",
+            "loaded %d rows of %s from %s (%s) in %.1f s%s%s",
             sum(report.rows.values()),
             _names(report.rows),
             path,
             report.checkpoint,
             seconds,
+            f"; full tables dropped {sum(report.dropped.values())} more" if report.dropped else "",
             _other_ranks(os.path.join(path, report.checkpoint)),
         )
 

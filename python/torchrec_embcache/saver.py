@@ -231,8 +231,9 @@ class Saver:
 
         The tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`). Budgets, policy, device, seed
         and initializer may differ. The number of buckets and the table's key become the checkpoint's. Step counters are restored.
-        Deltas go on from the checkpoint, unless a table has another name in it: then the next save is full. Load before a pipeline
-        takes its first batches, because ids of batches in flight went to the owners of the old buckets.
+        Deltas go on from the checkpoint, unless a table has another name in it, or drops rows because it is full
+        (`on_full="evict"`, see `LoadReport.dropped`): then the next save is full. Load before a pipeline takes its first batches,
+        because ids of batches in flight went to the owners of the old buckets.
 
         A save to `path` meanwhile does not disturb the load: what it reads is left to the save after. Where a save replaces the
         newest checkpoint before the load has opened it, the load takes the next one.

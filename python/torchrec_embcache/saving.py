@@ -126,7 +126,8 @@ def _base(shards: list[Shard], directory: Directory, rank: int, *, counters: boo
     if unknown:
         return None, (
             f"what changed in table {shown(unknown[0])} since {name} is not known: another run saved that, "
-            "or too long ago, or more rows left or more sweeps came since than are remembered"
+            "or too long ago, or more rows left or more sweeps came since than are remembered, or the full table dropped rows "
+            "while it was loaded"
         )
     base = Base(found.id, {pair: one for pair, one in ancestors.items() if one is not None})
     differs = _sweeps_differ(shards, base)

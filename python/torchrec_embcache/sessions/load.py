@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from torchrec_embcache import _native
 from torchrec_embcache.collective import is_distributed
@@ -38,6 +38,13 @@ class _Opened(Protocol):
 
 
 T = TypeVar("T", bound=_Opened | None)
+
+
+class _Loaded(NamedTuple):
+    """The rows of one table on one rank: how many were read, and how many of those the full table dropped."""
+
+    rows: int
+    dropped: int
 
 
 class TablesUnderLoad:
@@ -254,30 +261,32 @@ class LoadSession:
                 under_load.__enter__()
 
             ranks.together(refuse)
-            rows = dict.fromkeys(sorted(sources), 0)
+            rows, dropped = dict.fromkeys(sorted(sources), 0), dict.fromkeys(sorted(sources), 0)
             for of_rank in ranks.together(lambda: self._replace_all(wanted, tracker)):
-                for pair, count in of_rank.items():
-                    rows[pair] += count
+                for pair, loaded in of_rank.items():
+                    rows[pair] += loaded.rows
+                    dropped[pair] += loaded.dropped
             self._check_loaded(rows)
             for module_path, _, table in wanted:
-                source = sources[module_path, table.name]
-                table.loaded_step = self._saved[source].step
-                if self._builds_on(source, (module_path, table.name)):
+                pair = module_path, table.name
+                table.loaded_step = self._saved[sources[pair]].step
+                if self._builds_on(sources[pair], pair) and not dropped[pair]:
                     table.native.saved_as(_native.Ancestor(reader.id, reader.next_epoch))
         # Not only when the block ends: an interrupt between its last line and `__exit__` does not come to `__exit__`.
         self.close()
-        return self._report(rows)
+        return self._report(rows, dropped)
 
     def _builds_on(self, source: Pair, pair: Pair) -> bool:
         """Whether a delta of the table can build on the checkpoint that it was loaded from.
 
         It cannot on a linked checkpoint, on one where the table has another name, or where it came without its slots. What DCP
-        saved is no ancestor either: see docs/design-checkpoint.md.
+        saved is no ancestor either: see docs/design-checkpoint.md. A full table drops rows while it is loaded, and no tombstones
+        name them, so it descends from no checkpoint.
         """
         return source == pair and self.reader.kind != "snapshot" and self._slots and self._ranks.sees_all
 
-    def _replace_all(self, wanted: Sequence[Shard], tracker: Callable[[], Tracker]) -> dict[Pair, int]:
-        loaded: dict[Pair, int] = {}
+    def _replace_all(self, wanted: Sequence[Shard], tracker: Callable[[], Tracker]) -> dict[Pair, _Loaded]:
+        loaded: dict[Pair, _Loaded] = {}
         with tracker() as told:
             for shard in wanted:
                 pair = shard[0], shard[2].name
@@ -285,23 +294,24 @@ class LoadSession:
                 loaded[pair] = self._replace(shard, self._saved[self._sources[pair]], told.advance)
         return loaded
 
-    def _replace(self, shard: Shard, saved: _native.SavedTable, advance: Callable[[int], object]) -> int:
-        """Replace the contents of one table; how many rows it has then. `advance` is told of rows as they are in place."""
+    def _replace(self, shard: Shard, saved: _native.SavedTable, advance: Callable[[int], object]) -> _Loaded:
+        """Replace the contents of one table. `advance` is given numbers of rows as they are in place."""
         module_path, owner, table = shard
         segments = self.reader.segments(module_path, table.name)
         table.adopt(saved.total_num_buckets, saved.key, saved.bucket_hash, segments)
         # Also where nothing changed now: a load that was interrupted may have changed it and not come to here.
         owner.buckets_changed()
         if segments is None:
+            dropped_before = table.stats().dropped_rows
             rows = self.reader.load_table(module_path, table.native, advance)
             table.native.set_epoch(self.reader.next_epoch)
-            return rows
+            return _Loaded(rows, table.stats().dropped_rows - dropped_before)
         rows = table.stats().rows
         advance(rows)
-        return rows
+        return _Loaded(rows, 0)
 
     def _check_loaded(self, rows: Mapping[Pair, int]) -> None:
-        """`CorruptionError` unless the tables have the rows that the checkpoint says, of all ranks or of this one."""
+        """`CorruptionError` unless as many rows were read as the checkpoint says, of all ranks or of this one."""
         if self._ranks.sees_all:
             saved, sources = self._saved, self._sources
             counts = {pair: (count, saved[sources[pair]].rows) for pair, count in rows.items()}
@@ -314,12 +324,13 @@ class LoadSession:
                     f"{module!r} should have {expected} rows here and has {count}"
                 )
 
-    def _report(self, rows: Mapping[Pair, int]) -> LoadReport:
+    def _report(self, rows: Mapping[Pair, int], dropped: Mapping[Pair, int]) -> LoadReport:
         missing = sorted(self._names - set(self._sources)) if self._only is None else ()
         return LoadReport(
             checkpoint=self.reader.name,
             deltas=len(self.reader.links) - 1,
-            rows={shown(pair): count for pair, count in rows.items()},
+            rows={shown(pair): count - dropped[pair] for pair, count in rows.items()},
+            dropped={shown(pair): count for pair, count in dropped.items() if count},
             missing=tuple(shown(pair) for pair in missing),
             unexpected=tuple(shown(pair) for pair in sorted(self._unexpected)),
             renamed={shown(source): shown(pair) for pair, source in sorted(self._sources.items()) if pair != source},
