@@ -14,7 +14,14 @@ from test_saver import OPTIMIZERS, make_bag, root, rows, train
 from test_saver_ranks import IDS, Shards, weights_of
 from torchrec_embcache import TierBudgets, _native, initializers, optimizers
 from torchrec_embcache.cache import internals
-from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, MismatchError, StateError
+from torchrec_embcache.exceptions import (
+    ConfigError,
+    CorruptionError,
+    InputError,
+    MismatchError,
+    PathError,
+    StateError,
+)
 from torchrec_embcache.saver import LoadReport, Progress, Saver
 from world import World
 
@@ -171,6 +178,11 @@ def test_checkpoints_are_kept_with_what_they_build_on_and_can_be_named(root: Pat
         assert rows(other) == saved[name]
     with pytest.raises(InputError, match="checkpoint="):
         Saver(0).load(bag, root, checkpoint="../x")
+    Saver(0).save(bag, root)
+    before = rows(bag)
+    with pytest.raises(PathError, match=f"no checkpoint {name} .*keep="):
+        Saver(0).load(bag, root, checkpoint=name)
+    assert rows(bag) == before
     with pytest.raises(ConfigError, match="keep"):
         Saver(0).save(bag, root, keep=0)
 

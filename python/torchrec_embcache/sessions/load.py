@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 
 from torchrec_embcache import _native
 from torchrec_embcache.collective import is_distributed
-from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, StateError
+from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, PathError, StateError
 from torchrec_embcache.optimizers import check_saved_optimizer
 from torchrec_embcache.paths import Directory, PathChecks, open_to_load, open_to_save
 from torchrec_embcache.progress import Tracker
@@ -118,7 +118,10 @@ def _open_together(
             try:
                 opened.append(open_it(directory, name))
             except EmbCacheError as error:
-                if not newest or not _was_replaced(directory, name, error):
+                if not newest:
+                    _refuse_removed(directory, name, error)
+                    raise
+                if not _was_replaced(directory, name, error):
                     raise
             return bool(opened)
 
@@ -147,6 +150,15 @@ def _was_replaced(directory: Directory, name: str, error: EmbCacheError) -> bool
         return False
     _log.info("%s was replaced before it was open (%s): opening the newest again", name, error)
     return True
+
+
+def _refuse_removed(directory: Directory, name: str, error: EmbCacheError) -> None:
+    """`PathError` where opening the checkpoint that was asked for by its name failed because it is not there."""
+    if not directory.has(name):
+        raise PathError(
+            f"there is no checkpoint {name} in {directory}: a later save may have removed it; save with a greater keep=, or leave "
+            "checkpoint= out to load the newest"
+        ) from error
 
 
 class LoadSession:
