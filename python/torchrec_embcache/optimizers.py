@@ -326,7 +326,7 @@ _SAVED_NAMES = {
     "sgd": "SGD (or no optimizer)",
     "adagrad": "optimizers.Adagrad (torch's and TorchRec's Adagrad)",
     "rowwise_adagrad": "optimizers.RowWiseAdagrad (torchrec.optim.RowWiseAdagrad)",
-    "adam": "optimizers.Adam",
+    "adam": "optimizers.Adam (TorchRec's and FBGEMM's Adam with weight_decay_mode=WeightDecayMode.L2)",
     "adamw": "optimizers.AdamW (TorchRec's and FBGEMM's Adam too)",
     "partial_rowwise_adam": "optimizers.PartialRowWiseAdam (torchrec.optim.PartialRowWiseAdam)",
     "ftrl": "optimizers.FTRL",

@@ -33,7 +33,12 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-7}),
     "rowwise": (torchrec.optim.RowWiseAdagrad, {"lr": 0.05}),
     "adam": (torch.optim.Adam, {"lr": 0.05, "betas": (0.8, 0.9)}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.0}),
+    "adam_decay": (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.5}),
+    "adam_decoupled": (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.5, "decoupled_weight_decay": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.5}),
+    "sgd_decay": (torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.5}),
+    "adagrad_decay": (torch.optim.Adagrad, {"lr": 0.05, "weight_decay": 0.5}),
+    "rowwise_decay": (torchrec.optim.RowWiseAdagrad, {"lr": 0.05, "weight_decay": 0.5}),
 }
 
 
@@ -80,7 +85,7 @@ def test_a_torchrec_collection_trains_on_here_as_it_would_have_there(optimizer: 
     for name, table in ours.tables.items():
         rows = table.read_rows(torch.arange(20))
         torch.testing.assert_close(rows.weights, theirs.embedding_bags[name].weight.detach(), rtol=2e-5, atol=2e-6)
-        assert table.step() == (5 if optimizer != "sgd" else 2)
+        assert table.step() == (5 if not optimizer.startswith("sgd") else 2)
     group = ours.fused_optimizer.param_groups[0]
     assert group["lr"] == 0.05
 

@@ -71,6 +71,10 @@ def test_optimizers_in_the_backward_are_mapped_with_fbgemms_defaults(cls, kwargs
             {"optimizer": EmbOptimType.LAMB, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.DECOUPLE},
             optimizers.LAMB(**DEFAULTS, weight_decay=0.1),
         ),
+        (
+            {"optimizer": EmbOptimType.ADAM, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
+            optimizers.Adam(**DEFAULTS, weight_decay=0.1),
+        ),
         ({"optimizer": EmbOptimType.EXACT_SGD, "output_dtype": DataType.FP32}, optimizers.SGD(lr=0.01)),
         (None, None),
         ({}, None),
@@ -89,6 +93,12 @@ def test_the_optimizer_in_the_backward_goes_before_fused_params():
     mode = {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.DECOUPLE}
     chosen = choose_optimizer("t", with_optimizer(trec_optim.LAMB, {"lr": 0.3}), mode)
     assert chosen == optimizers.LAMB(lr=0.3, eps=1e-8, weight_decay=0.1)
+
+
+def test_torchs_adamw_is_refused_with_decay_that_is_added_to_the_gradient():
+    param = with_optimizer(torch.optim.AdamW, {"lr": 0.3})
+    with pytest.raises(UnsupportedError, match="weight_decay_mode=.* AdamW: give DECOUPLE"):
+        choose_optimizer("t", param, {"weight_decay_mode": WeightDecayMode.L2})
 
 
 @pytest.mark.parametrize(

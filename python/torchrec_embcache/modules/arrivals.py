@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor, nn
 from torchrec.optim.fused import EmptyFusedOptimizer
 
@@ -95,6 +96,9 @@ def _numbers(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dic
             numbers[name] = float(value) if isinstance(value, Tensor) else value
         elif name not in ("params", "initial_lr") and value != defaults.get(name):
             numbers[name] = value
+    # In a backward, TorchRec's name for the formula of torch's Adam is that of AdamW.
+    if kind is torch.optim.Adam and numbers["weight_decay"] and not group.get("decoupled_weight_decay"):
+        numbers["weight_decay_mode"] = WeightDecayMode.L2
     return numbers
 
 

@@ -17,11 +17,21 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRecRowWiseAdag
 from torchrec.types import DataType
 
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
-from torchrec_embcache.optimizers import LAMB, SGD, Adagrad, AdamW, OptimizerSpec, PartialRowWiseAdam, RowWiseAdagrad
+from torchrec_embcache.optimizers import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    OptimizerSpec,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+)
 
 __all__ = [
     "NO_OPTIMIZER",
     "OPTIMIZER_ATTRIBUTES",
+    "check_one_optimizer",
     "choose_optimizer",
     "no_optimizer_error",
     "without_optimizer_attributes",
@@ -30,7 +40,8 @@ __all__ = [
 #: The attributes of a parameter in which `apply_optimizer_in_backward` notes what it was given.
 OPTIMIZER_ATTRIBUTES = ("_optimizer_classes", "_optimizer_kwargs")
 
-# FBGEMM's Adam decouples weight decay, which is `AdamW`'s formula. TorchRec maps `torch.optim.Adam` to it, so this does too.
+# FBGEMM's Adam decouples weight decay, which is `AdamW`'s formula. TorchRec maps `torch.optim.Adam` to it, so this does too, unless
+# `weight_decay_mode` is L2.
 _BY_TYPE: dict[Any, type[OptimizerSpec]] = {
     EmbOptimType.SGD: SGD,
     EmbOptimType.EXACT_SGD: SGD,
@@ -94,9 +105,8 @@ def choose_optimizer(
 
     `UnsupportedError` for an optimizer or a parameter that is not supported, `ConfigError` for a number out of range.
     """
+    check_one_optimizer(table, param)
     classes = getattr(param, "_optimizer_classes", [])
-    if len(classes) > 1:
-        raise UnsupportedError(f"table {table!r} has {len(classes)} optimizers in backward: apply one")
     chosen: type[OptimizerSpec] | None = None
     called = ""
     values = dict(_FBGEMM_DEFAULTS)
@@ -112,12 +122,15 @@ def choose_optimizer(
         chosen, called = _BY_CLASS[classes[0]], _class_name(classes[0])
     if chosen is None:
         return None
+    in_backward = getattr(param, "_optimizer_kwargs", [{}])[0] if classes else {}
+    if chosen is AdamW and torch.optim.AdamW not in classes and "L2" in map(_decay_mode, (fused_params, in_backward)):
+        chosen = Adam
     if fused_params:
         _take(table, "fused_params", chosen, fused_params, values)
     if classes:
         if classes[0] is torch.optim.AdamW:
             values["weight_decay"] = 0.01
-        _take(table, "apply_optimizer_in_backward", chosen, getattr(param, "_optimizer_kwargs", [{}])[0], values)
+        _take(table, "apply_optimizer_in_backward", chosen, in_backward, values)
     values["betas"] = (values.pop("beta1"), values.pop("beta2"))
     if not values.pop("gradient_clipping"):
         values["max_gradient"] = None
@@ -126,6 +139,16 @@ def choose_optimizer(
         return chosen(**{name: value for name, value in values.items() if name in fields}).call(called)
     except ConfigError as error:
         raise ConfigError(f"table {table!r}: {error}") from None
+
+
+def check_one_optimizer(table: str, param: nn.Parameter | None) -> None:
+    """`UnsupportedError` where `apply_optimizer_in_backward` was called more than once on the weight of `table`."""
+    classes = getattr(param, "_optimizer_classes", [])
+    if len(classes) > 1:
+        raise UnsupportedError(
+            f"table {table!r} has {len(classes)} optimizers in backward: apply one; to change its numbers, write into the "
+            "param_groups of the module's fused_optimizer, and for another optimizer make the module anew"
+        )
 
 
 def _class_name(cls: type[Any]) -> str:
@@ -178,7 +201,7 @@ def _take(
 def _check_decay_mode(
     table: str, source: str, chosen: type[OptimizerSpec], mode: Any, given: Mapping[str, Any]
 ) -> None:
-    name = getattr(mode, "name", str(mode))
+    name = _decay_mode(given)
     if name == "NONE" and not given.get("weight_decay"):
         return
     only = "DECOUPLE" if chosen in _DECOUPLED else "L2"
@@ -187,6 +210,12 @@ def _check_decay_mode(
             f"table {table!r}: {source} weight_decay_mode={mode} is not supported with {chosen.__name__}: "
             f"give {only}, or leave it out"
         )
+
+
+def _decay_mode(given: Mapping[str, Any] | None) -> str:
+    """The name of `weight_decay_mode`; "None" where it is not given."""
+    mode = (given or {}).get("weight_decay_mode")
+    return str(getattr(mode, "name", mode))
 
 
 def no_optimizer_error(tables: list[str]) -> StateError:
