@@ -30,7 +30,9 @@ __all__ = [
     "OptimizerSpec",
     "PartialRowWiseAdam",
     "RowWiseAdagrad",
+    "check_one_optimizer",
     "check_saved_optimizer",
+    "common_numbers",
     "gradient_limits",
     "native_hyperparameters",
 ]
@@ -334,6 +336,19 @@ _SAVED_NAMES = {
 }
 
 
+def check_one_optimizer(table: str, param: torch.nn.Parameter | None, *, others: int = 0) -> None:
+    """`UnsupportedError` where the weight `param` of `table` has several optimizers, of which one would be ignored.
+
+    They are those of `apply_optimizer_in_backward`, and `others` that the table was given otherwise.
+    """
+    count = others + len(getattr(param, "_optimizer_classes", ()))
+    if count > 1:
+        raise UnsupportedError(
+            f"table {table!r} has {count} optimizers in backward: apply one, before the first step and before sharding. To change "
+            "its numbers, write into the optimizer's param_groups; for another optimizer, make the module again"
+        )
+
+
 def check_saved_optimizer(table: str, optimizer: OptimizerSpec | None, saved: str) -> None:
     """`MismatchError` unless rows with the slots of the kind `saved` fit the table, which has `optimizer`."""
     if (optimizer.kind if optimizer is not None else SGD.kind) == saved:
@@ -357,6 +372,12 @@ def native_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> NDArray[np.fl
     return np.array(rows, np.float64).reshape(len(rows), len(Hyperparameters._fields))
 
 
+def common_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `defaults` of an optimizer with these `param_groups`, where schedulers look for `betas`: the numbers of all groups."""
+    first = groups[0] if groups else {}
+    return {name: first[name] for name in first if name != "params" and all(name in group for group in groups)}
+
+
 def scaler_error() -> UnsupportedError:
     """The error that `GradScaler.step` of an optimizer that is fused into the backward raises."""
     return UnsupportedError(
@@ -369,8 +390,9 @@ def scaler_error() -> UnsupportedError:
 class FusedOptimizer(torch.optim.Optimizer):
     """What a user holds of an optimizer that runs in the backward: its `param_groups`, which every backward reads.
 
-    `step()` and `zero_grad()` do nothing. Torch's learning-rate schedulers work on it. Its `state_dict` has the groups alone,
-    because the slots belong to the rows.
+    `step()` and `zero_grad()` do nothing. Torch's learning-rate schedulers work on it: `OneCycleLR` and `CyclicLR` cycle the first
+    of `betas`, and an optimizer without `betas` needs their `cycle_momentum=False`. Its `state_dict` has the groups alone, because
+    the slots belong to the rows.
 
     Examples:
         >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
@@ -390,7 +412,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Sequence[torch.nn.Parameter], specs: Sequence[OptimizerSpec]) -> None:
         """Group i has one param, `params[i]`, which is the zero-row parameter of a table; its numbers are those of `specs[i]`."""
         groups = [{"params": [param], **spec.param_group()} for param, spec in zip(params, specs, strict=True)]
-        super().__init__(groups, {})
+        super().__init__(groups, common_numbers(groups))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Do nothing, because the backward updates. `UnsupportedError` for a closure, which would run the backward twice."""

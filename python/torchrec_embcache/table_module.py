@@ -26,7 +26,7 @@ from .lifetime import FlushSchedule
 from .lookup import LookupGroup
 from .metrics import TableStats
 from .miss_ratios import MissRatioCurve
-from .optimizers import SGD, FusedOptimizer, OptimizerSpec
+from .optimizers import SGD, FusedOptimizer, OptimizerSpec, check_one_optimizer
 from .rows import clicks_array
 from .state_dicts import check_rows_are_here, note_rows
 from .telling import OnEvict
@@ -152,6 +152,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         """Whether this forward trains. Before one that does, flush if it is time, and warn of several ranks."""
         if not self._trains:
             return False
+        check_one_optimizer(self.table.name, self.weight, others=1)
         if not self._replicated and (ranks := world_size()) > 1:
             self._replicated = True
             warnings.warn(

@@ -7,11 +7,13 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
+from torchrec import EmbeddingBagConfig
+from torchrec import KeyedJaggedTensor as Kjt
 from torchrec import optim as trec_optim
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.types import DataType
 
-from torchrec_embcache import optimizers
+from torchrec_embcache import EmbCacheEmbeddingBagCollection, TierBudgets, optimizers
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.modules.optimizer_choice import choose_optimizer
 
@@ -141,3 +143,17 @@ def test_optimizers_that_are_not_known_are_refused_naming_table_and_value(cls, k
 def test_fused_params_that_are_not_known_are_refused(params, error, words):
     with pytest.raises(error, match=words):
         choose_optimizer("t", None, {"optimizer": EmbOptimType.EXACT_ADAGRAD, **params})
+
+
+def test_a_second_optimizer_is_refused_after_the_first_step_as_before_it():
+    table = EmbeddingBagConfig(name="t", embedding_dim=2, num_embeddings=9, feature_names=["f"])
+    module = EmbCacheEmbeddingBagCollection([table], tiers=TierBudgets(host_bytes="1MiB"))
+    batch = Kjt(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
+    apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
+    module(batch).values().sum().backward()
+    before = module.tables["t"].read_rows([1]).weights
+    apply_optimizer_in_backward(torch.optim.Adam, module.parameters(), {"lr": 0.001})
+    with pytest.raises(UnsupportedError, match="table 't' has 2 optimizers in backward"):
+        module(batch)
+    assert torch.equal(module.tables["t"].read_rows([1]).weights, before)
+    assert module.eval()(batch).values().tolist() == before.tolist()

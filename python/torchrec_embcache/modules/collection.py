@@ -18,7 +18,7 @@ from torchrec_embcache.collective import is_distributed, world_size
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
-from torchrec_embcache.optimizers import OptimizerSpec
+from torchrec_embcache.optimizers import OptimizerSpec, check_one_optimizer
 from torchrec_embcache.state_dicts import check_rows_are_here
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
@@ -161,6 +161,8 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             self._check_alone(owner)
             if self._tables.untrainable:
                 raise no_optimizer_error(self._tables.untrainable)
+            for name, weight in self.weights().items():
+                check_one_optimizer(name, weight)
             self._flushes.before_forward()
         return in_order(features, self._features), lookup, train
 

@@ -26,12 +26,12 @@ from torchrec_embcache.optimizers import (
     OptimizerSpec,
     PartialRowWiseAdam,
     RowWiseAdagrad,
+    check_one_optimizer,
 )
 
 __all__ = [
     "NO_OPTIMIZER",
     "OPTIMIZER_ATTRIBUTES",
-    "check_one_optimizer",
     "choose_optimizer",
     "no_optimizer_error",
     "without_optimizer_attributes",
@@ -139,16 +139,6 @@ def choose_optimizer(
         return chosen(**{name: value for name, value in values.items() if name in fields}).call(called)
     except ConfigError as error:
         raise ConfigError(f"table {table!r}: {error}") from None
-
-
-def check_one_optimizer(table: str, param: nn.Parameter | None) -> None:
-    """`UnsupportedError` where `apply_optimizer_in_backward` was called more than once on the weight of `table`."""
-    classes = getattr(param, "_optimizer_classes", [])
-    if len(classes) > 1:
-        raise UnsupportedError(
-            f"table {table!r} has {len(classes)} optimizers in backward: apply one; to change its numbers, write into the "
-            "param_groups of the module's fused_optimizer, and for another optimizer make the module anew"
-        )
 
 
 def _class_name(cls: type[Any]) -> str:
