@@ -1,14 +1,16 @@
 """The optimizer of a module as users of TorchRec hold it: a `KeyedOptimizer` with a param group for each table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torchrec.optim.fused import FusedOptimizer
 
+from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import UnsupportedError
-from torchrec_embcache.optimizers import OptimizerSpec, scaler_error
+from torchrec_embcache.optimizers import OptimizerSpec, common_numbers, scaler_error
+from torchrec_embcache.table_shard import TableShard
 
 __all__ = ["TableOptimizer"]
 
@@ -28,8 +30,17 @@ class TableOptimizer(FusedOptimizer):
         """`torch.amp.GradScaler.step` asks an optimizer for this first. It raises `UnsupportedError`."""
         raise scaler_error()
 
-    def __init__(self, prefix: str, params: Mapping[str, nn.Parameter], specs: Mapping[str, OptimizerSpec]) -> None:
-        """`params` has the zero-row parameter [0, D] of each table of `specs`. The keys are `<prefix><table>.weight`."""
+    def __init__(
+        self,
+        prefix: str,
+        params: Mapping[str, nn.Parameter],
+        specs: Mapping[str, OptimizerSpec],
+        tables: Sequence[TableShard],
+    ) -> None:
+        """`params` has the zero-row parameter [0, D] of each table of `specs`. The keys are `<prefix><table>.weight`.
+
+        `tables`: the tables of `specs`, whose steps `set_optimizer_step` sets.
+        """
         state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         self.groups: dict[str, dict[str, Any]] = {}
         for table, spec in specs.items():
@@ -42,6 +53,20 @@ class TableOptimizer(FusedOptimizer):
         super().__init__(
             {f"{prefix}{table}.weight": params[table] for table in specs}, state, list(self.groups.values())
         )
+        self.defaults.update(common_numbers(list(self.groups.values())))
+        self._tables = list(tables)
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the step of each table, which Adam and its kin correct by and which eviction rules count; an integer, 0 or more.
+
+        A load restores it. Where a table has another step, the next save is full. Raises `ConfigError` for another `step`, and
+        `StateError` where it is less than the table's, and batches in flight have rows that a sweep deferred.
+        """
+        check_int("step", step, 0, (1 << 63) - 1)
+        for table in self._tables:
+            table.open()
+            if table.native.step() != step:
+                table.native.set_step(step)
 
     def step(self, closure: Any = None) -> None:
         """Do nothing, because the backward updates. `UnsupportedError` for a closure, which would run the backward twice."""

@@ -264,7 +264,7 @@ class ModuleTables(Mapping[str, CacheTable]):
     def optimizer(self, prefix: str, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> TableOptimizer:
         """The optimizer of those of the tables `names` that have one, with the keys `<prefix><table>.weight`."""
         specs = {name: spec for name in names if (spec := self._tables[name].optimizer) is not None}
-        return TableOptimizer(prefix, params, specs)
+        return TableOptimizer(prefix, params, specs, [internals(self._tables[name]) for name in specs])
 
     def group(
         self,
