@@ -3,13 +3,18 @@
 test_triton_compiled.py runs it as a program of its own, because kernels are declared either for the interpreter or for a compiler.
 The launches are those of `launch` itself, for small tensors on the CPU. Triton compiles each of them as it would on such a GPU:
 types, constants and options are those that the launch gives.
+
+By default each batch has one kind of backward for each kernel, in turn, so that the batches of a generation cover every pair of a
+kernel and a kind. With `EMBCACHE_EVERY_LAUNCH=1` each batch has all of them.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +36,8 @@ ARITHMETIC = re.compile(r"\b((?:add|sub|mul|div|fma|mad|sqrt|rsqrt|rcp|ex2|lg2|s
 MOVES = re.compile(r"\b((?:ld|st)\.global[a-z0-9.:_]*)\b")
 USED = re.compile(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)")
 FEATURES, OCCURRENCES = 2, 5
+#: Bags that are weighted, averaged and summed, and sequences. `launch` compiles the first two alike.
+BACKWARDS = [[(True, True), (False, True)], [(False, False)], [None]]
 
 
 class Generation:
@@ -101,21 +108,32 @@ def launch_lookups(batch: Batch) -> None:
     launch.read_sequence(batch.dim, batch.features, batch.slots, starts, OCCURRENCES, out)
 
 
-def launch_backwards(batch: Batch) -> None:
-    """Launch each backward: of weighted, averaged and summed bags, of sequences, and of sums of parts, by every optimizer."""
+def launch_backwards(batch: Batch, number: int) -> None:
+    """Launch each backward: of weighted, averaged and summed bags, of sequences, and of sums of parts, by every optimizer.
+
+    Of the kinds of a backward, an optimizer has that of its turn in the batch of this number, or all.
+    """
     grad = batch.floats(batch.bags, batch.columns)
+    # Those of sums of parts are compiled as those of sequences are, if the latter are aligned.
     found = [
-        launch.find_gradients(batch.features, batch.of_bags(weighted=weighted), OCCURRENCES, grad, scaled)
-        for weighted, scaled in ((True, True), (False, True), (False, False))
+        [
+            launch.find_gradients(batch.features, batch.of_bags(weighted=bags[0]), OCCURRENCES, grad, bags[1])
+            if bags
+            else launch.Gradients(batch.floats(OCCURRENCES, batch.dim))
+            for bags in alike
+        ]
+        for alike in BACKWARDS
     ]
     starts = batch.integers(4)
     rows = launch.Rows(batch.integers(3), batch.integers(3), starts, batch.integers(OCCURRENCES))
-    # Those of sums of parts are compiled as those of sequences are, if the latter are aligned.
-    for gradients in (*found, launch.Gradients(batch.floats(OCCURRENCES, batch.dim))):
-        launch.sum_gradients(batch.dim, launch.Ranges(starts[:-1], starts[1:]), rows.occurrences, gradients)
-        for kind in KINDS:
-            tiers, numbers = torch.zeros(4, dtype=torch.int64), torch.zeros(9)
-            launch.update(kind, batch.dim, tiers, numbers, rows, gradients, count=3)
+    every = os.environ.get("EMBCACHE_EVERY_LAUNCH") == "1"
+    for turn, kind in enumerate([None, *KINDS], number):
+        for gradients in chain.from_iterable(found if every else [found[turn % len(found)]]):
+            if kind is None:
+                launch.sum_gradients(batch.dim, launch.Ranges(starts[:-1], starts[1:]), rows.occurrences, gradients)
+            else:
+                tiers, numbers = torch.zeros(4, dtype=torch.int64), torch.zeros(9)
+                launch.update(kind, batch.dim, tiers, numbers, rows, gradients, count=3)
 
 
 def launch_moves(batch: Batch) -> None:
@@ -159,10 +177,11 @@ def main(generation: int, dims: list[int], ragged: list[int]) -> None:
     for name, kernel in kernels.items():
         setattr(launch, name, Compiling(kernel, kept))
     found = []
-    for dim, is_ragged in [*((dim, False) for dim in dims), *((dim, True) for dim in ragged)]:
+    for number, (dim, is_ragged) in enumerate([*((dim, False) for dim in dims), *((dim, True) for dim in ragged)]):
         batch = Batch(dim, ragged=is_ragged)
-        for launches in (launch_lookups, launch_backwards, launch_moves):
-            launches(batch)
+        launch_lookups(batch)
+        launch_backwards(batch, number)
+        launch_moves(batch)
         assert {name for name, _, _ in kept} == set(kernels), "each kernel of `launch` is launched"
         # What several launches have in common is compiled once.
         once = {id(made): (name, given, made) for name, given, made in kept}
