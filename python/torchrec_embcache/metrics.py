@@ -252,7 +252,7 @@ class EvictionStats:
 class TableStats:
     """The counters of one shard of a table.
 
-    - `rows`: rows in all tiers together.
+    - `rows`: rows in all tiers together, also those that a sweep took and that have not left their tier yet.
     - `step`: training steps.
     - `pinned_rows`: cache slots that batches in flight hold.
     - `overflow_plans`: batches whose rows did not fit the tier that kernels run on.

@@ -34,7 +34,7 @@ class MissRatioCurve:
     - `distinct_ids`: how many ids there were since the table was opened, as estimated.
     - `sampling_rate`: the share of the ids that the measurement follows now.
 
-    The sizes are whole steps of the measurement, from about 1/500 of `distinct_ids` on; `at` gives the ratio of any size.
+    The sizes are whole steps of the measurement, from 32 / `sampling_rate` rows on; `at` gives the ratio of any size.
 
     Examples:
         >>> import torch

@@ -84,7 +84,7 @@ impl Precision {
     /// Store rows of `dim` weights: `weights` is `[n, dim]`, and `into` has [`Precision::row_bytes`] for each of them.
     ///
     /// The error is the number of the first row that this precision cannot hold: of fp16 and bf16 one with a finite weight that would become
-    /// infinite; of int8 one with a weight that is not finite, or beyond ±65,504, or with a range above 255 × 65,504. Other rows may have been stored.
+    /// infinite; of int8 one with a weight that is not finite, or whose bias or scale fp16 would make infinite. Other rows may have been stored.
     ///
     /// # Panics
     /// When the lengths do not fit.
