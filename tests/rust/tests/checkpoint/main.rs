@@ -32,3 +32,4 @@ mod serving_source_rules;
 mod serving_swaps;
 mod sweeps;
 mod sweeps_crash;
+mod sweeps_moves;

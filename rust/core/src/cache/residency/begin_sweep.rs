@@ -82,13 +82,13 @@ impl Residency {
             return Ok(());
         }
         self.end_before(&sweep)?;
-        // A sweep that takes all that the one before takes goes on where that one is, so that each slot and each record has its turn.
-        let mut before = self.sweeping.take();
         self.base.contents_changed();
         self.note_sweep(&sweep);
         self.as_swept = Some(self.base.version());
         let (host, device) = (&self.host.slots, self.device.as_ref().map(|tier| &tier.slots));
         let slots = (host.high_water(), device.map_or(0, SlotMap::high_water));
+        // A sweep that takes all that the one before takes goes on where that one is, so that each slot and each record has its turn.
+        let mut before = self.sweeping.take();
         let judge = match &mut before {
             Some(before) => Judge::in_place_of(&mut before.judge, sweep, self.epoch, self.tells()),
             None => Judge::new(sweep, self.epoch),

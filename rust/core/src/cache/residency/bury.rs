@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 
 use super::Residency;
+use super::find::is_in_ram;
 use super::judge::{Dead, Judge};
 use crate::cache::rows::Chunk;
 use crate::error::Result;
@@ -194,11 +195,8 @@ impl Residency {
     /// Bury the dead ones among these rows that are on SSD alone.
     pub(super) fn bury_dead_on_ssd(&mut self, ids: &[Id], by: &Judge) -> Result<()> {
         let Some(ssd) = &self.base.ssd else { return Ok(()) };
-        let in_ram = |id: &Id| {
-            self.host.slots.get(*id) != NO_SLOT
-                || self.device.as_ref().is_some_and(|tier| tier.slots.get(*id) != NO_SLOT)
-        };
-        let elsewhere: Vec<Id> = ids.iter().copied().filter(|id| !in_ram(id)).collect();
+        let in_ram = |id: Id| is_in_ram(&self.host, self.device.as_ref(), id);
+        let elsewhere: Vec<Id> = ids.iter().copied().filter(|&id| !in_ram(id)).collect();
         let mut there = vec![false; elsewhere.len()];
         ssd.maybe_contains(&elsewhere, &mut there);
         let there = elsewhere.into_iter().zip(there).filter(|(_, there)| *there);

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use super::Residency;
+use super::find::is_in_ram;
 use crate::cache::rows::Chunk;
 use crate::config::OnFull;
 use crate::error::{Error, Kind, Result};
@@ -149,10 +150,7 @@ impl Residency {
         if rows == 0 {
             return Ok(0);
         }
-        let (host, device) = (&self.host, &self.device);
-        let in_ram =
-            |id: Id| host.slots.get(id) != NO_SLOT || device.as_ref().is_some_and(|d| d.slots.get(id) != NO_SLOT);
-        let keep = |id: Id| needed.contains(&id) || in_ram(id);
+        let keep = |id: Id| needed.contains(&id) || is_in_ram(&self.host, self.device.as_ref(), id);
         let dropped = if self.tells() {
             let mut tell = |headers, vectors| self.tell_dropped(Chunk { headers, vectors });
             ssd.evict_and_tell(rows, &keep, &mut tell)?

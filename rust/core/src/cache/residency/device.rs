@@ -176,9 +176,11 @@ impl Residency {
     /// Copy what a moment wants of device rows that are about to change or to leave their slots. [`Residency::ask_for_moment`] was called with
     /// them before anything has changed. Rows that cannot be read fail the moment, never the caller.
     pub(super) fn keep_device(&mut self, slots: &[CacheSlot]) {
-        let Some(mut moment) = self.moment.take() else { return };
-        for wanted in moment.take_wanted_on_device(slots).chunks(ROWS_PER_GATHER) {
-            match self.copies_of(wanted) {
+        let wanted = self.moment.as_mut().map(|moment| moment.take_wanted_on_device(slots)).unwrap_or_default();
+        for wanted in wanted.chunks(ROWS_PER_GATHER) {
+            let rows = self.copies_of(wanted);
+            let Some(moment) = &mut self.moment else { return };
+            match rows {
                 Ok(rows) => moment.keep_all(&rows, self.base.floats()),
                 Err(error) => {
                     moment.fail(error);
@@ -186,6 +188,5 @@ impl Residency {
                 }
             }
         }
-        self.moment = Some(moment);
     }
 }

@@ -2,8 +2,9 @@
 
 use super::Residency;
 use crate::cache::rows::FoundRows;
+use crate::device::DeviceTier;
 use crate::error::{Error, Kind, Result};
-use crate::host::NoKernelWrites;
+use crate::host::{HostTier, NoKernelWrites};
 use crate::memory;
 use crate::rows::RowHeader;
 use crate::slots::RowState;
@@ -17,6 +18,11 @@ pub(super) enum Whereabouts {
     /// On SSD and in no other tier. The record was read to be sure.
     Ssd,
     Nowhere,
+}
+
+/// Whether an id has a slot in RAM or on the device.
+pub(super) fn is_in_ram(host: &HostTier, device: Option<&DeviceTier>, id: Id) -> bool {
+    host.slots.get(id) != NO_SLOT || device.is_some_and(|tier| tier.slots.get(id) != NO_SLOT)
 }
 
 impl Residency {

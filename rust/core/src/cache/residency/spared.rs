@@ -55,6 +55,8 @@ impl Residency {
         let takes_all = |newer: &&mut SparedBy| newer.judge.sweep.covers(&oldest.judge.sweep);
         if let Some(newer) = by_sweep.iter_mut().find(takes_all) {
             newer.ids.extend(oldest.ids);
+            newer.ids.sort_unstable();
+            newer.ids.dedup();
             return;
         }
         self.lineage.forget();
@@ -96,10 +98,13 @@ impl Residency {
     ///
     /// Errors: as [`Residency::finish_sweep`]. Rows that were not judged stay spared, and no later sweep has judged them.
     pub(super) fn bury_spared(&mut self) -> Result<()> {
-        let mut by_sweep = std::mem::take(&mut self.spared.by_sweep);
-        let buried = by_sweep.iter_mut().try_for_each(|SparedBy { judge, ids }| self.bury_later(judge, ids));
-        by_sweep.retain(|spared| !spared.ids.is_empty());
-        self.spared.by_sweep = by_sweep;
+        let buried = (0..self.spared.by_sweep.len()).try_for_each(|sweep| {
+            let SparedBy { judge, ids } = &self.spared.by_sweep[sweep];
+            let (judge, ids) = (Arc::clone(judge), ids.clone());
+            self.spared.by_sweep[sweep].ids = self.bury_later(ids, &judge)?;
+            Ok(())
+        });
+        self.spared.by_sweep.retain(|spared| !spared.ids.is_empty());
         buried
     }
 
@@ -109,14 +114,12 @@ impl Residency {
             return Ok(());
         }
         let ids: HashSet<Id> = ids.iter().copied().collect();
-        let by_sweep = std::mem::take(&mut self.spared.by_sweep);
-        let buried = by_sweep.iter().try_for_each(|spared| {
+        (0..self.spared.by_sweep.len()).try_for_each(|sweep| {
+            let spared = &self.spared.by_sweep[sweep];
             let wanted: Vec<Id> = spared.ids.iter().copied().filter(|id| ids.contains(id)).collect();
             // Those that stay spared are among the sweep's rows already.
-            self.bury_dead_of(&wanted, &spared.judge, &mut Vec::new())
-        });
-        self.spared.by_sweep = by_sweep;
-        buried
+            self.bury_dead_of(&wanted, &Arc::clone(&spared.judge)).map(drop)
+        })
     }
 
     /// The sweeps that rows which a plan brings in are held against, in this order. With each are the rows that it may take, where these are

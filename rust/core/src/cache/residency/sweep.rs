@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::Residency;
+use super::find::is_in_ram;
 use super::hold::Hold;
 use super::judge::{Dead, Judge};
 use super::spared::Spared;
@@ -140,17 +141,13 @@ impl Residency {
     /// Go on with the sweep under way.
     fn sweep_on(&mut self, slice: Slice) -> Result<()> {
         self.bury_spared()?;
-        let Some(mut under_way) = self.sweeping.take() else {
+        let swept = self.sweep_tiers(slice);
+        if let Some(ended) = self.sweeping.take_if(|under_way| under_way.passed && under_way.later.is_empty()) {
+            self.note_ended(&ended);
+            self.swept = (!ended.came_in).then(|| ended.judge.sweep.clone());
+        }
+        if self.sweeping.is_none() {
             self.sweep_has_ended();
-            return Ok(());
-        };
-        let swept = self.sweep_tiers(&mut under_way, slice);
-        if under_way.passed && under_way.later.is_empty() {
-            self.note_ended(&under_way);
-            self.swept = (!under_way.came_in).then(|| under_way.judge.sweep.clone());
-            self.sweep_has_ended();
-        } else {
-            self.sweeping = Some(under_way);
         }
         swept.map_err(that_stops_a_sweep)
     }
@@ -161,29 +158,38 @@ impl Residency {
         }
     }
 
-    fn sweep_tiers(&mut self, under_way: &mut UnderWay, slice: Slice) -> Result<()> {
-        if under_way.passed {
-            return self.bury_later(&under_way.judge, &mut under_way.later);
-        }
-        if under_way.later.len() > MOST_LATER {
-            // A row that lives when it is judged is never taken by this sweep, so that it does not matter when that is.
-            self.bury_later(&under_way.judge, &mut under_way.later)?;
-        }
+    /// The sweep under way. It stays in its field while it works, where [`Residency::moved`] finds it: to bury rows may move others.
+    ///
+    /// # Panics
+    /// When none is under way.
+    fn under_way(&mut self) -> &mut UnderWay {
+        self.sweeping.as_mut().expect("a sweep is under way")
+    }
+
+    fn sweep_tiers(&mut self, slice: Slice) -> Result<()> {
+        let Some(under_way) = &self.sweeping else { return Ok(()) };
+        let (by, has_passed) = (Arc::clone(&under_way.judge), under_way.passed);
         let is_beside = under_way.is_carried && under_way.is_in_ram() && !slice.is_to_the_end();
+        if has_passed || under_way.later.len() > MOST_LATER {
+            // A row that lives when it is judged is never taken by this sweep, so that it does not matter when that is.
+            self.bury_left_for_later()?;
+        }
+        if has_passed {
+            return Ok(());
+        }
         let slice = if is_beside { slice.half() } else { slice };
         let (mut seen, mut dead) = (0, 0);
-        while seen < slice.slots && dead < slice.dead && under_way.host.left > 0 {
-            let part = under_way.host.part(SLOTS_PER_PART, self.host.slots.high_water());
-            dead += self.sweep_host(part.clone(), &under_way.judge, &mut under_way.later)?;
-            under_way.host = under_way.host.after(&part);
+        while seen < slice.slots && dead < slice.dead && self.under_way().host.left > 0 {
+            let high_water = self.host.slots.high_water();
+            let part = self.under_way().host.part(SLOTS_PER_PART, high_water);
             seen += part.len();
+            dead += self.sweep_host(part, &by)?;
         }
-        while seen < slice.slots && dead < slice.dead && under_way.device.left > 0 {
+        while seen < slice.slots && dead < slice.dead && self.under_way().device.left > 0 {
             let high_water = self.device.as_ref().map_or(0, |tier| tier.slots.high_water());
-            let part = under_way.device.part(SLOTS_PER_PART, high_water);
-            dead += self.sweep_device(part.clone(), &under_way.judge, &mut under_way.later)?;
-            under_way.device = under_way.device.after(&part);
+            let part = self.under_way().device.part(SLOTS_PER_PART, high_water);
             seen += part.len();
+            dead += self.sweep_device(part, &by)?;
             if slice.is_to_the_end() {
                 // Later parts need no copies of this one.
                 self.forget_copies();
@@ -192,14 +198,15 @@ impl Residency {
                 break;
             }
         }
-        if under_way.is_in_ram() {
+        if self.under_way().is_in_ram() {
             if is_beside {
-                self.sweep_ssd_beside(under_way, slice)?;
+                self.sweep_ssd_beside(slice)?;
             }
             return Ok(());
         }
         // Rows that wait in RAM come before those on SSD, where they may have gone since they were passed.
-        self.bury_later(&under_way.judge, &mut under_way.later)?;
+        self.bury_left_for_later()?;
+        let under_way = self.under_way();
         if !under_way.ram_passed {
             under_way.ram_passed = true;
             if slice.is_to_the_end() {
@@ -208,64 +215,76 @@ impl Residency {
                 under_way.ssd.once_more();
             }
         }
-        under_way.passed = self.sweep_ssd_in_time(under_way, slice)?;
+        self.under_way().passed = self.sweep_ssd_in_time(slice)?;
         Ok(())
     }
 
-    /// Bury the dead rows in some slots of the host tier. Returns how many.
-    fn sweep_host(&mut self, slots: std::ops::Range<CacheSlot>, by: &Judge, later: &mut Vec<Id>) -> Result<usize> {
-        let mut dead = Vec::new();
-        for slot in self.host.trained_until(by.sweep.latest(), slots) {
-            self.judge_in_host(slot, &by.sweep, &mut dead, later);
+    /// Bury the dead rows in some slots of the host tier, which are passed then. Returns how many.
+    fn sweep_host(&mut self, slots: std::ops::Range<CacheSlot>, by: &Judge) -> Result<usize> {
+        let (mut dead, mut later) = (Vec::new(), Vec::new());
+        for slot in self.host.trained_until(by.sweep.latest(), slots.clone()) {
+            self.judge_in_host(slot, &by.sweep, &mut dead, &mut later);
         }
         let buried = dead.len();
         self.bury_in_host(&dead, by)?;
+        let under_way = self.under_way();
+        under_way.later.append(&mut later);
+        under_way.host = under_way.host.after(&slots);
         Ok(buried)
     }
 
-    /// Bury the dead rows in some slots of the device tier. Returns how many.
-    fn sweep_device(&mut self, slots: std::ops::Range<CacheSlot>, by: &Judge, later: &mut Vec<Id>) -> Result<usize> {
-        let Some(tier) = &self.device else { return Ok(0) };
-        let occupied: Vec<CacheSlot> = slots.filter(|&slot| tier.slots.state(slot).has(RowState::OCCUPIED)).collect();
-        let dead = self.judge_on_device(&occupied, &by.sweep, later)?;
-        self.bury_on_device(&dead, by)?;
+    /// Bury the dead rows in some slots of the device tier, which are passed then. Returns how many.
+    fn sweep_device(&mut self, slots: std::ops::Range<CacheSlot>, by: &Judge) -> Result<usize> {
+        let (mut dead, mut later) = (Vec::new(), Vec::new());
+        if let Some(tier) = &self.device {
+            let is_occupied = |&slot: &CacheSlot| tier.slots.state(slot).has(RowState::OCCUPIED);
+            let occupied: Vec<CacheSlot> = slots.clone().filter(is_occupied).collect();
+            dead = self.judge_on_device(&occupied, &by.sweep, &mut later)?;
+            self.bury_on_device(&dead, by)?;
+        }
+        let under_way = self.under_way();
+        under_way.later.append(&mut later);
+        under_way.device = under_way.device.after(&slots);
         Ok(dead.len())
     }
 
     /// As [`Residency::sweep_ssd`], while slots in RAM are left. What it finds is buried earlier so. But a row that it passes over because
     /// it is in RAM may leave RAM before its slot is looked at, so all records are come to again afterwards.
-    fn sweep_ssd_beside(&mut self, under_way: &mut UnderWay, slice: Slice) -> Result<()> {
+    fn sweep_ssd_beside(&mut self, slice: Slice) -> Result<()> {
         // A tier that only reads is gone through as a whole.
-        if self.base.ssd.as_ref().is_some_and(|ssd| !ssd.is_read_only()) && self.sweep_ssd_in_time(under_way, slice)? {
-            under_way.ssd = Burial::default();
+        if self.base.ssd.as_ref().is_some_and(|ssd| !ssd.is_read_only()) && self.sweep_ssd_in_time(slice)? {
+            self.under_way().ssd = Burial::default();
         }
         Ok(())
     }
 
     /// As [`Residency::sweep_ssd`], part by part, until the records of a slice were looked at or its time is over.
-    fn sweep_ssd_in_time(&mut self, under_way: &mut UnderWay, slice: Slice) -> Result<bool> {
+    fn sweep_ssd_in_time(&mut self, slice: Slice) -> Result<bool> {
         if slice.is_to_the_end() {
-            return self.sweep_ssd(under_way, slice.records);
+            return self.sweep_ssd(slice.records);
         }
         let begin = Instant::now();
-        let end = begin + under_way.pace.time_for_slice(begin);
+        let end = begin + self.under_way().pace.time_for_slice(begin);
         let mut left = slice.records;
         let swept = loop {
             let part = left.min(RECORDS_PER_PART);
             left -= part;
-            let swept = self.sweep_ssd(under_way, part);
+            let swept = self.sweep_ssd(part);
             if !matches!(swept, Ok(false)) || left == 0 || Instant::now() >= end {
                 break swept;
             }
         };
-        under_way.pace.slice_ended(Instant::now());
+        self.under_way().pace.slice_ended(Instant::now());
         swept
     }
 
     /// Bury dead rows on SSD, and look at about so many records for that. Returns whether all were looked at.
-    fn sweep_ssd(&mut self, under_way: &mut UnderWay, records: usize) -> Result<bool> {
-        let Some(ssd) = &self.base.ssd else { return Ok(true) };
-        let UnderWay { judge, ssd: burial, .. } = under_way;
+    fn sweep_ssd(&mut self, records: usize) -> Result<bool> {
+        let (Some(ssd), Some(under_way)) = (&self.base.ssd, &mut self.sweeping) else { return Ok(true) };
+        if ssd.is_read_only() {
+            return self.sweep_read_only_ssd();
+        }
+        let judge = Arc::clone(&under_way.judge);
         let sweep = &judge.sweep;
         let dim = self.base.layout.dim;
         let (names, differ) = (RefCell::new(HashMap::new()), judge.names_differ());
@@ -279,57 +298,70 @@ impl Residency {
         let records = if differ { records.min(MOST_NAMES) } else { records };
         let dying =
             Dying { last_step: sweep.latest(), by_row: if sweep.is_by_last_step() { None } else { Some(&by_row) } };
-        let (host, device) = (&self.host.slots, self.device.as_ref().map(|tier| &tier.slots));
         // A row that is in RAM too is judged there.
-        let in_ram = |id: Id| host.get(id) != NO_SLOT || device.is_some_and(|slots| slots.get(id) != NO_SLOT);
-        if ssd.is_read_only() {
-            // Nothing can be written any more, and no state is published that would need to know.
-            let (mut dead, mut copies) = (Vec::new(), Chunk::default());
-            ssd.scan(&mut |row| {
-                if !in_ram(row.header.id) && sweep.kills(row.header, &row.vector[..dim]) {
-                    dead.push(judge.dead(row.header, &row.vector[..dim]));
-                    if self.tells() {
-                        memory::reserve(&mut copies.vectors, "copy evicted rows", row.vector.len())?;
-                        copies.push(row);
-                    }
-                }
-                Ok(())
-            })?;
-            ssd.remove_unwritten(&dead.iter().map(|row| row.id).collect::<Vec<Id>>());
-            self.died(&dead, copies, judge);
-            return Ok(true);
-        }
-        let buried = if self.tells() {
-            let mut tell = |headers, vectors| self.tell_dead(Chunk { headers, vectors }, judge);
-            ssd.bury_and_tell(burial, &dying, &in_ram, records, &mut tell)
+        let in_ram = |id: Id| is_in_ram(&self.host, self.device.as_ref(), id);
+        let buried = if let Some(told) = &self.told {
+            let mut tell = |headers, vectors| told.died(Chunk { headers, vectors }, &judge, dim);
+            ssd.bury_and_tell(&mut under_way.ssd, &dying, &in_ram, records, &mut tell)
         } else {
-            ssd.bury(burial, &dying, &in_ram, records)
+            ssd.bury(&mut under_way.ssd, &dying, &in_ram, records)
         };
         let buried = buried.map_err(|error| self.base.in_table(error))?;
-        let finished = buried.finished;
         let names = names.into_inner();
         let name = |id: Id| names.get(&id).copied().unwrap_or_default();
         let rows = buried.rows.into_iter().map(|(id, modified_epoch)| Dead { id, modified_epoch, name: name(id) });
-        self.died(&rows.collect::<Vec<Dead>>(), Chunk::default(), judge);
-        Ok(finished)
+        self.died(&rows.collect::<Vec<Dead>>(), Chunk::default(), &judge);
+        Ok(buried.finished)
     }
 
-    /// Judge the rows that a sweep has left for later. Those that plans in place use stay for later.
-    pub(super) fn bury_later(&mut self, by: &Judge, later: &mut Vec<Id>) -> Result<()> {
-        let mut ids = std::mem::take(later);
+    /// As [`Residency::sweep_ssd`], of all records of a tier that only reads: nothing can be written, and no state is published that would need
+    /// to know.
+    fn sweep_read_only_ssd(&mut self) -> Result<bool> {
+        let judge = Arc::clone(&self.under_way().judge);
+        let Some(ssd) = &self.base.ssd else { return Ok(true) };
+        let dim = self.base.layout.dim;
+        let (mut dead, mut copies) = (Vec::new(), Chunk::default());
+        ssd.scan(&mut |row| {
+            let weights = &row.vector[..dim];
+            if !is_in_ram(&self.host, self.device.as_ref(), row.header.id) && judge.sweep.kills(row.header, weights) {
+                dead.push(judge.dead(row.header, weights));
+                if self.tells() {
+                    memory::reserve(&mut copies.vectors, "copy evicted rows", row.vector.len())?;
+                    copies.push(row);
+                }
+            }
+            Ok(())
+        })?;
+        ssd.remove_unwritten(&dead.iter().map(|row| row.id).collect::<Vec<Id>>());
+        self.died(&dead, copies, &judge);
+        Ok(true)
+    }
+
+    /// Judge the rows that the sweep under way has left for later.
+    fn bury_left_for_later(&mut self) -> Result<()> {
+        let UnderWay { judge, later, .. } = self.under_way();
+        let (by, ids) = (Arc::clone(judge), later.clone());
+        let judged = ids.len();
+        let stay = self.bury_later(ids, &by)?;
+        // Rows that moved meanwhile follow those that were judged.
+        self.under_way().later.splice(..judged, stay);
+        Ok(())
+    }
+
+    /// Judge rows that a sweep has left for later. Returns those that plans in place use, which stay for later.
+    pub(super) fn bury_later(&mut self, mut ids: Vec<Id>, by: &Judge) -> Result<Vec<Id>> {
         ids.sort_unstable();
         ids.dedup();
+        let stay = self.bury_dead_of(&ids, by)?;
         // Records on SSD are passed over while their rows are in RAM. So rows that have left RAM since are looked at there.
-        let buried = self.bury_dead_of(&ids, by, later).and_then(|()| self.bury_dead_on_ssd(&ids, by));
-        if buried.is_err() {
-            *later = ids;
-        }
-        buried
+        self.bury_dead_on_ssd(&ids, by)?;
+        Ok(stay)
     }
 
-    /// Bury the dead ones among these rows that are in RAM. Those that plans in place use are added to `later`.
-    pub(super) fn bury_dead_of(&mut self, ids: &[Id], by: &Judge, later: &mut Vec<Id>) -> Result<()> {
-        let (mut in_host, mut on_device) = (Vec::new(), Vec::new());
+    /// Bury the dead ones among these rows that are in RAM. Returns those that cannot be judged yet, because plans in place use them or they
+    /// are being read.
+    pub(super) fn bury_dead_of(&mut self, ids: &[Id], by: &Judge) -> Result<Vec<Id>> {
+        let (mut in_host, mut on_device, mut later) = (Vec::new(), Vec::new(), Vec::new());
         for &id in ids {
             if let Some(tier) = &self.device {
                 let slot = tier.slots.get(id);
@@ -339,12 +371,13 @@ impl Residency {
             }
             let slot = self.host.slots.get(id);
             if slot != NO_SLOT {
-                self.judge_in_host(slot, &by.sweep, &mut in_host, later);
+                self.judge_in_host(slot, &by.sweep, &mut in_host, &mut later);
             }
         }
         self.bury_in_host(&in_host, by)?;
-        let dead = self.judge_on_device(&on_device, &by.sweep, later)?;
-        self.bury_on_device(&dead, by)
+        let dead = self.judge_on_device(&on_device, &by.sweep, &mut later)?;
+        self.bury_on_device(&dead, by)?;
+        Ok(later)
     }
 
     /// A plan is about to use its rows: bury those of them that are dead, which it reads as rows that are not there. From then on until it
@@ -372,12 +405,11 @@ impl Residency {
             self.bury_spared_of(&hold.ids)?;
         }
         if (stopped || self.is_sweeping())
-            && let Some(mut under_way) = self.sweeping.take()
+            && let Some(under_way) = &self.sweeping
         {
-            let ids = under_way.may_take_in_ram(&hold.ids);
-            let buried = self.bury_dead_of(&ids, &under_way.judge, &mut under_way.later);
-            self.sweeping = Some(under_way);
-            buried?;
+            let (by, ids) = (Arc::clone(&under_way.judge), under_way.may_take_in_ram(&hold.ids));
+            let mut later = self.bury_dead_of(&ids, &by)?;
+            self.under_way().later.append(&mut later);
         }
         self.in_place.add(&hold.ids);
         Ok(())

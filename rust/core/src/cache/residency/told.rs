@@ -21,7 +21,7 @@ pub(super) struct Told {
 
 impl Told {
     /// Tell of rows that a sweep took, each as taken by the first one that takes it.
-    fn died(&self, rows: Chunk, by: &Judge, dim: usize) {
+    pub(super) fn died(&self, rows: Chunk, by: &Judge, dim: usize) {
         let row = |at: usize| rows.row(at, self.queue.floats());
         let kind = |at| by.step_and_name(row(at).header, &row(at).vector[..dim]);
         let kinds: Vec<(u64, &'static str)> = (0..rows.headers.len()).map(kind).collect();

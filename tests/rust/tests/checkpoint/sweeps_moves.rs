@@ -1,0 +1,92 @@
+//! Rows that move within RAM while a sweep works: the sweep judges them all the same, and the next delta is the table that saved it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use embcache::cache::{RowBlock, host_row_bytes};
+use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::IoEngine;
+use embcache::rows::RowHeader;
+use embcache::types::Id;
+use embcache_tests::{Rig, config};
+
+use crate::elastic::{go_on, load};
+use crate::made::memory;
+use crate::sweeps::rows_of;
+
+const DIM: usize = 4;
+/// Rows that die and that the first save does not have as they are then. Their ids are noted when they die, and take room of rows in RAM.
+const MODIFIED: Id = 30_000;
+/// Rows that die and that the first save has as they are. They are in the last slots, which are given up for the ids that are noted.
+const LAST: Id = 3_000;
+
+fn table(place: &str) -> TableConfig {
+    let dir = format!("/ssd/{place}").into();
+    TableConfig {
+        host_bytes: 16 << 20,
+        ssd: Some(SsdConfig { dir, bytes: 1 << 30, reopen: Reopen::Never, resume_token: None }),
+        eviction: Some(Eviction { rule: EvictionRule::Unused { steps: 50 }, every_steps: None }),
+        ..config(DIM, OptimizerKind::Sgd, 1)
+    }
+}
+
+fn import(rig: &Rig, ids: Range<Id>, last_step: u64) {
+    for first in ids.clone().step_by(4000) {
+        let row = |id| RowHeader { id, last_step, count: 1, ..RowHeader::default() };
+        let headers: Vec<RowHeader> = (first..ids.end.min(first + 4000)).map(row).collect();
+        let vectors = vec![0.5; headers.len() * DIM];
+        rig.table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("imported");
+    }
+}
+
+/// Sweep a table whose last slots hold dead rows. While `bury` has the sweep go on, these rows move to slots that the sweep has passed.
+fn all_dead_rows_leave(bury: impl FnOnce(&Rig)) {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let rig = Rig::open(table("saved"), Arc::clone(&engine)).expect("opened");
+    let config = rig.table.config();
+    let slots = (config.host_bytes / host_row_bytes(&config.layout(), config.policy)) as Id;
+    let end = slots - 200;
+    import(&rig, 0..MODIFIED, 1);
+    import(&rig, MODIFIED..end - LAST, 1000);
+    import(&rig, end - LAST..end, 1);
+    let saved = std::slice::from_ref(&rig);
+    let full = go_on(&engine, saved, 1 << 20, None);
+    import(&rig, 0..MODIFIED, 1);
+    rig.table.set_step(1000).expect("set");
+    rig.table.sweep().expect("a sweep");
+    bury(&rig);
+    let expected = rows_of(saved);
+    let dead = expected.values().filter(|(header, _)| header.last_step <= 950).count();
+    assert_eq!(dead, 0, "dead rows outlived the sweep");
+    assert!(expected.contains_key(&MODIFIED), "rows live that the sweep does not take");
+    go_on(&engine, saved, 1 << 20, Some(&full));
+    let loaded = [Rig::open(table("loaded"), Arc::clone(&engine)).expect("opened")];
+    load(&engine, &loaded);
+    assert!(rows_of(&loaded) == expected, "the delta is the table that saved it");
+}
+
+/// Train small batches until the sweep has ended.
+fn in_slices(rig: &Rig) {
+    while rig.table.stats().expect("stats").eviction.expect("a rule").under_way {
+        rig.train(&[MODIFIED], 1, 0).expect("a step");
+    }
+}
+
+#[test]
+fn a_sweep_that_ends_at_once_judges_rows_that_move_meanwhile() {
+    all_dead_rows_leave(|rig| assert!(rig.table.len().expect("rows") > 0));
+}
+
+#[test]
+fn a_sweep_in_slices_judges_rows_that_move_meanwhile() {
+    all_dead_rows_leave(in_slices);
+}
+
+#[test]
+fn a_sweep_judges_rows_that_move_while_a_batch_buries_its_own() {
+    all_dead_rows_leave(|rig| {
+        let batch: Vec<Id> = (MODIFIED / 4..MODIFIED).collect();
+        rig.train(&batch, 1, 0).expect("a step");
+        in_slices(rig);
+    });
+}
