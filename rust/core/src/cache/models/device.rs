@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use loom::cell::UnsafeCell;
 
-use super::{DIM, Lookup, MemoryEngine, Plan, PlanMode, Table, config, model, spawn};
-use crate::cache::DeviceRows;
+use super::{Chunk, DIM, Lookup, MemoryEngine, Plan, PlanMode, PreImages, Table, config, model, spawn};
+use crate::cache::{Ancestor, DeviceRows};
 use crate::config::{OnFull, TableConfig};
+use crate::io::IoEngine;
 use crate::types::{CacheSlot, Id};
 
 /// The memory of a device, a cell for each slot.
@@ -166,4 +167,42 @@ fn loom_a_plan_that_is_dropped_before_its_row_has_arrived_leaves_it_for_another(
         other.join().unwrap();
         at_rest(&table, &[(1, 1), (2, 1), (3, 1)]);
     });
+}
+
+/// The ids of a save while a row leaves the device for another one. Rows 1 and 2 are there, and both were trained since the checkpoint on which
+/// a delta builds. Row 1 is trained after the save has begun, so that a copy of it is kept.
+fn saved_while_a_row_leaves(is_delta: bool) -> Vec<Id> {
+    let (table, lookup, device) = table();
+    let parent = Ancestor { name: "c".into(), manifest_xxh3: 0, next_epoch: 1 };
+    table.set_epoch(1).unwrap();
+    table.saved_as(parent.clone()).unwrap();
+    train(&lookup, &device, 1);
+    train(&lookup, &device, 2);
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let images = Arc::new(PreImages::new(engine, "/save/images".into(), 1 << 20, 1));
+    let moment = if is_delta { table.moment_of_changes(&images, 2, &parent) } else { table.moment(&images, 2) };
+    train(&lookup, &device, 1);
+    let other = {
+        let (lookup, device) = (Arc::clone(&lookup), Arc::clone(&device));
+        spawn(move || train(&lookup, &device, 3))
+    };
+    let mut ids = Vec::new();
+    let mut sink = |chunk: Chunk| {
+        ids.extend(chunk.headers.iter().map(|header| header.id));
+        Ok(())
+    };
+    moment.unwrap().for_each_chunk(4, &mut sink).unwrap();
+    other.join().unwrap();
+    ids.sort_unstable();
+    ids
+}
+
+#[test]
+fn loom_a_save_while_a_row_leaves_the_device_has_every_row() {
+    model(|| assert_eq!(saved_while_a_row_leaves(false), [1, 2]));
+}
+
+#[test]
+fn loom_a_delta_while_a_row_leaves_the_device_has_every_row() {
+    model(|| assert_eq!(saved_while_a_row_leaves(true), [1, 2]));
 }

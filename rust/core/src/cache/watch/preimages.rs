@@ -61,6 +61,8 @@ struct TableImages {
     floats: usize,
     open: Option<Block>,
     full: VecDeque<Full>,
+    /// How many callers are copying rows. Each may have taken the open block, and gives it back.
+    keeping: usize,
 }
 
 /// Some rows, each a header followed by its vector part.
@@ -101,7 +103,8 @@ impl PreImages {
     /// Add a table. Returns its number.
     pub(crate) fn add(&self, layout: &RowLayout) -> usize {
         let mut state = lock(&self.kept.state);
-        state.tables.push(TableImages { floats: layout.vector_floats(), open: None, full: VecDeque::new() });
+        let floats = layout.vector_floats();
+        state.tables.push(TableImages { floats, open: None, full: VecDeque::new(), keeping: 0 });
         state.tables.len() - 1
     }
 
@@ -119,27 +122,34 @@ impl PreImages {
     /// Copy rows of a table, one at a time, into what this returns.
     pub(crate) fn keep(&self, table: usize) -> Keeping<'_> {
         let mut state = lock(&self.kept.state);
-        let block = state.tables[table].open.take();
-        Keeping { images: self, table, floats: state.tables[table].floats, block, refused: state.failed.is_some() }
+        let refused = state.failed.is_some();
+        let images = &mut state.tables[table];
+        images.keeping += 1;
+        Keeping { images: self, table, floats: images.floats, block: images.open.take(), refused }
     }
 
-    /// Take some kept rows of a table; `None` when there are no more. The error says why not every row was kept.
+    /// Take some kept rows of a table, after those that are being copied; `None` when there are no more. The error says why not every row was
+    /// kept.
     pub(crate) fn take(&self, table: usize) -> Result<Option<Chunk>> {
         let kept = &self.kept;
         let (floats, found) = {
             let mut state = lock(&kept.state);
-            if let Some(error) = &state.failed {
-                return Err(error.clone());
-            }
-            let images = &mut state.tables[table];
-            let found = match images.full.pop_front() {
-                Some(full) => full,
-                None => match images.open.take() {
-                    Some(open) => Full { number: u64::MAX, rows: open.rows, at: Location::Memory(Arc::new(open)) },
-                    None => return Ok(None),
-                },
+            let found = loop {
+                if let Some(error) = &state.failed {
+                    return Err(error.clone());
+                }
+                let images = &mut state.tables[table];
+                if let Some(full) = images.full.pop_front() {
+                    break full;
+                }
+                if images.keeping == 0 {
+                    let Some(open) = images.open.take() else { return Ok(None) };
+                    break Full { number: u64::MAX, rows: open.rows, at: Location::Memory(Arc::new(open)) };
+                }
+                // Whoever copies rows waits for no lock that this caller holds.
+                state = wait(&kept.changed, state);
             };
-            let floats = images.floats;
+            let floats = state.tables[table].floats;
             if let Location::Memory(block) = &found.at {
                 state.held_bytes -= block.bytes.len();
                 kept.changed.notify_all();
@@ -351,15 +361,20 @@ impl Keeping<'_> {
 
 impl Drop for Keeping<'_> {
     fn drop(&mut self) {
-        let Some(block) = self.block.take() else { return };
         let mut state = lock(&self.images.kept.state);
         let open = &mut state.tables[self.table].open;
-        if open.is_none() {
-            *open = Some(block);
-        } else {
-            drop(state);
-            self.images.put(self.table, block);
+        if let Some(block) = self.block.take() {
+            if open.is_none() {
+                *open = Some(block);
+            } else {
+                drop(state);
+                self.images.put(self.table, block);
+                state = lock(&self.images.kept.state);
+            }
         }
+        state.tables[self.table].keeping -= 1;
+        drop(state);
+        self.images.kept.changed.notify_all();
     }
 }
 

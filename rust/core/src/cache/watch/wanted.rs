@@ -107,6 +107,9 @@ impl WantedRows {
     /// Copy those of these device rows that are wanted. `rows` has all of them, just read.
     pub(crate) fn keep_read(&mut self, slots: &[CacheSlot], rows: &Chunk, floats: usize) {
         let wanted: Vec<usize> = (0..slots.len()).filter(|&at| self.device.take(slots[at])).collect();
+        if wanted.is_empty() {
+            return;
+        }
         let mut keeping = self.keep();
         for at in wanted {
             let row = rows.row(at, floats);
@@ -123,6 +126,9 @@ impl WantedRows {
         layout: RowLayout,
     ) {
         let wanted: Vec<CacheSlot> = slots.iter().copied().filter(|&slot| self.device.take(slot)).collect();
+        if wanted.is_empty() {
+            return;
+        }
         let mut keeping = self.keep();
         for slot in wanted {
             let at = slot as usize;
