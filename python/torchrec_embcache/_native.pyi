@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 
 from ._native_checkpoint import (
     Ancestor as Ancestor,
+)
+from ._native_checkpoint import (
     BlockReader as BlockReader,
     BlockRun as BlockRun,
     BlockSave as BlockSave,
     BlockShape as BlockShape,
     BlockToWrite as BlockToWrite,
+    ChangeCounts as ChangeCounts,
     CheckpointCompaction as CheckpointCompaction,
     CheckpointId as CheckpointId,
     CheckpointMoment as CheckpointMoment,
@@ -373,6 +376,7 @@ class Table:
     def set_epoch(self, epoch: int) -> None: ...
     def ancestors(self) -> list[Ancestor]: ...  # the checkpoints that a delta can build on, oldest first
     def sweeps_since(self, ancestor: Ancestor) -> list[str]: ...  # each as text, which is the same for the same sweep
+    def count_changes(self, ancestor: Ancestor) -> ChangeCounts: ...
     def saved_as(self, ancestor: Ancestor) -> None: ...  # once it is published on all ranks, or loaded
     def saved_beside(self, next_epoch: int, ancestor: Ancestor | None = None) -> None: ...  # as saved_as, of a CheckpointMoment's moment; None: its save failed
     def set_unusable(self, reason: str | None) -> None: ...  # refuse every use (StateError with the reason) until set to None

@@ -28,6 +28,16 @@ class Ancestor:
     next_epoch: int  # the first epoch whose modifications it does not have
 
 @final
+class ChangeCounts:
+    """Counts of what changed in a table since a checkpoint. Compared by value, pickled."""
+
+    def __new__(cls, rows: int, left: int, swept: int, doomed: int) -> ChangeCounts: ...
+    rows: int  # of the table
+    left: int  # ids that left, and of which a delta has tombstones
+    swept: int  # rows that sweeps took, and of which it has none
+    doomed: int  # rows in RAM that are there and that a load would drop
+
+@final
 class Directory:
     """A directory that passed the checks of path, owner and permission bits, and is held by its descriptor.
 

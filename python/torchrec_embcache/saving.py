@@ -86,6 +86,8 @@ class _Newest:
     kind: str
     tables: dict[Pair, bool]
     """Whether it has counts of the ids of each table that wait for rows."""
+    rows: dict[Pair, int]
+    """How many rows a load finds of each table."""
 
 
 def _newest(directory: Directory) -> tuple[_Newest | None, str | None]:
@@ -97,7 +99,8 @@ def _newest(directory: Directory) -> tuple[_Newest | None, str | None]:
     if found is None:
         return None, "there is no checkpoint yet"
     tables = {(entry.module, entry.table): entry.pending is not None for entry in found.tables}
-    return _Newest(found.id, found.merged, found.next_epoch, found.kind, tables), None
+    rows = {(entry.module, entry.table): entry.rows for entry in found.tables}
+    return _Newest(found.id, found.merged, found.next_epoch, found.kind, tables, rows), None
 
 
 def _base(shards: list[Shard], directory: Directory, rank: int, *, counters: bool) -> tuple[Base | None, str | None]:
@@ -130,7 +133,8 @@ def _base(shards: list[Shard], directory: Directory, rank: int, *, counters: boo
             "while it was loaded"
         )
     base = Base(found.id, {pair: one for pair, one in ancestors.items() if one is not None})
-    differs = _sweeps_differ(shards, base)
+    if (differs := _sweeps_differ(shards, base)) is None:
+        differs = _rows_differ(shards, base, found.rows)
     return (base, None) if differs is None else (None, differs)
 
 
@@ -152,6 +156,33 @@ def _sweeps_differ(shards: list[Shard], base: Base) -> str | None:
                     f"ranks {before} and {rank} have swept table {shown(pair)} differently since {base.id.name}: sweep on all "
                     "ranks together, with evict(model)"
                 )
+    return None
+
+
+def _rows_differ(shards: list[Shard], base: Base, saved: dict[Pair, int]) -> str | None:
+    """Why a load of a delta on `base` would find other rows than the tables have. Collective.
+
+    No table should come to that: it keeps an error in the bookkeeping of a table from making a chain that cannot be loaded.
+    `saved` is how many rows a load of `base` finds.
+    """
+    counts = {
+        (path, table.name): table.native.count_changes(base.ancestors[path, table.name]) for path, _, table in shards
+    }
+    everyone = all_gather(counts)
+    for pair, before in sorted(saved.items()):
+        of_ranks = [counted[pair] for counted in everyone if pair in counted]
+        rows, doomed = sum(one.rows for one in of_ranks), sum(one.doomed for one in of_ranks)
+        least = before - sum(one.left + one.swept for one in of_ranks)
+        if doomed:
+            return (
+                f"a load would drop {doomed} rows that table {shown(pair)} has, because a sweep since {base.id.name} takes them: a "
+                "bug of torchrec-embcache to report"
+            )
+        if rows < least:
+            return (
+                f"a load would find {least} rows or more of table {shown(pair)}, which has {rows}: {base.id.name} has {before}, "
+                "and fewer are known to have left. This is a bug of torchrec-embcache to report"
+            )
     return None
 
 

@@ -1,5 +1,6 @@
 """Chains of deltas: every one that a save publishes can be loaded."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from tables import ssd_tiers
 from test_saver import make_bag, root, rows
-from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets
+from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction
+from torchrec_embcache.cache import internals
 
 __all__ = ["root"]  # the fixture
 
@@ -39,3 +41,51 @@ def test_a_full_table_that_drops_rows_of_a_checkpoint_descends_from_none(kind: s
     large = make_bag(tiers=LARGE)
     assert Saver(0).load(large, root).dropped == {}
     assert rows(large) == rows(small)
+
+
+def test_a_delta_that_could_not_be_loaded_is_saved_in_full_with_a_warning(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, other = make_bag(), make_bag()
+    train(saved, range(400))
+    report = Saver(0).save(saved, root)
+    train(other, range(40))
+    # An error in the bookkeeping: the table says that it descends from the checkpoint, and does not have most of its rows.
+    native = internals(other.table).native
+    (ancestor,) = internals(saved.table).native.ancestors()
+    native.set_epoch(ancestor.next_epoch)
+    native.saved_as(ancestor)
+    train(other, range(4))
+    counts = native.count_changes(ancestor)
+    assert (counts.rows, counts.left, counts.swept, counts.doomed) == (40, 0, 0, 0)
+    with caplog.at_level(logging.WARNING, "torchrec_embcache"):
+        again = Saver(0).save(other, root, incremental=True)
+    assert again.kind == "full"
+    assert again.reason in caplog.text
+    assert f"would find 400 rows or more of table item, which has 40: {report.checkpoint} has 400" in caplog.text
+    loaded = make_bag()
+    Saver(0).load(loaded, root)
+    assert rows(loaded) == rows(other)
+
+
+def test_rows_that_left_do_not_keep_a_save_from_being_a_delta(root: Path) -> None:
+    bag = make_bag(eviction=eviction.Policy([eviction.Ttl(steps=3)]))
+    for first in range(0, 80, 8):
+        train(bag, range(first, first + 8))
+        bag.remove_rows(torch.tensor([first]))
+        Saver(0).save(bag, root, incremental=True)
+        if first:
+            (*_, ancestor) = internals(bag.table).native.ancestors()
+            assert internals(bag.table).native.count_changes(ancestor).left == 0
+    train(bag, range(80, 88))
+    bag.remove_rows(torch.tensor([80, 81]))
+    (*_, ancestor) = internals(bag.table).native.ancestors()
+    evict(bag)
+    counts = internals(bag.table).native.count_changes(ancestor)
+    assert (counts.rows, counts.left, counts.swept, counts.doomed) == (len(bag), 2 + 7, 0, 0), (
+        "rows of the last four are listed"
+    )
+    assert Saver(0).save(bag, root, incremental=True).kind == "delta"
+    loaded = make_bag()
+    Saver(0).load(loaded, root)
+    assert rows(loaded) == rows(bag)

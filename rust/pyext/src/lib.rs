@@ -90,8 +90,8 @@ mod _native {
     use super::plan::PyPlan;
     #[pymodule_export]
     use super::records::{
-        PyAncestor, PyCheckpointId, PyDigest, PyNewestCheckpoint, PyPublished, PySavedTable, PyStreamRange,
-        PyTableToSave, PyTableWritten, PyWrittenPart,
+        PyAncestor, PyChangeCounts, PyCheckpointId, PyDigest, PyNewestCheckpoint, PyPublished, PySavedTable,
+        PyStreamRange, PyTableToSave, PyTableWritten, PyWrittenPart,
     };
     #[pymodule_export]
     use super::rows::{

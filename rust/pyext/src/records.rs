@@ -238,6 +238,28 @@ impl PyNewestCheckpoint {
     }
 }
 
+/// Counts of what changed in a table since a checkpoint. Pickled.
+#[pyclass(frozen, get_all, eq, from_py_object, name = "ChangeCounts", module = "torchrec_embcache._native")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PyChangeCounts {
+    pub(crate) rows: u64,
+    pub(crate) left: u64,
+    pub(crate) swept: u64,
+    pub(crate) doomed: u64,
+}
+
+#[pymethods]
+impl PyChangeCounts {
+    #[new]
+    fn new(rows: u64, left: u64, swept: u64, doomed: u64) -> Self {
+        Self { rows, left, swept, doomed }
+    }
+
+    fn __getnewargs__(&self) -> (u64, u64, u64, u64) {
+        (self.rows, self.left, self.swept, self.doomed)
+    }
+}
+
 /// What a checkpoint says of one of its tables.
 #[pyclass(frozen, get_all, name = "SavedTable", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug)]

@@ -22,7 +22,7 @@ use crate::evicted::{PyEvictedBlock, PyEvictedQueue};
 use crate::foreign::on_rows;
 use crate::logging::{follow_levels, follow_levels_sometimes};
 use crate::paths::ssd_engine;
-use crate::records::PyAncestor;
+use crate::records::{PyAncestor, PyChangeCounts};
 use crate::rows::{PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata};
 use crate::segments::PySegments;
 use crate::settings::{
@@ -257,6 +257,10 @@ impl PyTable {
     fn sweeps_since(&self, py: Python<'_>, ancestor: PyAncestor) -> PyResult<Vec<String>> {
         let sweeps = py.detach(|| self.inner.sweeps_since(&ancestor.into())).map_err(to_python)?;
         Ok(sweeps.iter().map(|sweep| format!("{sweep:?}")).collect())
+    }
+    fn count_changes(&self, py: Python<'_>, ancestor: PyAncestor) -> PyResult<PyChangeCounts> {
+        let counts = py.detach(|| self.inner.count_changes(&ancestor.into())).map_err(to_python)?;
+        Ok(PyChangeCounts { rows: counts.rows, left: counts.left, swept: counts.swept, doomed: counts.doomed })
     }
     #[pyo3(signature = (next_epoch, ancestor=None))]
     fn saved_beside(&self, py: Python<'_>, next_epoch: u32, ancestor: Option<PyAncestor>) {

@@ -30,7 +30,7 @@ pub use crate::host::INDEX_BYTES_PER_ROW;
 pub use columns::{PickedRows, RowColumns};
 pub use groups::{Gather, GroupSink};
 pub use plan::{Lookup, Plan, RowLists};
-pub use residency::{FetchedRows, PlanMode, TableStats, Unseen, device_row_bytes, host_row_bytes};
+pub use residency::{ChangeCounts, FetchedRows, PlanMode, TableStats, Unseen, device_row_bytes, host_row_bytes};
 pub use rows::{Chunk, DeviceTensors, FoundRows, RowBlock};
 pub use table::Table;
 pub use walk::{ExportStream, TableMoment};

@@ -250,6 +250,7 @@ impl Residency {
         let is_late = self.epoch != by.epoch;
         let noted = rows.iter().filter(|row| is_late || self.lineage.must_list(row.modified_epoch));
         let noted: Vec<Id> = noted.map(|row| row.id).collect();
+        self.lineage.note_swept(self.epoch, (rows.len() - noted.len()) as u64);
         self.note_left(&noted);
     }
 }

@@ -13,6 +13,7 @@ mod begin_sweep;
 mod bury;
 mod capacity;
 mod census;
+mod changes;
 mod copies;
 mod counts;
 mod demand;
@@ -41,6 +42,7 @@ mod under_way;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+pub use changes::ChangeCounts;
 pub(super) use copies::DeviceCopies;
 pub(super) use demand::Demand;
 pub(super) use hold::{Absent, Hold};

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::handle::Table;
 use crate::cache::groups::GroupSink;
+use crate::cache::residency::ChangeCounts;
 use crate::cache::rows::Chunk;
 use crate::cache::walk::{
     ExportStream, TableMoment, all_chunks, all_groups, counts_left, counts_of_now, modified_chunks, modified_groups,
@@ -69,6 +70,13 @@ impl Table {
     /// The sweeps since `ancestor`, which took rows that [`Table::left_since`] does not name.
     pub fn sweeps_since(&self, ancestor: &Ancestor) -> Result<Vec<Sweep>> {
         Ok(self.inner.lock()?.sweeps_since(ancestor))
+    }
+
+    /// Count what changed since `ancestor`, so that it can be told whether a load of a delta on it would find the rows that are here.
+    ///
+    /// Errors: those of [`Table::left_since`].
+    pub fn count_changes(&self, ancestor: &Ancestor) -> Result<ChangeCounts> {
+        self.inner.lock_swept()?.count_changes(ancestor)
     }
 
     /// Count the rows by where they stand in the order of a sweep after `step`, which is the present one: see [`Census`](crate::lifecycle::Census). What a

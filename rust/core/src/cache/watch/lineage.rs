@@ -34,6 +34,8 @@ pub(crate) struct Lineage {
     left_ids: usize,
     /// The sweeps, each with its epoch, epochs ascending. What a later one takes too is not kept twice.
     sweeps: Vec<(u32, Sweep)>,
+    /// How many rows sweeps took that are not among the ids that left, by epoch, epochs ascending.
+    swept: Vec<(u32, u64)>,
     most_ids: usize,
     /// The `next_epoch` of a save beside training that is not published yet. Ids that leave from then on are kept, since the save may
     /// become an ancestor.
@@ -48,13 +50,16 @@ struct Head {
     left: Vec<(u32, usize)>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     sweeps: Vec<(u32, Sweep)>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    swept: Vec<(u32, u64)>,
 }
 
 impl Lineage {
     /// The lineage of a table that descends from no checkpoint. It will remember ids of at most `bytes` bytes.
     pub(crate) fn new(bytes: u64) -> Self {
         let most_ids = bytes as usize / size_of::<Id>();
-        Self { ancestors: Vec::new(), left: Vec::new(), left_ids: 0, sweeps: Vec::new(), most_ids, awaited: None }
+        let (ancestors, left, sweeps, swept) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { ancestors, left, left_ids: 0, sweeps, swept, most_ids, awaited: None }
     }
 
     pub(crate) fn ancestors(&self) -> &[Ancestor] {
@@ -131,6 +136,22 @@ impl Lineage {
         self.forget_beyond_most_sweeps()
     }
 
+    /// Note how many rows a sweep took in `epoch`, which is the table's, besides those whose ids were [noted](Lineage::note_left).
+    pub(crate) fn note_swept(&mut self, epoch: u32, rows: u64) {
+        if !self.is_wanted() || rows == 0 {
+            return;
+        }
+        match self.swept.last_mut() {
+            Some((last, swept)) if *last == epoch => *swept += rows,
+            _ => self.swept.push((epoch, rows)),
+        }
+    }
+
+    /// How many rows sweeps took since `ancestor` whose ids are not among [`Lineage::left_since`].
+    pub(crate) fn swept_since(&self, ancestor: &Ancestor) -> u64 {
+        self.swept.iter().filter(|(epoch, _)| *epoch >= ancestor.next_epoch).map(|(_, rows)| rows).sum()
+    }
+
     fn forget_beyond_most_sweeps(&mut self) -> Option<String> {
         let mut forgotten = None;
         while self.sweeps.len() > MOST_SWEEPS {
@@ -171,6 +192,7 @@ impl Lineage {
     fn prune(&mut self) {
         let oldest = self.oldest();
         self.sweeps.retain(|(epoch, _)| *epoch >= oldest);
+        self.swept.retain(|(epoch, _)| *epoch >= oldest);
         self.left.retain(|(epoch, _)| *epoch >= oldest);
         self.left_ids = self.left.iter().map(|(_, ids)| ids.len()).sum();
     }
@@ -193,6 +215,7 @@ impl Lineage {
             ancestors: self.ancestors.clone(),
             left: self.left.iter().map(|(e, ids)| (*e, ids.len())).collect(),
             sweeps: self.sweeps.clone(),
+            swept: self.swept.clone(),
         };
         let Ok(mut bytes) = serde_json::to_vec(&head) else { return Vec::new() };
         if self.ancestors.is_empty() || bytes.len() + 1 + self.left_ids * size_of::<Id>() > most {
@@ -221,6 +244,7 @@ impl Lineage {
         self.left = head.left.iter().map(|(epoch, count)| (*epoch, ids.by_ref().take(*count).collect())).collect();
         self.ancestors = head.ancestors;
         self.sweeps = head.sweeps;
+        self.swept = head.swept;
         self.prune();
         self.forget_beyond_most_sweeps();
         if self.left_ids > self.most_ids {
@@ -309,6 +333,25 @@ mod tests {
         let bytes = back.encode(1 << 20);
         back.decode(&bytes);
         assert_eq!((back.ancestors(), back.sweeps.len()), (&[ancestor(2)][..], 2));
+    }
+
+    #[test]
+    fn rows_that_sweeps_took_are_counted_since_each_checkpoint() {
+        let mut lineage = Lineage::new(1 << 10);
+        lineage.note_swept(0, 5);
+        for epoch in 1..=3 {
+            lineage.saved_as(ancestor(epoch));
+            lineage.note_swept(epoch, 10);
+            lineage.note_swept(epoch, u64::from(epoch));
+        }
+        let since = |lineage: &Lineage| [1, 2, 3].map(|epoch| lineage.swept_since(&ancestor(epoch)));
+        assert_eq!(since(&lineage), [36, 25, 13]);
+        let mut back = Lineage::new(1 << 10);
+        back.decode(&lineage.encode(1 << 20));
+        assert_eq!(since(&back), [36, 25, 13]);
+        lineage.saved_as(ancestor(4));
+        lineage.saved_as(ancestor(5));
+        assert_eq!(since(&lineage), [25, 25, 13], "what came before the oldest checkpoint is forgotten");
     }
 
     #[test]

@@ -355,7 +355,25 @@ impl Manifest {
                 Err(format!("of {} tables, of which its parent has {}", self.tables.len(), before.tables.len()))
             }
             None => Ok(()),
+        }?;
+        match self.tables.iter().zip(&before.tables).find(|(new, old)| !new.can_follow(old)) {
+            Some((new, old)) => Err(format!(
+                "by which table {:?} of {} rows has {}: {} rows and {} tombstones are in it",
+                new.spec.table, old.total_rows, new.total_rows, new.rows, new.tombstones
+            )),
+            None => Ok(()),
         }
+    }
+}
+
+impl TableEntry {
+    /// Whether these changes of the table can lead from the rows of `before` to those that this entry says: each row is new or there before,
+    /// and without sweeps nothing leaves but what has a tombstone.
+    fn can_follow(&self, before: &Self) -> bool {
+        let most = before.total_rows.saturating_add(self.rows);
+        let unswept = before.total_rows.saturating_sub(self.tombstones);
+        let least = if self.sweeps.is_empty() { self.rows.max(unswept) } else { self.rows };
+        (least..=most).contains(&self.total_rows)
     }
 }
 
