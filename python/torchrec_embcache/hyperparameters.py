@@ -4,9 +4,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from .exceptions import ConfigError
 
-__all__ = ["Hyperparameters", "check_hyperparameters", "check_max_gradient"]
+__all__ = [
+    "Hyperparameters",
+    "check_hyperparameters",
+    "check_max_gradient",
+    "restore_hyperparameters",
+    "restored_hyperparameters",
+]
+
+# What a load restores: numbers that a schedule changes while training goes on. Torch's schedulers derive theirs from `initial_lr`.
+_RESTORED = ("lr", "initial_lr", "max_gradient")
 
 
 class Hyperparameters(NamedTuple):
@@ -49,6 +60,20 @@ def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> Hyperparamete
         l1=number("l1", group.get("l1", 0.0)),
         l2=number("l2", group.get("l2", 0.0)),
     )
+
+
+def restored_hyperparameters(saved: Mapping[str, float]) -> dict[str, float]:
+    """Those of the numbers that a checkpoint has of an optimizer that a load puts into `param_groups`."""
+    return {name: saved[name] for name in _RESTORED if name in saved}
+
+
+def restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, float]) -> None:
+    """Put those numbers into a `param_groups` entry. A rate that is a tensor, as for a captured step, stays that tensor."""
+    for name, value in restored_hyperparameters(saved).items():
+        if isinstance(group.get(name), Tensor):
+            group[name].fill_(value)
+        else:
+            group[name] = value
 
 
 def check_max_gradient(owner: str, group: Mapping[str, Any]) -> float | None:

@@ -68,6 +68,9 @@ class LoadReport:
     """Tables of the checkpoint, by its names, that the model does not have."""
     renamed: dict[str, str]
     """The names of tables in the model, by their names in the checkpoint, where these differ."""
+    hyperparameters: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of each table that was loaded with its slots: the numbers that its `param_groups` entry has from the checkpoint, which are
+    those of `lr`, `initial_lr` and `max_gradient` that were saved."""
     dropped: dict[str, int] = field(default_factory=dict)
     """How many rows of the checkpoint each full table with `on_full="evict"` dropped while it was loaded. The next save of a model
     with such a table is full."""

@@ -230,7 +230,10 @@ class Saver:
         save is full.
 
         The tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`). Budgets, policy, device, seed
-        and initializer may differ. The number of buckets and the table's key become the checkpoint's. Step counters are restored.
+        and initializer may differ. The number of buckets and the table's key become the checkpoint's. Step counters are restored,
+        and so are `lr` and `max_gradient` (with `initial_lr`, which torch's schedulers keep there) in the `param_groups` of tables
+        that are loaded with their slots; `LoadReport.hyperparameters` has them. So load before a scheduler's state, or set another
+        `lr` after the load. Other hyperparameters stay as the model was made.
         Deltas go on from the checkpoint, unless a table has another name in it, or drops rows because it is full
         (`on_full="evict"`, see `LoadReport.dropped`): then the next save is full. Load before a pipeline takes its first batches,
         because ids of batches in flight went to the owners of the old buckets.

@@ -143,10 +143,10 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         """The one table, by its name."""
         return {self.table.name: self.table}
 
-    def hyperparameters(self, table: str) -> dict[str, Any]:
-        """The numbers of the optimizer's one param group, such as `lr`, as training uses them now."""
+    def param_group(self, table: str) -> dict[str, Any]:
+        """The optimizer's one entry of `param_groups`."""
         del table
-        return dict(self.optimizer.param_groups[0])
+        return self.optimizer.param_groups[0]
 
     def _begin_forward(self) -> bool:
         """Whether this forward trains. Before one that does, flush if it is time, and warn of several ranks."""

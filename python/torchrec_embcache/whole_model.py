@@ -39,9 +39,13 @@ class CacheModule:
     def settle(self) -> None:
         """Give the tables the optimizers that are set by now. It is called before rows are saved or loaded."""
 
+    def param_group(self, table: str) -> dict[str, Any] | None:
+        """The entry of `param_groups` that training of the table reads; None where its optimizer has none."""
+
     def hyperparameters(self, table: str) -> dict[str, Any]:
         """The numbers of a table's optimizer, such as `lr`, as training uses them now."""
-        return internals(self.tables[table]).spec.param_group()
+        group = self.param_group(table)
+        return internals(self.tables[table]).spec.param_group() if group is None else dict(group)
 
     def expect_state_dicts(self) -> None:
         """Let state dicts of this module be made without the warning that they hold no rows: who calls this saves the rows."""

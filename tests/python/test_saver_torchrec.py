@@ -114,10 +114,19 @@ def contents(model: nn.Module) -> dict[tuple[str, int], tuple[list[float], float
     }
 
 
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The `param_groups` of all cache modules."""
+    from torchrec_embcache import cache_modules
+
+    return [group for module in cache_modules(model).values() for group in module.fused_optimizer.param_groups]
+
+
 def train_and_save(rank: int, size: int, path: str) -> Any:
     model = make(size, sharded=True)
     for step in range(4):
         train(model, 10 * step + rank)
+    for group in groups(model):
+        group["lr"] = 0.125
     Saver().save(model, path)
     return contents(model)
 
@@ -126,6 +135,7 @@ def load_and_go_on(rank: int, size: int, path: str, total_num_buckets: int) -> A
     model = make(size, sharded=True, total_num_buckets=total_num_buckets)
     train(model, 99)  # this makes the exchanges; its rows are replaced
     Saver().load(model, path)
+    assert {group["lr"] for group in groups(model)} == {0.125}, "as it was saved"
     loaded = contents(model)
     losses = [train(model, 100 + 10 * step + rank) for step in range(3)]
     return loaded, contents(model), losses
@@ -145,6 +155,7 @@ def test_sharded_and_unsharded_load_each_others_checkpoints(two_ranks: World, tm
     assert {name for name, _ in saved} == {"spread", "whole", "rows"}
     model = make(1, sharded=False)
     Saver(0).load(model, path)  # before its optimizers were used at all
+    assert {group["lr"] for group in groups(model)} == {0.125}
     assert contents(model) == saved
     unsharded = tmp_path / "unsharded"
     Saver(0).save(model, unsharded)

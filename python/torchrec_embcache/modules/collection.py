@@ -116,9 +116,9 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
         """Give the tables the optimizers that `apply_optimizer_in_backward` has set by now."""
         self._ready()
 
-    def hyperparameters(self, table: str) -> dict[str, Any]:
-        """The numbers of the table's param group. A table without an optimizer has the numbers that an `SGD` starts with."""
-        return self._ready()[0].groups.get(table, super().hyperparameters(table))
+    def param_group(self, table: str) -> dict[str, Any] | None:
+        """The table's entry of `param_groups`; None where the table has no optimizer."""
+        return self._ready()[0].groups.get(table)
 
     @property
     def device(self) -> torch.device:

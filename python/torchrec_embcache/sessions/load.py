@@ -11,6 +11,12 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 from torchrec_embcache import _native
 from torchrec_embcache.collective import is_distributed
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, PathError, StateError
+from torchrec_embcache.hyperparameters import (
+    check_hyperparameters,
+    check_max_gradient,
+    restore_hyperparameters,
+    restored_hyperparameters,
+)
 from torchrec_embcache.optimizers import check_saved_optimizer
 from torchrec_embcache.paths import Directory, PathChecks, open_to_load, open_to_save
 from torchrec_embcache.progress import Tracker
@@ -256,11 +262,19 @@ class LoadSession:
             check_saved_optimizer(f"{table.name!r} of module {module_path!r}", table.optimizer, saved.optimizer)
         # Whoever is brought together by others cannot open tables of all ranks from segments at once.
         return self.reader.check_table(
+            self._check_hyperparameters(f"the checkpoint's table {shown(source)}", table, saved)
             module_path, table.native, *buckets, saved=saved, segments=self._ranks.sees_all, slots=self._slots
         )
 
     def load(self, tracker: Callable[[], Tracker]) -> LoadReport:
         """Replace the contents of the tables. After an error they refuse use until a load succeeds. Collective."""
+    @staticmethod
+    def _check_hyperparameters(owner: str, table: TableShard, saved: _native.SavedTable) -> None:
+        """`ConfigError` where training could not use what the load restores."""
+        group = table.spec.param_group() | restored_hyperparameters(saved.hyperparameters)
+        check_hyperparameters(owner, group)
+        check_max_gradient(owner, group)
+
         reader, sources, ranks = self.reader, self._sources, self._ranks
         wanted = [shard for shard in self._shards if (shard[0], shard[2].name) in sources]
         reason = f"loading the checkpoint {reader.name} in {self.directory} did not succeed; load one that is whole"
@@ -279,9 +293,13 @@ class LoadSession:
                     rows[pair] += loaded.rows
                     dropped[pair] += loaded.dropped
             self._check_loaded(rows)
-            for module_path, _, table in wanted:
+            for module_path, owner, table in wanted:
                 pair = module_path, table.name
-                table.loaded_step = self._saved[sources[pair]].step
+                saved = self._saved[sources[pair]]
+                table.loaded_step = saved.step
+                group = owner.param_group(table.name)
+                if self._slots and group is not None:
+                    restore_hyperparameters(group, saved.hyperparameters)
                 if self._builds_on(sources[pair], pair) and not dropped[pair]:
                     table.native.saved_as(_native.Ancestor(reader.id, reader.next_epoch))
         # Not only when the block ends: an interrupt between its last line and `__exit__` does not come to `__exit__`.
@@ -344,6 +362,11 @@ class LoadSession:
             rows={shown(pair): count - dropped[pair] for pair, count in rows.items()},
             dropped={shown(pair): count for pair, count in dropped.items() if count},
             missing=tuple(shown(pair) for pair in missing),
+            hyperparameters={
+                shown(pair): restored_hyperparameters(self._saved[self._sources[pair]].hyperparameters)
+                for pair in rows
+                if self._slots
+            },
             unexpected=tuple(shown(pair) for pair in sorted(self._unexpected)),
             renamed={shown(source): shown(pair) for pair, source in sorted(self._sources.items()) if pair != source},
         )

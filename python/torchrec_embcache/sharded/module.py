@@ -187,10 +187,10 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             raise InputError(f"{self._owner} has no table {table!r}: give one of {', '.join(self._configs)}")
         import_on_owners(table, self._cache.shard(table), ids, weights, slots, metadata)
 
-    def hyperparameters(self, table: str) -> dict[str, Any]:
-        """The numbers of the table's param group, such as `lr`, as training uses them now."""
+    def param_group(self, table: str) -> dict[str, Any] | None:
+        """The table's entry of `param_groups`; None where the table has no optimizer."""
         groups = [lookup.fused_optimizer.groups for lookup in self._lookups]
-        return next((group[table] for group in groups if table in group), super().hyperparameters(table))
+        return next((group[table] for group in groups if table in group), None)
 
     def _create_lookups(self) -> None:
         for sharding in self._shardings():
