@@ -27,14 +27,16 @@ _LONGEST_SAVE = timedelta(days=7)
 
 
 class BesideTraining:
-    """A save of `tables` beside training, as a block that begins it and ends with `return save.start(work)`.
+    """A save of `tables` to the directory `path` beside training.
+
+    It is a block that begins the save and ends with `return save.start(work)`.
 
     Where the block is left by an error, an interrupt included, before a thread has taken the work over, `give_up` undoes what was
     begun, and nobody waits for the save any more.
     """
 
-    def __init__(self, tables: Iterable[TableShard], give_up: Callable[[], object]) -> None:
-        self._save = SaveUnderWay(tables)
+    def __init__(self, tables: Iterable[TableShard], path: str, give_up: Callable[[], object]) -> None:
+        self._save = SaveUnderWay(tables, path)
         self._give_up = give_up
 
     def __enter__(self) -> Self:

@@ -36,6 +36,7 @@ from .sessions.ranks import AllRanks
 from .sessions.save import RankPart, SaveSession
 from .sessions.sweep import by_name, sweep_before_save
 from .shards import Shard, agreed_path, shards_at_rest, shards_of
+from .under_way import finish_saves_to
 
 __all__ = ["LoadReport", "Progress", "SaveReport", "Saver"]
 
@@ -178,10 +179,10 @@ class Saver:
         `progress` and the future's callbacks. It has a process group of its own, which the first call makes, so that training's
         collectives never wait for it.
 
-        One such save is under way at a time: `save`, `save_async`, `load` and closing a table wait for it, and Ctrl-C ends the
-        wait. Called from `progress` they raise `StateError`. The future cannot be cancelled. The process ends when the save has
-        ended. In an `atexit` function the save is done before this returns. Errors at the call are those of `save`, and
-        `ConfigError` for the rate.
+        One such save is under way at a time: the next `save_async` waits for it. So do `save` and `load` of one of its tables or of
+        `path`, `compact` of `path`, and closing one of its tables. Ctrl-C ends the wait. Called from `progress` they raise
+        `StateError`. The future cannot be cancelled. The process ends when the save has ended. In an `atexit` function
+        the save is done before this returns. Errors at the call are those of `save`, and `ConfigError` for the rate.
         """
         ranks = self._ranks()
         keep = check_int("keep", keep, 1, 1 << 20)
@@ -195,7 +196,7 @@ class Saver:
         group = own_group()
         plan = _swept_and_planned(shards, directory, ranks, incremental=incremental, counters=counters)
         session = MomentSession(plan, ranks, group, keep=keep, progress=progress, max_bytes_per_second=rate)
-        with BesideTraining([table for _, _, table in shards], session.give_up) as save:
+        with BesideTraining([table for _, _, table in shards], directory.path, session.give_up) as save:
             session.hold()
             return save.start(session.finish)
 
@@ -238,8 +239,9 @@ class Saver:
         (`on_full="evict"`, see `LoadReport.dropped`): then the next save is full. Load before a pipeline takes its first batches,
         because ids of batches in flight went to the owners of the old buckets.
 
-        A save to `path` meanwhile does not disturb the load: what it reads is left to the save after. Where a save replaces the
-        newest checkpoint before the load has opened it, the load takes the next one.
+        A `save_async` of this process to `path`, or of a table that is loaded, is waited for. A save of another process to `path`
+        does not disturb the load: what it reads is left to the save after. Where such a save replaces the newest checkpoint before
+        the load has opened it, the load takes the next one.
 
         Nothing is changed where the checkpoint is missing (`PathError`) or does not fit, where one that it builds on is missing
         or has changed, or where its manifests or headers are damaged (`CorruptionError`). Where its rows turn out to be
@@ -293,9 +295,17 @@ class Saver:
             return SaveReport(session.name, "full", None, None, chain.rows, 0)
 
     def _open_to_save(self, path: str | os.PathLike[str]) -> Directory:
-        """The directory that all ranks save to, checked and made when missing. Collective."""
+        """The directory that all ranks save to, checked and made when missing, once no save beside training writes there.
+        Collective.
+        """
         given = agreed_path(path)
-        return together(lambda: open_to_save(given, self.path_checks))
+
+        def open_it() -> Directory:
+            directory = open_to_save(given, self.path_checks)
+            finish_saves_to(directory.path)
+            return directory
+
+        return together(open_it)
 
     def _ranks(self) -> AllRanks:
         """The ranks that save and load together. `ConfigError` where this one is not who it was said to be."""

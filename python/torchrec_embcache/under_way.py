@@ -10,19 +10,21 @@ from collections.abc import Iterable
 
 from .exceptions import StateError
 
-__all__ = ["SaveUnderWay", "finish_saves", "refuse_in_own_save"]
+__all__ = ["SaveUnderWay", "finish_saves", "finish_saves_to", "refuse_in_own_save"]
 
 _log = logging.getLogger(__name__)
 
 
 class SaveUnderWay:
-    """A save of `tables` that a thread writes while training goes on, in the process that began it.
+    """A save of `tables` to the directory `path` that a thread writes while training goes on, in the process that began it.
 
     It is ended once: by `give_up` or by the thread that took it over, whichever comes first.
     """
 
-    def __init__(self, tables: Iterable[object]) -> None:
+    def __init__(self, tables: Iterable[object], path: str) -> None:
         self.tables: weakref.WeakSet[object] = weakref.WeakSet(tables)
+        self.path = path
+        """The path of the directory, as `Directory` has it."""
         self.done = threading.Event()
         """Set when the save is over."""
         self.thread: int | None = None
@@ -60,7 +62,19 @@ def finish_saves(tables: Iterable[object] | None = None) -> None:
 
     `StateError` where one waits for the caller: from a `progress` callable of the save.
     """
-    for save in _under_way(tables):
+    _finish(_under_way(tables))
+
+
+def finish_saves_to(path: str) -> None:
+    """Wait until every save beside training to the directory `path` is over. Ctrl-C ends the wait.
+
+    What is saved or loaded there next finds that checkpoint and not the one before. Raises as `finish_saves` does.
+    """
+    _finish([save for save in _under_way(None) if save.path == path])
+
+
+def _finish(saves: Iterable[SaveUnderWay]) -> None:
+    for save in saves:
         _refuse_if_own(save, "save or load")
         _log.info("waiting for the save_async under way to end")
         save.done.wait()

@@ -23,7 +23,7 @@ from tables import bucket_of
 from test_saver import OPTIMIZERS, make_bag, root, rows, train
 from test_saver_delta import loaded, tiers
 from test_saver_ranks import IDS, Shards, weights_of
-from torchrec_embcache import _native, beside, optimizers
+from torchrec_embcache import _native, beside, optimizers, under_way
 from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, PathError, StateError, StorageError
 from torchrec_embcache.paths import open_to_save
@@ -142,6 +142,7 @@ def test_saves_loads_and_closing_wait_for_the_one_under_way(root: Path, held: th
     first = Saver(0).save_async(bag, root)
     train(bag, seed=1)
     assert Saver(0).save(other, root.parent / "elsewhere").kind == "full", "other tables go on"
+    assert Saver(0).load(other, root.parent / "elsewhere").deltas == 0, "and from other paths"
     ended: list[tuple[str, bool]] = []
 
     def note(name: str, call: Any) -> threading.Thread:
@@ -166,6 +167,34 @@ def test_saves_loads_and_closing_wait_for_the_one_under_way(root: Path, held: th
         assert not call.is_alive()
     assert sorted(ended[1:]) == [("save", True), ("save_async", True)]
     assert loaded(root) == rows(bag), "the later save is the newest"
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["first", "later"])
+def test_other_models_wait_for_the_save_to_their_path(earlier: bool, root: Path, held: threading.Event) -> None:
+    bag = make_bag()
+    if earlier:
+        train(bag)
+        Saver(0).save(bag, root)
+    train(bag, seed=1)
+    expected = rows(bag)
+    first = Saver(0).save_async(bag, root)
+    train(bag, seed=2)
+    other, merged = make_bag(), []
+    calls = [
+        threading.Thread(target=lambda: Saver(0).load(other, root)),
+        threading.Thread(target=lambda: merged.append(Saver(0).compact(root))),
+    ]
+    for call in calls:
+        call.start()
+        call.join(0.2)
+        assert call.is_alive(), "it waits"
+    assert not first.done()
+    held.set()
+    for call in calls:
+        call.join(SECONDS)
+        assert not call.is_alive()
+    assert rows(other) == expected
+    assert merged[0].checkpoint == first.result().checkpoint, "what is full is not merged again"
 
 
 def test_a_table_that_is_closed_is_saved_first(root: Path, held: threading.Event) -> None:
@@ -225,13 +254,17 @@ def test_tables_that_could_not_all_be_held_keep_nothing_for_a_delta(root: Path) 
     first.given_up()
 
 
-def test_another_process_that_saves_meanwhile_fails_a_delta(root: Path, held: threading.Event) -> None:
+def test_another_process_that_saves_meanwhile_fails_a_delta(
+    root: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bag, other = make_bag(), make_bag()
     train(bag)
     Saver(0).save(bag, root)
     train(bag, 1, seed=1)
     future = Saver(0).save_async(bag, root, incremental=True)
-    newest = Saver(0).save(other, root)
+    with monkeypatch.context() as patch:
+        patch.setattr(under_way, "_saves", [])  # those of another process
+        newest = Saver(0).save(other, root)
     held.set()
     with pytest.raises(StateError, match="save again"):
         future.result(SECONDS)

@@ -114,7 +114,7 @@ class TableWriter:
             finally:
                 release()
 
-        with BesideTraining([table for _, _, table in shards], give_up) as save:
+        with BesideTraining([table for _, _, table in shards], directory.path, give_up) as save:
             part.begin(directory)
             part.hold_tables(shards, epoch)
             self._held = part

@@ -24,6 +24,7 @@ from torchrec_embcache.reports import LoadReport
 from torchrec_embcache.shards import Shard
 from torchrec_embcache.table_names import Pair, check_names, check_rows, shown, sources_of
 from torchrec_embcache.table_shard import TableShard
+from torchrec_embcache.under_way import finish_saves_to
 
 from .ranks import Ranks
 from .save import RankPart
@@ -200,6 +201,7 @@ class LoadSession:
         """Open the checkpoint in `directory` and keep it from being removed. Collective."""
 
         def find() -> tuple[Directory, str]:
+            finish_saves_to(directory.path)
             return directory, self._checkpoint or _native.latest_checkpoint(directory)
 
         self.directory, _, self._opened = _open_together(
@@ -260,14 +262,12 @@ class LoadSession:
         buckets = table.buckets_of(saved.total_num_buckets)
         if self._slots:
             check_saved_optimizer(f"{table.name!r} of module {module_path!r}", table.optimizer, saved.optimizer)
+            self._check_hyperparameters(f"the checkpoint's table {shown(source)}", table, saved)
         # Whoever is brought together by others cannot open tables of all ranks from segments at once.
         return self.reader.check_table(
-            self._check_hyperparameters(f"the checkpoint's table {shown(source)}", table, saved)
             module_path, table.native, *buckets, saved=saved, segments=self._ranks.sees_all, slots=self._slots
         )
 
-    def load(self, tracker: Callable[[], Tracker]) -> LoadReport:
-        """Replace the contents of the tables. After an error they refuse use until a load succeeds. Collective."""
     @staticmethod
     def _check_hyperparameters(owner: str, table: TableShard, saved: _native.SavedTable) -> None:
         """`ConfigError` where training could not use what the load restores."""
@@ -275,6 +275,8 @@ class LoadSession:
         check_hyperparameters(owner, group)
         check_max_gradient(owner, group)
 
+    def load(self, tracker: Callable[[], Tracker]) -> LoadReport:
+        """Replace the contents of the tables. After an error they refuse use until a load succeeds. Collective."""
         reader, sources, ranks = self.reader, self._sources, self._ranks
         wanted = [shard for shard in self._shards if (shard[0], shard[2].name) in sources]
         reason = f"loading the checkpoint {reader.name} in {self.directory} did not succeed; load one that is whole"
@@ -360,13 +362,13 @@ class LoadSession:
             checkpoint=self.reader.name,
             deltas=len(self.reader.links) - 1,
             rows={shown(pair): count - dropped[pair] for pair, count in rows.items()},
-            dropped={shown(pair): count for pair, count in dropped.items() if count},
-            missing=tuple(shown(pair) for pair in missing),
             hyperparameters={
                 shown(pair): restored_hyperparameters(self._saved[self._sources[pair]].hyperparameters)
                 for pair in rows
                 if self._slots
             },
+            dropped={shown(pair): count for pair, count in dropped.items() if count},
+            missing=tuple(shown(pair) for pair in missing),
             unexpected=tuple(shown(pair) for pair in sorted(self._unexpected)),
             renamed={shown(source): shown(pair) for pair, source in sorted(self._sources.items()) if pair != source},
         )
@@ -397,7 +399,9 @@ class Merge:
 
         def find() -> tuple[Directory, str]:
             # This comes first, because it makes no directory where there is none.
-            latest = _native.latest_checkpoint(open_to_load(path, checks))
+            directory = open_to_load(path, checks)
+            finish_saves_to(directory.path)
+            latest = _native.latest_checkpoint(directory)
             return open_to_save(path, checks), latest
 
         self.directory, self.newest, self.chain = _open_together(self._ranks, find, open_chain, newest=True)
