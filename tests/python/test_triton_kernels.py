@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tables import EXTREME_IDS, OPTIMIZERS, Contents, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheWarning, TierBudgets, initializers, optimizers
 from torchrec_embcache.cache import internals
-from torchrec_embcache.exceptions import ConfigError
+from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
 
 TIERS = TierBudgets(host_bytes="16MiB", device_bytes="1MiB")
@@ -177,6 +177,25 @@ def test_what_reads_nothing_has_no_part_in_the_gradient_of_its_weight():
         return tables.everything()
 
     equal_on_each(run)
+
+
+@pytest.mark.parametrize("by", ["host", "columns", "rows"])
+def test_an_optimizer_that_the_kernels_do_not_have_is_refused(by, monkeypatch):
+    from torchrec_embcache.triton_kernels import launch
+
+    if by != "host":
+        name = f"BY_{by.upper()}"
+        monkeypatch.setattr(launch, name, (*getattr(launch, name), "radam"))
+    weights, slot = torch.ones(1, 4), torch.zeros(1, 4)
+    tiers = torch.tensor([weights.data_ptr(), slot.data_ptr(), slot.data_ptr(), slot.data_ptr()], device=DEVICE)
+    one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    rows = launch.Rows(one, one, torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), one)
+    gradients = launch.Gradients(torch.ones(1, 4, device=DEVICE))
+    # The compiler wraps what a static assertion of a kernel raises.
+    error, words = (UnsupportedError, "'radam': give one of sgd") if by == "host" else (Exception, "of this kind")
+    with pytest.raises(error, match=words):
+        launch.update("radam", 4, tiers, torch.zeros(9, device=DEVICE), rows, gradients, count=1)
+    assert (weights.tolist(), slot.tolist()) == ([[1.0] * 4], [[0.0] * 4])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -408,7 +427,7 @@ def test_a_row_that_refused_ids_share_has_the_bits_of_the_core():
 def test_triton_is_refused_on_the_cpu_outside_of_its_interpreter():
     program = """
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
-from torchrec_embcache.exceptions import ConfigError
+from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 tiers = TierBudgets(host_bytes="1MiB", device_bytes="64KiB")
 try:
     EmbCacheEmbeddingBag(name="a", embedding_dim=4, tiers=tiers, optimizer=optimizers.SGD(lr=0.1))

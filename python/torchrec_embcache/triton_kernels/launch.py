@@ -14,6 +14,7 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrec_embcache.exceptions import UnsupportedError
 from torchrec_embcache.pinned_memory import queued_to_device, to_fill
 
 from .gradients import gradient_places, gradient_sums
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torchrec_embcache.hyperparameters import Hyperparameters
 
 __all__ = [
+    "BY_COLUMNS",
     "BY_ROWS",
     "EXACT",
     "IS_INTERPRETED",
@@ -51,8 +53,9 @@ __all__ = [
 # Triton decides it where a kernel is declared.
 IS_INTERPRETED = not isinstance(move_rows, triton.JITFunction)
 
-# The optimizers that need a sum over a row.
+# The optimizers that need a sum over a row, and those that need none.
 BY_ROWS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")
+BY_COLUMNS = ("sgd", "adagrad", "adam", "adamw", "ftrl")
 
 # The widest part of a row that a program holds in registers.
 _WIDEST_BLOCK = 1024
@@ -283,7 +286,14 @@ def sum_gradients(dim: int, ranges: Ranges, occurrences: Tensor, gradients: Grad
 def update(
     kind: str, dim: int, tiers: Tensor, numbers: Tensor, rows: Rows, gradients: Gradients, *, count: int
 ) -> None:
-    """Update the first `count` rows by the optimizer `kind`. 0 rows: the kernel is compiled, and nothing runs."""
+    """Update the first `count` rows by the optimizer `kind`. 0 rows: the kernel is compiled, and nothing runs.
+
+    Raises:
+        UnsupportedError: the kernels have no update of this kind.
+    """
+    if kind not in (*BY_COLUMNS, *BY_ROWS):
+        known = ", ".join((*BY_COLUMNS, *BY_ROWS))
+        raise UnsupportedError(f"the Triton kernels have no optimizer {kind!r}: give one of {known}")
     columns = Columns(dim)
     arguments, flags = _of(gradients)
     kernel = update_by_rows if kind in BY_ROWS else update_by_columns

@@ -78,6 +78,7 @@ def _by_columns(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.con
             l1, l2 = tl.load(numbers + 5), tl.load(numbers + 6)
             new, first, second = _ftrl(w, g, first, second, tl.load(numbers + 3), tl.load(numbers + 4), l1, l2)
         else:
+            tl.static_assert((KIND == "adam") | (KIND == "adamw"), "no update by columns is of this kind")
             first, second = _moments(g, first, second, numbers)
             direction = tl.math.div_rn(first * tl.load(numbers + 7), _root_of_second(second, numbers))
             if KIND == "adamw":
@@ -96,6 +97,7 @@ def _rowwise_multiplier(scalars, slot, mean_of_squares, numbers, KIND: tl.conste
         after = before + mean_of_squares
         multiplier = tl.math.div_rn(tl.load(numbers), tl.math.sqrt_rn(after) + tl.load(numbers + 1))
     else:
+        tl.static_assert(KIND == "partial_rowwise_adam", "no update by rows is of this kind")
         after = tl.load(numbers + 4) * before + tl.load(numbers + 6) * mean_of_squares
         multiplier = tl.math.div_rn(tl.load(numbers + 7), _root_of_second(after, numbers))
     tl.debug_barrier()  # every thread has read what is overwritten
