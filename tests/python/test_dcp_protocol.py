@@ -23,8 +23,8 @@ from torch.futures import Future
 from dcp_cases import Model, load, rows, same, save
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.dcp.metadata import Extent
-from torchrec_embcache.dcp.tensors import WINDOW_BYTES, windows
 from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.tensor_bytes import WINDOW_BYTES, windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

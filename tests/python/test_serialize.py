@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tables import Contents, bucket_of, make_bag, random_batches, ssd_tiers, train
-from torchrec_embcache import TierBudgets, initializers, optimizers
+from torchrec_embcache import (
+    EmbCacheStorageReader,
+    EmbCacheStorageWriter,
+    TierBudgets,
+    initializers,
+    optimizers,
+    tensor_bytes,
+)
 from torchrec_embcache.blocks import reader, writer
 from torchrec_embcache.blocks.helpers import Helpers
 from torchrec_embcache.cache import CacheTable, internals
@@ -119,7 +127,7 @@ def test_rows_of_all_tiers_are_saved_and_load_into_other_budgets(path: Path, tmp
 def test_tensors_of_any_type_shape_and_stride_come_back(
     dtype: torch.dtype, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "WINDOW_BYTES", 256 << 10)
+    monkeypatch.setattr(tensor_bytes, "WINDOW_BYTES", 256 << 10)
     base = torch.randint(0, 2, (300, 500)).to(dtype)
     tensors = {"a": base, "strided": base.t(), "scalar": base[0, 0], "none": base[:0], "1": base[3]}
     Saver(path=str(path), tensors=tensors).save()
@@ -128,6 +136,34 @@ def test_tensors_of_any_type_shape_and_stride_come_back(
     Loader(str(path), tensors=into).load()
     for name, tensor in tensors.items():
         assert torch.equal(into[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(6.0).view(1, 6)[:, 2],  # one element with a stride
+        torch.arange(6.0).view(1, 6)[:, 2:3].expand(1, 1),
+        torch.arange(4.0)[::4],
+        torch.tensor([1 + 2j, 3 + 4j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,  # negated
+        torch.tensor([[1 + 2j, 3 + 4j], [5 + 6j, 7 + 8j]]).mH[:1],
+        torch.ones(1).expand(3),
+    ],
+)
+def test_views_come_back_by_blocks_and_by_dcp_into_views_too(view: torch.Tensor, path: Path) -> None:
+    Saver(path=str(path), tensors={"a": view}).save()
+    dcp.save({"a": view}, storage_writer=EmbCacheStorageWriter(path / "dcp"))
+    for into in (torch.zeros(view.shape, dtype=view.dtype), torch.zeros(*view.shape, 5, dtype=view.dtype)[..., 2]):
+        Loader(str(path), tensors={"a": into}).load()
+        assert torch.equal(into, view)
+        dcp.load({"a": into.zero_()}, storage_reader=EmbCacheStorageReader(path / "dcp"))
+        assert torch.equal(into, view)
+    conjugate = torch.zeros(view.shape, dtype=torch.complex64).conj()
+    if view.is_complex():
+        Loader(str(path), tensors={"a": conjugate}).load()
+        assert torch.equal(conjugate, view)
+        dcp.load({"a": conjugate.zero_()}, storage_reader=EmbCacheStorageReader(path / "dcp"))
+        assert torch.equal(conjugate, view)
 
 
 def test_tensors_may_be_called_as_the_zeros_between_them_are(path: Path) -> None:

@@ -17,13 +17,13 @@ from torchrec_embcache.exceptions import InputError, MismatchError, StateError
 from torchrec_embcache.paths import given_path, open_to_load
 from torchrec_embcache.sessions.load import TablesUnderLoad
 from torchrec_embcache.table_shard import TableShard
+from torchrec_embcache.tensor_bytes import WINDOW_BYTES
 from torchrec_embcache.under_way import refuse_in_own_save
 
 from .given import checked_modules, checked_tensors, refuse_twice, table_names, tables_of
 from .helpers import Helpers
 from .reader import SavedBlocks, SavedTable, SavedTensor
 from .schema import DTYPES, ID, columns_of, empty_rows, metadata_of, slots_of, with_ids
-from .writer import WINDOW_BYTES
 
 __all__ = ["BlockLoader", "LoadInfo", "LoadedBlocks"]
 

@@ -4,7 +4,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from torchrec_embcache import _native
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.sessions.blocks import BlockSession
 from torchrec_embcache.table_shard import TableShard
+from torchrec_embcache.tensor_bytes import windows
 
 from .helpers import Helpers
 from .schema import WriteBlock, columns_of, slots_of
@@ -20,8 +20,6 @@ __all__ = ["write_shard"]
 
 # Rows of a run take at most this.
 RUN_BYTES = 16 << 20
-# Bytes of a dense tensor that are copied and written at a time.
-WINDOW_BYTES = 8 << 20
 
 
 def write_shard(session: BlockSession, parallel: int, blocks: list[WriteBlock]) -> bool:
@@ -57,12 +55,8 @@ class _ShardWriter:
     def _write_dense(self, number: int, block: WriteBlock) -> None:
         tensor = block.source
         assert isinstance(tensor, Tensor)
-        # A view where it can be one; windows of it are what is copied from a device.
-        flat = tensor.detach().reshape(-1)
-        step = WINDOW_BYTES // flat.element_size()
-        for first in range(0, len(flat), step):
-            window = flat[first : first + step].cpu().contiguous()
-            self._session.append(number, window.view(torch.uint8).numpy())
+        for window in windows(tensor.detach()):
+            self._session.append(number, window)
 
     def _append(self, number: int, column: NDArray[Any], order: NDArray[np.int64]) -> None:
         if column.ndim == 1:

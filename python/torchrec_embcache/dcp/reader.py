@@ -22,11 +22,11 @@ from torchrec_embcache.progress import Tracker
 from torchrec_embcache.sessions.load import LoadSession
 from torchrec_embcache.sessions.ranks import OneRank
 from torchrec_embcache.shards import shards_of
+from torchrec_embcache.tensor_bytes import load_whole, read_box
 from torchrec_embcache.under_way import finish_saves
 
 from .metadata import Extent, from_json
 from .paths import AtPath, rank_to_load
-from .tensors import load_whole, read_box
 
 __all__ = ["EmbCacheStorageReader"]
 

@@ -24,11 +24,11 @@ from torchrec_embcache.paths import Directory, given_path, open_to_save
 from torchrec_embcache.sessions.part import PartSession
 from torchrec_embcache.sessions.ranks import OneRank
 from torchrec_embcache.sessions.save import SaveSession
+from torchrec_embcache.tensor_bytes import is_raw, save_whole, windows
 
 from .metadata import Extent, to_json
 from .paths import AtPath, holds_checkpoint, rank_to_save
 from .tables import PartResult, Staged, TableWriter
-from .tensors import is_raw, save_whole, windows
 
 __all__ = ["EmbCacheStorageWriter"]
 

@@ -100,5 +100,7 @@ def _is_in_place(tensor: torch.Tensor) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """The memory of a tensor for which `_is_in_place` is true."""
-    array: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # A dimension of one element may have any stride, which `reshape` keeps and a view of bytes refuses.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array
