@@ -267,6 +267,27 @@ def test_an_environment_without_process_group_is_refused():
         )
 
 
+def _sharded_over_a_part_of_the_ranks(rank: int, _world: int) -> str | None:
+    group = torch.distributed.new_group([0, 1])
+    if rank == 2:
+        return None
+    model = Model()
+    sharders = [EmbCacheEmbeddingBagCollectionSharder(SGD), EmbCacheEmbeddingCollectionSharder(SGD)]
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
+    plan = EmbeddingShardingPlanner(topology=topology).collective_plan(model, sharders, group)
+    env = ShardingEnv.from_process_group(group)
+    with pytest.raises(UnsupportedError) as refused:
+        DistributedModelParallel(model, env=env, device=CPU, sharders=sharders, plan=plan)
+    return str(refused.value)
+
+
+def test_an_environment_of_a_part_of_the_ranks_is_refused(three_ranks):
+    first, second, other = three_ranks.run(_sharded_over_a_part_of_the_ranks)
+    assert first == second
+    assert "2 of the 3 ranks" in first
+    assert other is None
+
+
 def _update_that_tears_a_table(rank: int, world: int) -> Any:
     """What a backward raises where torch has no memory for a part of rank 1's update, and what its tables say afterwards."""
     with pytest.MonkeyPatch.context() as patch:

@@ -18,6 +18,7 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
+from torchrec_embcache.collective import world_size
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection
 from torchrec_embcache.modules.optimizer_choice import choose_optimizer
@@ -120,6 +121,11 @@ class _CacheSharder(Generic[M, S]):
             raise UnsupportedError(
                 "a ShardingEnv without process group (from_local) is not supported yet: use ShardingEnv.from_process_group, "
                 "or the unsharded module"
+            )
+        if env.world_size != world_size():
+            raise UnsupportedError(
+                f"env is of {env.world_size} of the {world_size()} ranks, which is not supported yet, because saves, flushes and "
+                "imports are of all ranks: use ShardingEnv.from_process_group(torch.distributed.group.WORLD)"
             )
         configs = {config.name: config for config in module.table_configs()}
         changed = {}
