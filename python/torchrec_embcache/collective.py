@@ -4,25 +4,28 @@ All of it goes from CPU to CPU. An exchange between devices would wait for what 
 """
 
 import atexit
+import hashlib
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .exceptions import EmbCacheError, StateError
+from .exceptions import EmbCacheError, InputError, StateError
 
 __all__ = [
     "Group",
     "add_up",
+    "agree_on_arguments",
     "all_gather",
     "cpu_group",
     "gathered",
     "is_distributed",
     "raise_on_every_rank",
     "rank",
+    "refuse_difference",
     "together",
     "world_size",
 ]
@@ -140,6 +143,41 @@ def _tried(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
         return [work()], None
     except Exception as error:
         return [], error
+
+
+def agree_on_arguments(call: str, check: Callable[[], Mapping[str, object]]) -> None:
+    """Check the arguments of a collective call, before anything else in it: no rank waits for one that refuses them. Collective.
+
+    `call` names the call. `check()` raises for arguments that this rank refuses, and returns those that all ranks have to give
+    alike, by name, as plain values. An error on any rank is raised on all. `InputError` where the values differ, or where the
+    ranks make different calls. Ranks compare digests; values travel only where these differ.
+    """
+    given, error = _tried(check)
+    if not is_distributed() or dist.get_world_size() == 1:
+        raise_on_every_rank(error)
+        return
+    mine = (call, {name: repr(value) for values in given for name, value in values.items()})
+    digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
+    seen = torch.tensor([error is not None, digest, -digest], dtype=torch.int64, device="cpu")
+    _reduce(seen, dist.ReduceOp.MAX, None)
+    refused, greatest, least = seen.tolist()
+    if refused:
+        raise_on_every_rank(error)
+    if greatest != -least:
+        refuse_difference(all_gather(mine))
+
+
+def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """`InputError` unless all ranks make one call with the same arguments. `everyone`: the call and its arguments, by rank."""
+    call, arguments = everyone[0]
+    if any(other != call for other, _ in everyone):
+        made = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(everyone))
+        raise InputError(f"ranks make different collective calls at the same time ({made}): make the same on all ranks")
+    for name in arguments:
+        said = [values.get(name, "nothing") for _, values in everyone]
+        if len(set(said)) > 1:
+            values = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
+            raise InputError(f"{call}: {name} differs between ranks ({values}): give all ranks the same")
 
 
 class Group:

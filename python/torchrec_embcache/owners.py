@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import _native
 from .buckets import BucketHash, buckets_of
-from .collective import all_gather, cpu_group, together
+from .collective import agree_on_arguments, all_gather, cpu_group, together
 from .exceptions import InputError, StateError
 from .optimizers import OptimizerSpec
 from .rows import Ids, RowMetadata, Values, row_ids, row_vectors
@@ -88,25 +88,25 @@ def import_on_owners(
 ) -> None:
     """Put rows into the shards of the table `name` that own them. Collective over the default process group.
 
-    `shard` is this rank's; None on a rank that has none. Malformed rows of one rank raise on all ranks before any row is changed. A
-    shard that has no room for its rows raises on all ranks, when the others have taken theirs. The same call, once there is room,
-    imports the rest.
+    `shard` is this rank's; None on a rank that has none. All ranks give slots, or none does, and so with metadata. Malformed rows
+    of one rank raise on all ranks before any row is changed. A shard that has no room for its rows raises on all ranks, when the
+    others have taken theirs. The same call, once there is room, imports the rest.
     """
+    agree_on_arguments("import_rows", lambda: {"table": name})
     holdings = all_gather(together(lambda: _Holding.of(shard)))
     holding = next((holding for holding in holdings if holding is not None), None)
     if holding is None:
         raise StateError(f"no rank has a shard of table {name!r}: shard the model first")
 
-    def prepare() -> tuple[_Rows, NDArray[np.int64]]:
-        rows = _given(holding, ids, weights, slots, metadata)
-        return rows, _owners(name, rows.ids, holdings)
+    prepared: list[tuple[_Rows, NDArray[np.int64]]] = []
 
-    rows, owners = together(prepare)
-    if len(set(all_gather((rows.scalars is not None, rows.metadata is not None)))) > 1:
-        raise InputError(
-            f"table {name!r}: some ranks give slots or metadata and others do not: give the same parts everywhere"
-        )
-    arrived = _exchange(rows, owners)
+    def prepare() -> dict[str, object]:
+        rows = _given(holding, ids, weights, slots, metadata)
+        prepared.append((rows, _owners(name, rows.ids, holdings)))
+        return {"slots": bool(slots), "metadata": metadata is not None}
+
+    agree_on_arguments("import_rows", prepare)
+    arrived = _exchange(*prepared[0])
 
     def check_twice() -> None:
         distinct, counts = np.unique(arrived.ids, return_counts=True)

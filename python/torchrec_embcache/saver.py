@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .beside import BesideTraining, finish_saves, own_group
-from .collective import is_distributed, together
+from .collective import agree_on_arguments, is_distributed, together
 from .config import check_choice, check_int, parse_bytes
 from .exceptions import ConfigError, InputError
 from .paths import Directory, PathChecks, open_to_load, open_to_save
@@ -119,14 +119,18 @@ class Saver:
         `StoragePermissionError`, `StorageError` (a full disk), `StateError` (of a delta: another process saved to `path`
         meanwhile), `InputError` (no cache module in `module`, or two of one path), `ConfigError`.
         """
-        ranks = self._ranks()
-        keep = check_int("keep", keep, 1, 1 << 20)
         linked = linked or snapshot
-        if linked and incremental:
-            raise ConfigError(
-                "incremental=True and linked=True (its older name: snapshot=True): a linked checkpoint has every row; "
-                "give one of them"
-            )
+
+        def arguments() -> dict[str, object]:
+            if linked and incremental:
+                raise ConfigError(
+                    "incremental=True and linked=True (its older name: snapshot=True): a linked checkpoint has every row; "
+                    "give one of them"
+                )
+            return {**self._arguments(incremental=incremental, keep=keep, counters=counters), "linked": bool(linked)}
+
+        agree_on_arguments("Saver.save", arguments)
+        ranks = AllRanks()
         shards = together(lambda: shards_at_rest(module))
         directory = self._open_to_save(path)
         plan = _swept_and_planned(shards, directory, ranks, incremental=incremental, counters=counters)
@@ -184,12 +188,17 @@ class Saver:
         `StateError`. The future cannot be cancelled. The process ends when the save has ended. In an `atexit` function
         the save is done before this returns. Errors at the call are those of `save`, and `ConfigError` for the rate.
         """
-        ranks = self._ranks()
-        keep = check_int("keep", keep, 1, 1 << 20)
         rate = None
-        if max_bytes_per_second is not None:
-            rate = parse_bytes("max_bytes_per_second", max_bytes_per_second)
-            check_int("max_bytes_per_second", rate, 1, (1 << 63) - 1)
+
+        def arguments() -> dict[str, object]:
+            nonlocal rate
+            if max_bytes_per_second is not None:
+                rate = parse_bytes("max_bytes_per_second", max_bytes_per_second)
+                check_int("max_bytes_per_second", rate, 1, (1 << 63) - 1)
+            return self._arguments(incremental=incremental, keep=keep, counters=counters)
+
+        agree_on_arguments("Saver.save_async", arguments)
+        ranks = AllRanks()
         together(finish_saves)
         shards = together(lambda: shards_of(module))
         directory = self._open_to_save(path)
@@ -247,12 +256,24 @@ class Saver:
         or has changed, or where its manifests or headers are damaged (`CorruptionError`). Where its rows turn out to be
         damaged, or reading fails (`StorageError`), the tables refuse use on every rank until a load succeeds.
         """
-        ranks = self._ranks()
+
+        def arguments() -> dict[str, object]:
+            self._check_rank()
+            if checkpoint is not None and not re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", checkpoint):
+                raise InputError(f"checkpoint={checkpoint!r} is not the name of one: give SaveReport.checkpoint")
+            return {
+                "strict": bool(strict),
+                "tables": None if tables is None else sorted(tables),
+                "rename": sorted((rename or {}).items()),
+                "checkpoint": checkpoint,
+                "slots": bool(slots),
+            }
+
+        agree_on_arguments("Saver.load", arguments)
+        ranks = AllRanks()
         shards = together(lambda: shards_at_rest(module))
         given = agreed_path(path)
         directory = together(lambda: open_to_load(given, self.path_checks))
-        if checkpoint is not None and not re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", checkpoint):
-            raise InputError(f"checkpoint={checkpoint!r} is not the name of one: give SaveReport.checkpoint")
         with LoadSession(ranks, checkpoint, slots=slots) as session:
             session.open(directory)
             session.check(shards, tables=tables, rename=rename, strict=strict)
@@ -275,8 +296,8 @@ class Saver:
         Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and `StateError` when something was saved to `path`
         meanwhile: that stays, so call this again.
         """
-        ranks = self._ranks()
-        keep = check_int("keep", keep, 1, 1 << 20)
+        agree_on_arguments("Saver.compact", lambda: self._arguments(keep=keep, counters=counters))
+        ranks = AllRanks()
         given = agreed_path(path)
         with Merge(ranks) as merge:
             merge.open(given, self.path_checks, counters=counters)
@@ -307,8 +328,14 @@ class Saver:
 
         return together(open_it)
 
-    def _ranks(self) -> AllRanks:
-        """The ranks that save and load together. `ConfigError` where this one is not who it was said to be."""
+    def _arguments(self, *, keep: int, counters: bool, incremental: bool = False) -> dict[str, object]:
+        """The arguments of a save that all ranks have to give alike. `ConfigError` for those that are refused."""
+        self._check_rank()
+        keep = check_int("keep", keep, 1, 1 << 20)
+        return {"keep": keep, "counters": bool(counters), "incremental": bool(incremental)}
+
+    def _check_rank(self) -> None:
+        """`ConfigError` where this rank is not the one that was given."""
         if is_distributed():
             rank = dist.get_rank()
             if self.rank not in (None, rank):
@@ -321,7 +348,6 @@ class Saver:
             raise ConfigError(
                 f"rank={self.rank} without torch.distributed, where there is one rank: give Saver(rank=0)"
             )
-        return AllRanks()
 
 
 def _swept_and_planned(

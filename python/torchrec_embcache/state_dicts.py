@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .cache import internals
-from .collective import all_gather
+from .collective import gathered
 from .exceptions import StateError
 from .table_shard import TableShard
 from .whole_model import cache_modules
@@ -180,14 +180,16 @@ class TableState:
                 )
 
     def _held(self) -> dict[str, list[int]]:
-        mine = {
-            f"{path}/{name}": [len(table), table.step() or internals(table).loaded_step]
-            for path, module in cache_modules(self._model).items()
-            for name, table in module.tables.items()
-            if table.is_open
-        }
+        def mine() -> dict[str, list[int]]:
+            return {
+                f"{path}/{name}": [len(table), table.step() or internals(table).loaded_step]
+                for path, module in cache_modules(self._model).items()
+                for name, table in module.tables.items()
+                if table.is_open
+            }
+
         total: dict[str, list[int]] = {}
-        for of_rank in all_gather(mine):
+        for of_rank in gathered(mine):
             for name, (rows, step) in of_rank.items():
                 before = total.get(name, [0, 0])
                 total[name] = [before[0] + rows, max(before[1], step)]

@@ -7,8 +7,10 @@ from typing import Any
 from torch import nn
 
 from .cache import CacheTable, internals
+from .collective import agree_on_arguments
 from .exceptions import InputError
 from .flushing import flush_tables
+from .table_shard import TableShard
 
 __all__ = ["CacheModule", "cache_modules", "flush", "path_in_model"]
 
@@ -114,7 +116,7 @@ def flush(model: nn.Module) -> None:
     After a kill before this returns, a resume takes the state before, of every table. Tables without an SSD tier have nothing
     to do. Threads that flush the same tables take turns.
 
-    Raises `InputError` for a model without cache modules, and `StorageError` on every rank when one cannot write.
+    Raises, on every rank, `InputError` for a model without cache modules, and `StorageError` when one cannot write.
 
     Examples:
         >>> import os, torch
@@ -127,14 +129,15 @@ def flush(model: nn.Module) -> None:
         >>> model.stats().ssd.rows
         2
     """
-    modules = cache_modules(model)
-    if not modules:
-        raise InputError(f"{type(model).__name__} has no cache module: nothing to flush")
-    flush_tables(
-        [
-            internals(table)
-            for module in modules.values()
-            for table in module.tables.values()
-            if table.directory is not None
-        ]
-    )
+    found: list[TableShard] = []
+
+    def check() -> dict[str, object]:
+        modules = cache_modules(model)
+        if not modules:
+            raise InputError(f"{type(model).__name__} has no cache module: nothing to flush")
+        tables = [internals(table) for module in modules.values() for table in module.tables.values()]
+        found.extend(table for table in tables if table.directory is not None)
+        return {}
+
+    agree_on_arguments("flush", check)
+    flush_tables(found)

@@ -321,7 +321,7 @@ def test_an_asynchronous_save_waits_for_tables_when_it_is_finalized_and_fails_wi
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables: Future[Any] = Future()
-    monkeypatch.setattr(megatron.Saver, "save_async", lambda *_: tables)
+    monkeypatch.setattr(Saver, "save_async", lambda *_: tables)
     request = dist_checkpointing.save(trained().state(), str(path), megatron.STRATEGY, async_sharded_save=True)
     run_beside(request)
     tables.set_exception(StorageError("the disk is full"))

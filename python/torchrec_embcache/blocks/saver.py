@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_embcache.collective import all_gather, is_distributed, together
+from torchrec_embcache.collective import agree_on_arguments, all_gather, gathered, is_distributed, together
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.paths import Directory, given_path, open_to_save
@@ -109,12 +109,13 @@ class BlockSaver:
 
     def _save_together(self) -> None:
         """As one: the ranks agree on the save, then all write, then all say that they are done."""
+        agree_on_arguments("BlockSaver.save", lambda: {"path": self.path, "shard_num": self.shard_num})
         shards = all_gather(self.shard_index)
         if sorted(shards) != list(range(self.shard_num)):
             raise InputError(f"shard_index is {shards} on the ranks: give each shard to one of them")
         sweep_before_save(together(lambda: tables_of(self._modules)), AllRanks())
         blocks = together(self._picked)
-        steps = {name: step for each in all_gather(_steps(blocks)) for name, step in each.items()}
+        steps = {name: step for each in gathered(lambda: _steps(blocks)) for name, step in each.items()}
         directory = together(lambda: open_to_save(self.path))
         with self._session(directory, steps) as session:
             session.begin_together(AllRanks())

@@ -2,7 +2,8 @@
 
 import os
 
-from torchrec_embcache.paths import Directory, open_to_load, open_to_save
+from torchrec_embcache.exceptions import PathError
+from torchrec_embcache.paths import Directory, given_path, open_to_load, open_to_save
 
 __all__ = ["AtPath", "holds_checkpoint", "rank_to_load", "rank_to_save"]
 
@@ -11,6 +12,22 @@ class AtPath:
     """What DCP asks a reader and a writer about the path that they are for."""
 
     path: str
+    # What was wrong with the path that `reset` was given. It is raised where DCP raises it on every rank.
+    _refused: PathError | None = None
+
+    def _take_path(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        """Take the path of the next save or load; None leaves it as it is. `_check_path` says what is wrong with it."""
+        if checkpoint_id:
+            self._refused = None
+            try:
+                self.path = given_path("path", checkpoint_id)
+            except PathError as error:
+                self._refused = error
+
+    def _check_path(self) -> None:
+        """`PathError` where `reset` was given no path."""
+        if self._refused is not None:
+            raise self._refused
 
     @property
     def checkpoint_id(self) -> str:

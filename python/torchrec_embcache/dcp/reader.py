@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from torchrec_embcache.collective import refuse_difference
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, StateError
 from torchrec_embcache.paths import given_path, open_to_load
 from torchrec_embcache.progress import Tracker
@@ -78,8 +79,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Load from `checkpoint_id`, a path, from now on."""
-        if checkpoint_id:
-            self.path = given_path("path", checkpoint_id)
+        self._take_path(checkpoint_id)
         self.load_id = str(uuid.uuid4())
         self.storage_data = {}
         self._end()
@@ -92,6 +92,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the newest checkpoint; with `rank`, of the one that this rank saved with `use_collectives=False`."""
+        self._check_path()
         rank = kwargs.get("rank")
         directory = open_to_load(self.path)
         if rank is not None:
@@ -127,12 +128,20 @@ class EmbCacheStorageReader(AtPath, StorageReader):
             except BaseException:
                 self._end()
                 raise
-        plan.storage_data = None if load.is_own else load.session.reader.name
+        if not load.is_own:
+            arguments = {"model": "given" if self.model is not None else "left out", "slots": str(bool(self.slots))}
+            plan.storage_data = load.session.reader.name, arguments
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks found the same checkpoint: a save may have replaced it meanwhile."""
-        names = {str(plan.storage_data) for plan in plans}
+        """Check that all ranks found the same checkpoint, which a save may have replaced meanwhile, and want the same of it.
+
+        `StateError`; `InputError` where the arguments of the ranks' readers differ.
+        """
+        said = [plan.storage_data for plan in plans if plan.storage_data is not None]
+        names = {name for name, _ in said}
+        if said:
+            refuse_difference([("EmbCacheStorageReader", arguments) for _, arguments in said])
         if len(names) > 1:
             raise StateError(
                 f"a save replaced the checkpoint in {self.checkpoint_id} while ranks opened it ({sorted(names)}): load again"

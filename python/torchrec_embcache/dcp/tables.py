@@ -1,5 +1,6 @@
 """A model's tables in DCP's saves."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,8 @@ from torch import nn
 
 from torchrec_embcache import _native
 from torchrec_embcache.beside import BesideTraining, finish_saves
-from torchrec_embcache.exceptions import EmbCacheError, PathError, StateError
+from torchrec_embcache.collective import world_size
+from torchrec_embcache.exceptions import EmbCacheError, InputError, PathError, StateError
 from torchrec_embcache.paths import Directory, open_to_save
 from torchrec_embcache.sessions.part import PartSession, next_epoch_of
 from torchrec_embcache.sessions.ranks import OneRank
@@ -68,12 +70,13 @@ class TableWriter:
         staged, self._staged = self._staged, None
         return {**self.__dict__, "model": None, "_staged": staged, "_held": None}
 
-    def stage(self, path: str) -> None:
+    def stage(self, path: str, check: Callable[[], object]) -> None:
         """Hold the rows as of now, when no save beside training is under way; a thread writes them to a part.
 
-        It is for the next save of this writer, here or unpickled.
+        It is for the next save of this writer, here or unpickled. `check` raises where `path` is no path.
 
-        What fails, as it may on one rank alone, fails that save, on every rank. Raises `PathError`.
+        What fails, as it may on one rank alone, fails that save, on every rank. Where there is one rank, `PathError` and
+        `InputError` are raised.
         """
         if not self.expected:
             return
@@ -81,17 +84,18 @@ class TableWriter:
         directories: list[Directory] = []
 
         def open_all() -> None:
+            check()
             finish_saves()
             directories.append(open_to_save(path))
             self._shards()
 
-        shards = shards_as_they_are(self._model_here())
         try:
+            shards = shards_as_they_are(self._model_here())
             sweep_before_save(by_name(shards), OneRank(), open_all)
             self._staged = Staged(self._hold(directories[0], shards, next_epoch_of(shards)))
-        except PathError:
-            raise
         except EmbCacheError as error:
+            if isinstance(error, InputError | PathError) and world_size() == 1:
+                raise
             self._staged = Staged(error)
 
     def _hold(self, directory: Directory, shards: list[Shard], epoch: int) -> Future[PartResult]:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torchrec_embcache import _native
+from torchrec_embcache.collective import refuse_difference
 from torchrec_embcache.exceptions import StateError, UnsupportedError
 from torchrec_embcache.paths import Directory, given_path, open_to_save
 from torchrec_embcache.sessions.part import PartSession
@@ -112,14 +113,13 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to `checkpoint_id`, a path, from now on."""
-        if checkpoint_id:
-            self.path = given_path("path", checkpoint_id)
+        self._take_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """For `dcp.async_save`: a copy of `state_dict` in host memory, and the tables' rows, as of now."""
         # The tables first, because there ranks may wait for each other, and what comes before may fail on one of them.
-        self._tables.stage(self.path)
+        self._tables.stage(self.path, self._check_path)
         try:
             staged: dict[str, Any] = super().stage(state_dict)
         except BaseException:
@@ -140,18 +140,25 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Begin a save, as `rank` of those that save together."""
+        """Begin a save, as `rank` of those that save together. `PathError` where `reset` was given no path."""
+        self._check_path()
         staged = self._tables.take_staged()
         self._save = _Save(self.path, kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """The plan, with what all ranks have to give alike."""
         self._current()
-        return plan
+        return dataclasses.replace(plan, storage_data={"model": "given" if self._tables.expected else "left out"})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check the directory, and remove what killed saves left there. The coordinator does this before any rank writes."""
+        """Check the directory, and remove what killed saves left there. The coordinator does this before any rank writes.
+
+        `InputError` where some ranks give a model and others do not.
+        """
         save = self._current()
+        # A plan that DCP has cached says nothing.
+        if said := [plan.storage_data for plan in plans if plan.storage_data is not None]:
+            refuse_difference([("EmbCacheStorageWriter", each) for each in said])
         if not save.use_collectives:
             if self._tables.expected and dist.is_initialized() and dist.get_world_size() > 1:
                 raise UnsupportedError(

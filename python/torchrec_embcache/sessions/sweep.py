@@ -10,7 +10,7 @@ from torch import nn
 
 from torchrec_embcache import _native
 from torchrec_embcache.agreement import Agreement, alone
-from torchrec_embcache.collective import together
+from torchrec_embcache.collective import agree_on_arguments
 from torchrec_embcache.eviction import Policy
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
 from torchrec_embcache.shards import Shard, shards_of
@@ -55,13 +55,16 @@ def evict(model: nn.Module) -> None:
         >>> [chunk.ids.tolist() for chunk in model.export()]
         [[8]]
     """
+    tables: dict[str, TableShard] = {}
 
-    def tables() -> dict[str, TableShard]:
+    def check() -> dict[str, object]:
         if not cache_modules(model):
             raise InputError(f"{type(model).__name__} has no cache module: nothing to evict from")
-        return by_name(shards_of(model))
+        tables.update(by_name(shards_of(model)))
+        return {}
 
-    _sweep(together(tables), AllRanks(), at_save=False)
+    agree_on_arguments("evict", check)
+    _sweep(tables, AllRanks(), at_save=False)
 
 
 def sweep_before_save(

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values, internals
-from torchrec_embcache.collective import raise_on_every_rank
+from torchrec_embcache.collective import raise_on_every_rank, together
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.modules.configs import lifecycle_of
@@ -177,14 +177,19 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             metadata: None: as of rows that were never used.
 
         Raises:
-            InputError: on every rank where the rows of one are malformed, or `table` is not the name of a table.
+            InputError: on every rank where the rows of one are malformed, where `table` is not the name of a table, or where the
+                ranks name different tables or some give slots or metadata and others do not.
             StateError: no rank has the table.
             CapacityError: on every rank where one has no room. The call can be made again once there is.
 
         For example `sharded.import_rows("item", part_of_a_file["ids"], part_of_a_file["weights"])`.
         """
-        if table not in self._configs:
-            raise InputError(f"{self._owner} has no table {table!r}: give one of {', '.join(self._configs)}")
+
+        def check() -> None:
+            if table not in self._configs:
+                raise InputError(f"{self._owner} has no table {table!r}: give one of {', '.join(self._configs)}")
+
+        together(check)
         import_on_owners(table, self._cache.shard(table), ids, weights, slots, metadata)
 
     def param_group(self, table: str) -> dict[str, Any] | None:

@@ -1,0 +1,77 @@
+"""Tables in Megatron-Core's distributed checkpoints: strategies that save and load them beside the tensors.
+
+Examples:
+    >>> import os
+    >>> from megatron.core import dist_checkpointing
+    >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, megatron, optimizers
+    >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+    >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+    >>> model.import_rows([7], [[1.0, 2.0]])
+    >>> megatron.register()  # once, before saves and loads
+    >>> os.mkdir("ckpt")
+    >>> state = {"over": torch.ones(1), **megatron.sharded_tables(model)}
+    >>> dist_checkpointing.save(state, "ckpt", megatron.STRATEGY)
+    >>> model.remove_rows([7])
+    1
+    >>> loaded = dist_checkpointing.load(state, "ckpt")  # finds the strategy by the checkpoint's own metadata
+    >>> len(model)
+    1
+
+Tensors, objects and common state are megatron's own, files and all; the tables of `model` lie in `<directory>/embcache-<key>` as
+`torchrec_embcache.saver.Saver` writes them, for any number of ranks and budgets. A load puts their rows in place.
+
+Written for megatron-core 0.16, the newest for Python 3.11. Where there is no CUDA, the calls to it in a save are left out. Imported
+without megatron-core, or without psutil, this module raises `UnsupportedError`.
+"""
+
+import importlib.util
+
+from torchrec_embcache.exceptions import UnsupportedError
+
+try:
+    from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+except ImportError as _cause:
+    raise UnsupportedError(
+        "torchrec_embcache.megatron needs megatron-core, with its registry of strategies: pip install 'megatron-core>=0.16,<0.17'"
+    ) from _cause
+
+if importlib.util.find_spec("psutil") is None:
+    raise UnsupportedError(
+        "torchrec_embcache.megatron needs psutil, without which megatron-core's saves never end: pip install psutil"
+    )
+
+from .strategies import STRATEGY, LoadCommonStrategy, LoadShardedStrategy, SaveCommonStrategy, SaveShardedStrategy
+from .tables import ShardedTables, sharded_tables
+
+__all__ = [
+    "STRATEGY",
+    "LoadCommonStrategy",
+    "LoadShardedStrategy",
+    "SaveCommonStrategy",
+    "SaveShardedStrategy",
+    "ShardedTables",
+    "register",
+    "sharded_tables",
+]
+
+
+def register() -> None:
+    """Make the strategies known to megatron under `STRATEGY`, for saves by name and for loads of what they saved. Harmless twice.
+
+    The common ones also stand in for megatron's own ("torch", 1), whose files they read and write: its `save` takes no other name.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.register()
+        >>> megatron.STRATEGY  # what dist_checkpointing.save takes as its strategy
+        ('torchrec_embcache', 1)
+    """
+    for action, strategy in (
+        (StrategyAction.SAVE_SHARDED, SaveShardedStrategy()),
+        (StrategyAction.LOAD_SHARDED, LoadShardedStrategy()),
+        (StrategyAction.SAVE_COMMON, SaveCommonStrategy()),
+        (StrategyAction.LOAD_COMMON, LoadCommonStrategy()),
+    ):
+        register_default_strategy(action, *STRATEGY, strategy)
+    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, SaveCommonStrategy("torch", 1))
+    register_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1, LoadCommonStrategy())

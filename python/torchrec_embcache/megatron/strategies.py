@@ -1,0 +1,215 @@
+"""Megatron's strategies, with tables beside the tensors, the objects and the common state."""
+
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+
+from torchrec_embcache.collective import together
+from torchrec_embcache.exceptions import EmbCacheWarning, StorageError, UnsupportedError
+from torchrec_embcache.saver import Saver, SaveReport
+
+from .tables import (
+    State,
+    agreed,
+    check_saved,
+    check_there,
+    folder_of,
+    keys_in,
+    load_tables,
+    metadata_of,
+    model_of,
+    remove_tensors,
+    save_tables,
+)
+
+__all__ = ["STRATEGY", "LoadCommonStrategy", "LoadShardedStrategy", "SaveCommonStrategy", "SaveShardedStrategy"]
+
+# Backend and version: what `dist_checkpointing.save` is given, and what a checkpoint's metadata.json says.
+STRATEGY = ("torchrec_embcache", 1)
+# Backends whose checkpoints the load strategies read: without tables they are the same files.
+READABLE = {STRATEGY[0], "torch_dist", "torch"}
+
+
+def _check_backend(loaded: str) -> None:
+    if loaded not in READABLE:
+        raise UnsupportedError(f"the checkpoint was written by {loaded!r}: this strategy reads {sorted(READABLE)}")
+
+
+def _check_version(loaded: int) -> None:
+    if loaded != STRATEGY[1]:
+        raise UnsupportedError(f"the checkpoint is of version {loaded}: this strategy reads version {STRATEGY[1]}")
+
+
+class SaveShardedStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's strategy for tensors and objects, and tables beside; synchronous or asynchronous.
+
+    With `async_save` all is of the moment of the call. Tensors are written when the request is executed, as megatron does, tables
+    by `Saver.save_async`, from the call on, in a thread beside training. The first that finalizes the request waits for them: a
+    checkpoint whose tables could not be written is never published.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.SaveShardedStrategy().backend  # `register` makes one of it known to megatron
+        'torchrec_embcache'
+    """
+
+    def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1], *args: Any, **named: Any) -> None:
+        """Take the same arguments as megatron's strategy."""
+        super().__init__(backend, version, *args, **named)
+        self._writer: Any = None  # of the last request
+
+    def async_save(self, sharded_state_dict: State, checkpoint_dir: Path, *args: Any, **named: Any) -> AsyncRequest:
+        """Hold the tables' rows, and return the request that writes the rest. Collective. Raises what `Saver.save_async` does."""
+        rest, tables = agreed("SaveShardedStrategy.async_save", sharded_state_dict, checkpoint_dir, check_saved)
+        under_way = [
+            Saver(path_checks="basic").save_async(model_of(each), os.path.join(checkpoint_dir, folder_of(each.key)))
+            for each in tables.values()
+        ]
+        request = super().async_save(rest, checkpoint_dir, *args, **named)
+        return request._replace(finalize_fns=[partial(_wait_for, under_way, self._writer), *request.finalize_fns])
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *more: Any) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
+        self._writer = writer
+        if torch.cuda.is_available():
+            return request
+        preload = request.preload_fn and partial(writer.preload_tensors, writer.write_buckets, False)
+        return request._replace(preload_fn=preload, finalize_fns=[partial(_finish, *save_state_dict_ret)])
+
+
+def _wait_for(saves: Sequence[Future[SaveReport]], writer: Any) -> None:
+    """Wait for the tables. Where one fails, nobody asks for what became of the tensors: it is taken out of megatron's queue here.
+
+    That queue is the process's. What stays in it would be taken for the result of the next save, which would publish places in
+    files of this one.
+    """
+    try:
+        for save in saves:
+            save.result()
+    except BaseException:
+        writer.retrieve_write_results()
+        raise
+
+
+def _finish(writer: Any, metadata: Any, ranks: Any) -> None:
+    """What megatron does when all ranks have written, without a tensor on a GPU: the coordinator writes the metadata.
+
+    A rank's failure is a `StorageError` on all of them.
+    """
+    gathered = ranks.gather_object(writer.retrieve_write_results())
+
+    def publish() -> None:
+        if ranks.is_coordinator:
+            failed = {rank: each[0] for rank, each in enumerate(gathered) if not isinstance(each, list)}
+            if failed:
+                raise StorageError(
+                    "tensors could not be written by " + ", ".join(f"rank {r}: {e}" for r, e in failed.items())
+                )
+            writer.finish(metadata, gathered)
+
+    together(publish)
+
+
+class LoadShardedStrategy(TorchDistLoadShardedStrategy):
+    """Megatron's strategy for tensors and objects, and tables beside.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.LoadShardedStrategy().check_backend_compatibility("torch_dist")  # megatron's own checkpoints are read too
+    """
+
+    def load(self, sharded_state_dict: State, checkpoint_dir: Path, *args: Any, **named: Any) -> State:
+        """Load the state dict. Tables are loaded into their model, which stands in it where they stood. Collective.
+
+        Raises `MismatchError` where the checkpoint has no tables of a key, before anything is loaded, and what `Saver.load` does.
+        """
+        rest, tables = agreed("LoadShardedStrategy.load", sharded_state_dict, checkpoint_dir, check_there)
+        loaded = super().load(rest, checkpoint_dir, *args, **named) if rest else {}
+        return load_tables(tables, checkpoint_dir, loaded)
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> State:
+        """Tensors, objects and tables of the checkpoint, without data."""
+        found: State = super().load_sharded_metadata(checkpoint_dir)
+        # Where objects are left to the common strategy, so are the tables.
+        return found | metadata_of(checkpoint_dir) if self.can_handle_sharded_objects else found
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+        """Remove tensors, objects and tables whose key starts with `key_prefix`, and the files that hold nothing else.
+
+        A crash leaves them removed or not, and at most files that nothing refers to. An `EmbCacheWarning` where there are none.
+        """
+        removed = remove_tensors(Path(checkpoint_dir), key_prefix)
+        for key in (key for key in keys_in(checkpoint_dir) if key.startswith(key_prefix)):
+            shutil.rmtree(os.path.join(checkpoint_dir, folder_of(key)))
+            removed = True
+        if not removed:
+            message = f"nothing was removed from {checkpoint_dir}: it has no key that begins with {key_prefix!r}"
+            warnings.warn(message, EmbCacheWarning, stacklevel=2)
+
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """`UnsupportedError` for checkpoints of another backend than ours or megatron's."""
+        _check_backend(loaded_version)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """`UnsupportedError` for other versions."""
+        _check_version(loaded_version)
+
+
+class SaveCommonStrategy(TorchCommonSaveStrategy):
+    """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.SaveCommonStrategy().backend  # `register` makes one of it known to megatron
+        'torchrec_embcache'
+    """
+
+    def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1]) -> None:
+        """Take the same arguments as megatron's strategy."""
+        super().__init__(backend, version)
+
+    def save_sharded_objects(self, sharded_objects_state_dict: State, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Save objects as megatron does, and tables by `Saver`. Collective."""
+        call = "SaveCommonStrategy.save_sharded_objects"
+        rest, tables = agreed(call, sharded_objects_state_dict, checkpoint_dir, check_saved)
+        super().save_sharded_objects(rest, checkpoint_dir)
+        save_tables(tables, checkpoint_dir)
+
+
+class LoadCommonStrategy(TorchCommonLoadStrategy):
+    """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.LoadCommonStrategy().can_handle_sharded_objects  # `register` makes one of it known to megatron
+        True
+    """
+
+    def load_sharded_objects(self, sharded_objects_state_dict: State, checkpoint_dir: str | os.PathLike[str]) -> State:
+        """Load objects as megatron does, and tables into their models. Collective."""
+        call = "LoadCommonStrategy.load_sharded_objects"
+        rest, tables = agreed(call, sharded_objects_state_dict, checkpoint_dir, check_there)
+        return load_tables(tables, checkpoint_dir, super().load_sharded_objects(rest, checkpoint_dir))
+
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> State:
+        """Objects and tables of the checkpoint, without data."""
+        found: State = super().load_sharded_metadata(checkpoint_dir)
+        return found | metadata_of(checkpoint_dir)
+
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """`UnsupportedError` for checkpoints of another backend than ours or megatron's."""
+        _check_backend(loaded_version)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """`UnsupportedError` for other versions."""
+        _check_version(loaded_version)

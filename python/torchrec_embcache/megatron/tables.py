@@ -1,0 +1,235 @@
+"""The tables of a model in megatron's sharded state dicts, and in its checkpoints' directories."""
+
+import dataclasses
+import os
+import pickle
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import FileSystemReader
+from torch import nn
+
+from torchrec_embcache.collective import agree_on_arguments, is_distributed
+from torchrec_embcache.config import check_name
+from torchrec_embcache.exceptions import InputError, MismatchError, StateError
+from torchrec_embcache.folder import Folder
+from torchrec_embcache.saver import Saver
+from torchrec_embcache.whole_model import cache_modules
+
+__all__ = [
+    "ShardedTables",
+    "State",
+    "Tables",
+    "agreed",
+    "check_saved",
+    "check_there",
+    "folder_of",
+    "keys_in",
+    "load_tables",
+    "metadata_of",
+    "model_of",
+    "remove_tensors",
+    "save_tables",
+    "sharded_tables",
+]
+
+# How the directory of the tables of a key begins in a checkpoint.
+PREFIX = "embcache-"
+
+State = dict[str, Any]
+
+
+@dataclass
+class ShardedTables(ShardedObject):
+    """All tables of a model, as one object of a sharded state dict. `data`: the model; None in metadata.
+
+    There is one of it, and each rank's is a replica: ranks may be other ones when it is loaded. `slots`: whether a load takes the
+    optimizer's slots.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, megatron, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> tables = megatron.sharded_tables(model, slots=False)["embcache"]
+        >>> type(tables).__name__, tables.key, tables.slots
+        ('ShardedTables', 'embcache', False)
+    """
+
+    slots: bool = True
+
+
+# The tables of a sharded state dict, by their keys in it from the outermost to their own.
+Tables = dict[tuple[str, ...], ShardedTables]
+
+
+def sharded_tables(model: nn.Module, key: str = "embcache", *, slots: bool = True) -> dict[str, ShardedTables]:
+    """What to add to a sharded state dict, on every rank: the tables of every cache module in `model`, under `key`.
+
+    With `slots=False` a load takes weights and metadata alone, as `Saver.load(..., slots=False)` does; a save refuses it.
+    `InputError` where `model` has none; `ConfigError` for a key that cannot be in a path.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, megatron, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> list(megatron.sharded_tables(model, "rows"))  # state = {"model": ..., **megatron.sharded_tables(model)}
+        ['rows']
+    """
+    check_name("key", key)
+    folder_of(key)
+    if not cache_modules(model):
+        raise InputError(f"{type(model).__name__} has no cache module: nothing to save or load")
+    replica = dist.get_rank() if is_distributed() else 0
+    return {key: ShardedTables(key, model, (1,), (0,), replica, slots=slots)}
+
+
+def folder_of(key: str) -> str:
+    """The directory of the tables of a key in a checkpoint. `InputError` for a key that is too long for a name."""
+    name = PREFIX + urllib.parse.quote(key, safe="")
+    if len(name) > 255:
+        raise InputError(f"key={key!r} makes a file name of {len(name)} bytes: choose a shorter one")
+    return name
+
+
+def _take(state: Mapping[str, Any], above: tuple[str, ...] = ()) -> tuple[State, Tables]:
+    """A sharded state dict without its tables, and the tables by their keys in it, from the outermost to their own."""
+    rest: State = {}
+    found: Tables = {}
+    for name, value in state.items():
+        here = (*above, name)
+        if isinstance(value, ShardedTables):
+            found[here] = value
+        elif isinstance(value, dict) and value:
+            rest[name], below = _take(value, here)
+            found |= below
+            if not rest[name]:
+                del rest[name]
+        elif _holds_tables(value):
+            raise InputError(
+                f"tables lie in a list at {'.'.join(map(str, here))!r} of the state dict: put them into a dict"
+            )
+        else:
+            rest[name] = value
+    keys = [tables.key for tables in found.values()]
+    if len(set(keys)) != len(keys):
+        raise InputError(f"several tables of the state dict have one key, of {keys}: give each a key of its own")
+    return rest, found
+
+
+def agreed(
+    call: str,
+    state: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    check: Callable[[Tables, str | os.PathLike[str]], None],
+) -> tuple[State, Tables]:
+    """Take the tables out of a sharded state dict, once every rank has `check`ed them and gives the same keys. Collective."""
+    taken: list[tuple[State, Tables]] = []
+
+    def arguments() -> dict[str, object]:
+        rest, tables = _take(state)
+        check(tables, directory)
+        taken.append((rest, tables))
+        return {
+            "checkpoint_dir": os.path.abspath(directory),
+            "sharded_tables": sorted((each.key, each.slots) for each in tables.values()),
+        }
+
+    agree_on_arguments(call, arguments)
+    return taken[0]
+
+
+def _holds_tables(value: object) -> bool:
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, ShardedTables) or any(map(_holds_tables, below))
+
+
+def save_tables(tables: Tables, directory: str | os.PathLike[str]) -> None:
+    """Save the rows of every model. Collective."""
+    for each in tables.values():
+        Saver(path_checks="basic").save(model_of(each), os.path.join(directory, folder_of(each.key)))
+
+
+def check_saved(tables: Tables, directory: str | os.PathLike[str]) -> None:
+    """`InputError` for tables that are for a load alone, `StateError` for tables without their model."""
+    del directory
+    for each in tables.values():
+        if not each.slots:
+            raise InputError(
+                f"sharded_tables(slots=False) of the key {each.key!r} is for a load: a save writes the slots too, so leave it out"
+            )
+        model_of(each)
+
+
+def load_tables(tables: Tables, directory: str | os.PathLike[str], into: State) -> State:
+    """Load the rows into the models. In `into` each model stands where its tables stood."""
+    for (*above, name), each in tables.items():
+        model = model_of(each)
+        Saver(path_checks="basic").load(model, os.path.join(directory, folder_of(each.key)), slots=each.slots)
+        target = into
+        for part in above:
+            target = target.setdefault(part, {})
+        target[name] = model
+    return into
+
+
+def check_there(tables: Tables, directory: str | os.PathLike[str]) -> None:
+    """`MismatchError` where a checkpoint lacks the tables of a key, `StateError` for tables without their model."""
+    known = set(keys_in(directory))
+    missing = [each.key for each in tables.values() if each.key not in known]
+    if missing:
+        raise MismatchError(f"{directory} has no tables of the key {missing}; it has {sorted(known)}")
+    for each in tables.values():
+        model_of(each)
+
+
+def model_of(tables: ShardedTables) -> nn.Module:
+    """The model whose tables these are. `StateError` where they came without it, as from metadata."""
+    if not isinstance(tables.data, nn.Module):
+        raise StateError(f"the tables of the key {tables.key!r} came without their model: give sharded_tables(model)")
+    return tables.data
+
+
+def keys_in(directory: str | os.PathLike[str]) -> list[str]:
+    """The keys of the tables in a checkpoint."""
+    names = (entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+    return [urllib.parse.unquote(name.removeprefix(PREFIX)) for name in names if name.startswith(PREFIX)]
+
+
+def metadata_of(directory: str | os.PathLike[str]) -> dict[str, ShardedTables]:
+    """The tables of a checkpoint, without their models."""
+    tables = [ShardedTables(key, None, (1,), (0,)) for key in sorted(keys_in(directory))]
+    return {each.unique_key: each for each in tables}
+
+
+def remove_tensors(directory: Path, prefix: str) -> bool:
+    """Take keys out of the metadata, then remove the files that were theirs alone. Whether there were any.
+
+    Megatron's own way asks torch for what it no longer has, and removes files of one name only.
+    """
+    old = FileSystemReader(directory).read_metadata()
+    stored = {index: where for index, where in old.storage_data.items() if not index.fqn.startswith(prefix)}
+    if len(stored) == len(old.storage_data):
+        return False
+
+    def kept(by_key: Any) -> Any:
+        return (
+            {key: value for key, value in by_key.items() if not key.startswith(prefix)} if by_key is not None else None
+        )
+
+    new = dataclasses.replace(
+        old,
+        state_dict_metadata=kept(old.state_dict_metadata),
+        planner_data=kept(old.planner_data),
+        storage_data=stored,
+    )
+    with Folder(str(directory), os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder:
+        folder.publish(".metadata", pickle.dumps(new))
+        files = {where.relative_path for where in stored.values()}
+        for name in sorted({where.relative_path for where in old.storage_data.values()} - files):
+            folder.remove(name)
+    return True
