@@ -102,9 +102,9 @@ test-rust: $(NATIVE)
 test-loom:
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --locked -p embcache --lib loom
 
-# Two processes share the files of tests. With ARGS, as for one test or a debugger, there is one.
+# Two processes share the files of tests, in the order of tests/python/conftest.py. With ARGS, as for one test or a debugger, there is one.
 test-python: $(NATIVE)
-	@$(PY) -m pytest $(or $(ARGS),--numprocesses=2 --dist=loadfile)
+	@$(PY) -m pytest $(or $(ARGS),--numprocesses=2 --dist=loadfile --no-loadscope-reorder)
 
 fuzz:
 	@EMBCACHE_FUZZ_S=$(or $(FOR),300) cargo test --quiet --locked -p embcache-tests --test hostile
