@@ -3,8 +3,9 @@
     python examples/serve_processes.py --processes 4 --seconds 30
 
 The trainer gives every row of two tables the number of the save. So a request that saw two versions, or a row that was half
-written, would read two numbers. Each serving process prints a line a second: the version, how long after its publication it was
-first served, and the median and 99th percentile of lookups. At the end it is said what memory the processes take together.
+written, would read two numbers. The clock starts when every process has answered a request. Each process prints a line a second
+and one at the end: the version, how long after its publication it was first served, and the median and 99th percentile of
+lookups. At the end it is said what memory the processes take together.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers,
 
 TABLES = ("user", "item")
 DIM = 16
+# Longer than any machine needs to start the processes, or to serve the newest version: these end a wait that would last for ever.
+START_SECONDS, END_SECONDS = 600, 300
 
 
 def make_table(name: str) -> EmbCacheEmbedding:
@@ -85,13 +88,27 @@ def quantiles(times: list[float]) -> tuple[float, float]:
     return p50 * 1e6, p99 * 1e6
 
 
-def serve(number: int, path: str, rows: int, batch: int, ends: Event, results: "Queue[Served]") -> None:
-    """Answer requests until `ends`: each reads as many rows of both tables, of one version."""
+def serve(number: int, path: str, rows: int, batch: int, ready: Barrier, ends: Event, results: "Queue[Served]") -> None:
+    """Answer requests until `ends`, and then until a later version than the first was served.
+
+    Each request reads as many rows of both tables, of one version.
+    """
     torch.set_num_threads(1)
     served, random = Served(number), torch.Generator().manual_seed(number)
     with serving.open(path, follow=serving.Follow(poll_seconds=0.05)) as tables:
         name, times, all_times, said = "", list[float](), list[float](), time.monotonic()
-        while not ends.is_set():
+
+        def say() -> None:
+            p50, p99 = quantiles(times)
+            delay = f"{1e3 * served.delays[-1]:.0f} ms" if served.delays else "-"
+            stale = tables.stats().staleness_seconds
+            print(
+                f"process {number}: version {name[:10]}, served {delay} after its publication, {stale:.1f} s old now; "
+                f"{len(times)} requests, p50 {p50:.0f} us, p99 {p99:.0f} us",
+                flush=True,
+            )
+
+        while not ends.is_set() or served.versions < 2:
             last = int(torch.randint(10, (1,), generator=random))
             ids = torch.randint(rows // 10, (batch,), generator=random) * 10 + last
             begin = time.perf_counter()
@@ -105,17 +122,14 @@ def serve(number: int, path: str, rows: int, batch: int, ends: Event, results: "
             if version.name != name:
                 if name:  # what was there before this process is no news
                     served.delays.append(max(0.0, time.time() - tables.pin().published))
+                else:
+                    ready.wait(START_SECONDS)
+                    said = time.monotonic()
                 name, served.versions = version.name, served.versions + 1
             if time.monotonic() - said >= 1.0:
-                p50, p99 = quantiles(times)
-                delay = f"{1e3 * served.delays[-1]:.0f} ms" if served.delays else "-"
-                stale = tables.stats().staleness_seconds
-                print(
-                    f"process {number}: version {name[:10]}, served {delay} after its publication, {stale:.1f} s old now; "
-                    f"{len(times)} requests, p50 {p50:.0f} us, p99 {p99:.0f} us",
-                    flush=True,
-                )
+                say()
                 all_times, times, said = all_times + times, [], time.monotonic()
+        say()
         served.p50_us, served.p99_us = quantiles(all_times + times)
         served.failed_polls, served.pss_kib = tables.stats().failed_polls, pss_kib()
         results.put(served)
@@ -126,13 +140,17 @@ def run(options: argparse.Namespace, path: Path) -> int:
     trainer, checks = Trainer(path, options.rows), Checks()
     trainer.save()
     context: Any = multiprocessing.get_context("spawn")
-    ends, results = context.Event(), context.Queue()
+    ready, ends, results = context.Barrier(options.processes + 1), context.Event(), context.Queue()
     processes = [
-        context.Process(target=serve, args=(number, str(path), options.rows, options.batch, ends, results))
+        # As daemons they end with this one, whatever it ends by.
+        context.Process(
+            target=serve, args=(number, str(path), options.rows, options.batch, ready, ends, results), daemon=True
+        )
         for number in range(options.processes)
     ]
     for process in processes:
         process.start()
+    ready.wait(START_SECONDS)
     stop = time.monotonic() + options.seconds
     while time.monotonic() < stop:
         next_save = time.monotonic() + options.every
@@ -141,9 +159,9 @@ def run(options: argparse.Namespace, path: Path) -> int:
     ends.set()
     found: list[Served] = []
     with contextlib.suppress(queue.Empty):
-        found.extend(results.get(timeout=60) for _ in processes)
+        found.extend(results.get(timeout=END_SECONDS) for _ in processes)
     for process in processes:
-        process.join(60)
+        process.join(END_SECONDS)
     print(f"{trainer.saves} saves of {options.rows} rows in each of {len(TABLES)} tables")
     for served in sorted(found, key=lambda served: served.number):
         slowest = max(served.delays, default=0.0)
