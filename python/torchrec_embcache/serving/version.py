@@ -149,7 +149,9 @@ class Table:
             InputError: `ids` are no such integers, or have another shape; `dtype` is none of these two, or cannot hold what an id
                 without a row reads.
             StateError: the version was let go.
-            CorruptionError: the file that holds a row has changed or is cut.
+            CorruptionError: the file that holds a row was truncated, which is noticed where its page is read from the disk. A row
+                whose page was in memory lately is read without a check, and the system ends the process with SIGBUS
+                (docs/serving.md, "Memory, and the first start").
             StorageError: a row cannot be read.
 
         Examples:
@@ -200,7 +202,9 @@ class Table:
             InputError: the arguments do not fit each other.
             ConfigError: another `pooling`, or weights with "mean".
             StateError: the version was let go.
-            CorruptionError: the file that holds a row has changed or is cut.
+            CorruptionError: the file that holds a row was truncated, which is noticed where its page is read from the disk. A row
+                whose page was in memory lately is read without a check, and the system ends the process with SIGBUS
+                (docs/serving.md, "Memory, and the first start").
             StorageError: a row cannot be read.
 
         Examples:
