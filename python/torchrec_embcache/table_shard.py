@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import _native, disk, lifetime, publish
+from . import _native, disk, host_memory, lifetime, publish
 from .backends import make_tier
 from .buckets import BucketHash, buckets_of
 from .collective import world_size as ranks_of_process
@@ -179,6 +179,7 @@ class TableShard:
             self._tier, self._native, self._counts_of = tier, native, None
             if directory is not None:
                 lifetime.opened(self)
+            host_memory.look_after(self)
             self._supersedes = disk.look_after(self, lifetime.open_tables(), resumed=state.token)
             warn_of_lost_state(self, state)
             self.telling.watch(native, self.spec)

@@ -1,0 +1,87 @@
+"""The warning of budgets in host RAM for which the machine, or the cgroup of this process, has no memory."""
+
+import contextlib
+import os
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from .config import TierBudgets, bytes_text
+from .exceptions import EmbCacheWarning
+
+__all__ = ["OpenTable", "look_after"]
+
+
+class OpenTable(Protocol):
+    """What is asked of an open table here."""
+
+    tiers: TierBudgets
+    device: torch.device
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its tiers were opened."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether they were closed again."""
+
+
+_tables: weakref.WeakSet[OpenTable] = weakref.WeakSet()
+# The budgets that the last warning named.
+_warned_of = 0
+
+
+def look_after(table: OpenTable) -> None:
+    """Warn where the budgets of all open tables, `table` included, are more than the memory that this process may use.
+
+    There is one warning, and another one when the budgets have doubled.
+    """
+    global _warned_of
+    _tables.add(table)
+    tables = [each for each in _tables if each.is_open and not each.is_closed]
+    budgets = sum(each.tiers.host + (each.tiers.device if each.device.type == "cpu" else 0) for each in tables)
+    limit, of = _memory()
+    if budgets <= limit or budgets < 2 * _warned_of:
+        return
+    _warned_of = budgets
+    warnings.warn(
+        f"TierBudgets.host_bytes of the open tables are {bytes_text(budgets)} together, with device tiers on the CPU, and {of} is "
+        f"{bytes_text(limit)}: the system will end the process before the budgets are full; lower host_bytes, or add an SSD tier",
+        EmbCacheWarning,
+        stacklevel=5,
+    )
+
+
+def _memory() -> tuple[int, str]:
+    """The memory that this process may use, and the limit that says so."""
+    limits = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the memory of this machine")]
+    limits += [(limit, "the memory limit of this process's cgroup") for limit in _cgroup_limits(Path("/"))]
+    return min(limits)
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """The memory limits of this process's cgroups and of those above them, of both versions. `root` has /proc and /sys."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return  # a system without cgroups
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mount, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        # In a container the path may be that of the host, and only the mount itself is there.
+        for directory in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # it has no limit, or is not there
+                yield int((directory / name).read_text())
+            if directory == mount:
+                break
