@@ -17,6 +17,7 @@ from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
 from torchrec_embcache.state_dicts import note_rows
 from torchrec_embcache.table_copy import described, step_taken_over
+from torchrec_embcache.table_settings import row_bytes
 from torchrec_embcache.table_shard import TableShard
 
 from .configs import CacheConfig, lifecycle_of, num_buckets, table_initializer
@@ -73,12 +74,15 @@ def split_budgets(
     shards: Mapping[str, Shard],
     specs: Mapping[str, OptimizerSpec | None],
 ) -> dict[str, TierBudgets]:
-    """The budgets of each table of `shards`: its own, or a share of the module's `tiers` by expected rows times bytes a row.
+    """The budgets of each table of `shards`: its own, or a share of the module's `tiers`.
 
-    `ConfigError` where a table has neither, or its share is zero bytes.
+    Of each budget every table gets a minimum: `_MINIMUM`, or half of an equal share where that is less. The rest is divided in
+    proportion to expected rows times bytes a row.
+
+    `ConfigError` where a table has neither, or its share has no room for a row.
     """
     own: dict[str, TierBudgets] = {}
-    shares: dict[str, int] = {}
+    sharing: dict[str, _Sharing] = {}
     for config in configs:
         if config.name not in shards:
             continue
@@ -89,21 +93,47 @@ def split_budgets(
                 f"table {config.name!r} has no budgets: give tiers=TierBudgets(host_bytes=...) to it or to the module"
             )
         else:
-            spec = specs[config.name] or SGD()
-            shares[config.name] = shards[config.name].rows(config.num_embeddings) * spec.record_floats(
-                config.embedding_dim
+            row = row_bytes(config.embedding_dim, (specs[config.name] or SGD()).kind, config.policy)
+            rows = shards[config.name].rows(config.num_embeddings)
+            sharing[config.name] = _Sharing(
+                rows, {"device_bytes": row.device, "host_bytes": row.host, "ssd_bytes": row.ssd}
             )
-    total = sum(shares.values())
-    for name, share in shares.items():
-        assert tiers is not None, "a table without budgets of its own was refused above where the module has none"
-        parts = {field: budget * share // total for field, budget in _byte_fields(tiers).items()}
-        for field, part in parts.items():
-            if part == 0 < _byte_fields(tiers)[field]:
-                raise ConfigError(
-                    f"table {name!r}: its share of the module's TierBudgets.{field} is 0 bytes: raise it, or give the table tiers="
-                )
-        own[name] = replace(tiers, **parts)  # type: ignore[arg-type]  # these fields are numbers
-    return own
+    if tiers is None or not sharing:
+        return own
+    parts = {field: _parts(field, budget, sharing) for field, budget in _byte_fields(tiers).items()}
+    shares = {name: {field: of_tables[name] for field, of_tables in parts.items()} for name in sharing}
+    return own | {name: replace(tiers, **share) for name, share in shares.items()}  # type: ignore[arg-type]  # they are numbers
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """A table that shares its module's budgets."""
+
+    rows: int
+    """Those that are expected on this rank."""
+    row_bytes: Mapping[str, int]
+    """Of each budget, by its field."""
+
+
+#: What every table of a module gets of each budget that they share, if there is enough.
+_MINIMUM = {"device_bytes": 1 << 20, "host_bytes": 1 << 20, "ssd_bytes": 8 << 20}
+
+
+def _parts(field: str, budget: int, sharing: Mapping[str, _Sharing]) -> dict[str, int]:
+    """The share of each table in one budget of their module."""
+    minimum = min(_MINIMUM[field], budget // (2 * len(sharing)))
+    needs = {name: table.rows * table.row_bytes[field] for name, table in sharing.items()}
+    rest, total = budget - minimum * len(sharing), max(sum(needs.values()), 1)
+    parts = {name: minimum + rest * need // total for name, need in needs.items()}
+    for name, part in parts.items():
+        row = sharing[name].row_bytes[field]
+        if budget and part < row and len(sharing) > 1:
+            needed = 2 * len(sharing) * max(table.row_bytes[field] for table in sharing.values())
+            raise ConfigError(
+                f"TierBudgets.{field}={budget} of the module is too small for its {len(sharing)} tables: the share of table {name!r} is "
+                f"{part} bytes, and a row takes {row}; give {needed} or more, or give the table tiers= of its own"
+            )
+    return parts
 
 
 def _byte_fields(tiers: TierBudgets) -> dict[str, int]:
