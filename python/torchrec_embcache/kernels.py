@@ -126,13 +126,13 @@ class KernelBackend(ABC):
         shared: SharedSums,
         weight_grad: bool,
     ) -> Tensor | None:
-        """Update the rows from `grad` [B, C] and commit. With `weight_grad`: the gradient [N] of `pooled.weights`."""
+        """Update the rows from a contiguous `grad` [B, C] and commit. With `weight_grad`: the gradient [N] of `pooled.weights`."""
 
     @abstractmethod
     def backward_sequence(
         self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
     ) -> None:
-        """Update the rows from `grad` [N, D] and commit."""
+        """Update the rows from a contiguous `grad` [N, D] and commit."""
 
     def _train_shared(
         self, plan: Plan, sums: Callable[[], Tensor], hyperparameters: NDArray[np.float64], shared: SharedSums
@@ -184,7 +184,7 @@ class CoreBackend(KernelBackend):
     ) -> Tensor | None:
         """See `KernelBackend`."""
         out = np.empty(int(pooled.offsets[-1]), np.float32) if weight_grad else None
-        gradient, threads = grad.contiguous().numpy(), kernel_threads()
+        gradient, threads = grad.numpy(), kernel_threads()
         sums = plan.refused_sums_pooled
         self._train_shared(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, shared)
         self._run(plan, lambda device: plan.backward_pooled(gradient, hyperparameters, out, device, threads))
@@ -194,7 +194,7 @@ class CoreBackend(KernelBackend):
         self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
     ) -> None:
         """See `KernelBackend`."""
-        gradient, threads = grad.contiguous().numpy(), kernel_threads()
+        gradient, threads = grad.numpy(), kernel_threads()
         sums = plan.refused_sums_sequence
         self._train_shared(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, shared)
         self._run(plan, lambda device: plan.backward_sequence(gradient, hyperparameters, device, threads))

@@ -32,6 +32,7 @@ from .kernels import KernelBackend, Pooled, kernel_threads
 from .lookahead import IdBatch, Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
 from .profiling import profiled
+from .rows import contiguous
 from .shared_rows import OtherRankFailedError, SharedSums, sums_of
 from .sweeping import sweep_in_backward, swept_after_steps
 from .table_shard import TableShard
@@ -205,7 +206,7 @@ class LookupGroup:
             )
         pooled = Pooled(
             np.array(offsets, np.int64),  # the backward needs them as they are now
-            weights.detach().contiguous() if weights is not None else None,
+            contiguous(weights.detach()) if weights is not None else None,
             np.array(mean, np.bool_),
         )
         splits = pooled.offsets[:: max(pooled.bags, 1)] if pooled.bags else np.zeros(features + 1, np.int64)
@@ -331,7 +332,7 @@ class _Batch(ABC):
 
     @abstractmethod
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
-        """Update the rows, commit and unpin. Returns the gradient of the weights with `weight_grad`."""
+        """Update the rows from a contiguous `grad`, commit and unpin. Returns the gradient of the weights with `weight_grad`."""
 
     def check_backward(self) -> None:
         """`StateError` unless this is the one backward of the forward; `UnsupportedError` where it is to be differentiated."""
@@ -422,7 +423,7 @@ class _FusedLookup(torch.autograd.Function):
             _ = ctx.saved_tensors  # raises where one was changed in place after the forward
             check_rows_are_to_be_updated(ctx.next_functions[0][0])
             with memory_of(batch.group.names(), batch.group.device):
-                weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
+                weight_grad = batch.backward(contiguous(grads[0]), ctx.needs_input_grad[1])
             batch.group.sweep_after_step()
         except Exception as caught:
             if after is None:

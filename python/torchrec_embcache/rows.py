@@ -31,6 +31,7 @@ __all__ = [
     "check_float32",
     "check_plain",
     "clicks_array",
+    "contiguous",
     "float32_array",
     "ids_array",
     "row_ids",
@@ -59,7 +60,7 @@ def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64
     check_plain(field, ids)
     if ids.device.type != "cpu" and ids.device != device:
         raise InputError(f"{field} is on {ids.device} and the table on {device}: move one of them")
-    flat: NDArray[np.int64] = ids.detach().to("cpu", torch.int64).reshape(-1).contiguous().numpy()
+    flat: NDArray[np.int64] = contiguous(ids.detach().to("cpu", torch.int64).reshape(-1)).numpy()
     return flat
 
 
@@ -73,7 +74,7 @@ def clicks_array(clicks: object, field: str, count: int) -> NDArray[np.uint32]:
     check_plain(field, clicks)
     if clicks.numel() != count:
         raise InputError(f"{field} has {clicks.numel()} numbers for {count} ids: give each id one")
-    given = clicks.detach().cpu().reshape(-1)
+    given = contiguous(clicks.detach().cpu().reshape(-1))
     exact = given.to(torch.int64)
     wrong = (exact != given) | (exact < 0) | (exact > MOST_CLICKS)
     if bool(wrong.any()):
@@ -94,6 +95,14 @@ def check_plain(field: str, tensor: Tensor) -> None:
         kind = "a FakeTensor, which has no numbers: give the real one, and keep the table out of what is traced with fake tensors"
     if kind is not None:
         raise InputError(f"{field} is {kind}")
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor with its numbers one after the other in memory, as fbgemm and the core read them. It is differentiable.
+
+    A view with a stride, or whose sign or conjugation is applied when it is read, is copied. Others are returned as they are.
+    """
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def row_ids(ids: object, device: torch.device) -> NDArray[np.int64]:
@@ -128,8 +137,9 @@ def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[
     """
     if isinstance(value, Tensor):
         check_plain(field, value)
-        tensor = value.detach().cpu()
-        array = tensor.float().numpy() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.numpy()
+        tensor = contiguous(value.detach().cpu())
+        # Not every floating type of torch is one of numpy.
+        array = tensor.float().numpy() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor.numpy()
     else:
         array = _as_array(field, value)
     if array.size == 0 and 0 in shape and not isinstance(value, Tensor | np.ndarray):
@@ -230,8 +240,8 @@ class RowMetadata:
         """As the core takes it. `InputError` where there are not `rows` of them, and for numbers out of range."""
 
         def column(field: str, bits: int) -> NDArray[np.int64]:
-            values: Tensor = getattr(self, field)
-            if values.shape != (rows,) or values.is_floating_point():
+            values = self._column(field)
+            if values.shape != (rows,) or values.is_floating_point() or values.is_complex():
                 raise InputError(
                     f"metadata.{field} has shape {tuple(values.shape)} of {values.dtype}: give int64 [{rows}]"
                 )
@@ -239,18 +249,25 @@ class RowMetadata:
                 raise InputError(
                     f"metadata.{field} holds {int(values.min())} to {int(values.max())}: give 0 to 2^{bits} - 1"
                 )
-            return values.cpu().numpy()
+            return values.numpy()
 
-        if self.score.shape != (rows,) or self.score.dtype != torch.float32:
-            raise InputError(
-                f"metadata.score has shape {tuple(self.score.shape)} of {self.score.dtype}: give float32 [{rows}]"
-            )
+        score = self._column("score")
+        if score.shape != (rows,) or score.dtype != torch.float32:
+            raise InputError(f"metadata.score has shape {tuple(score.shape)} of {score.dtype}: give float32 [{rows}]")
         return _native.RowMetadata(
             column("count", 32).astype(np.uint32),
             column("last_step", 63).astype(np.uint64),
-            np.ascontiguousarray(self.score.cpu().numpy()),
+            score.numpy(),
             column("modified_epoch", 32).astype(np.uint32),
         )
+
+    def _column(self, field: str) -> Tensor:
+        """A field as a contiguous tensor in RAM. `InputError` where it is no tensor of numbers."""
+        values = getattr(self, field)
+        if not isinstance(values, Tensor):
+            raise InputError(f"metadata.{field} is a {type(values).__name__}: give a tensor")
+        check_plain(f"metadata.{field}", values)
+        return contiguous(values.detach().cpu())
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ class TritonBackend(KernelBackend):
     ) -> Tensor | None:
         """See `KernelBackend`."""
         batch = self._sent(plan, pooled, with_slots=False)
-        grad, occurrences = grad.contiguous(), int(pooled.offsets[-1])
+        occurrences = int(pooled.offsets[-1])
         scaled = pooled.weights is not None or bool(pooled.mean.any())
         gradients = launch.find_gradients(batch.features, batch.bags, occurrences, grad, scaled)
         out = torch.empty(occurrences, dtype=torch.float32, device=self.device) if weight_grad else None
@@ -236,7 +236,7 @@ class TritonBackend(KernelBackend):
         self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
     ) -> None:
         """See `KernelBackend`."""
-        self._update_and_commit(plan, launch.Gradients(grad.contiguous()), hyperparameters, shared, lambda: None)
+        self._update_and_commit(plan, launch.Gradients(grad), hyperparameters, shared, lambda: None)
 
     def _update_and_commit(
         self,

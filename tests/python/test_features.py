@@ -1,9 +1,7 @@
 """Batches are checked where the device that they name is not here: torch's fake tensors have a device and no memory."""
 
 from functools import partial
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +15,7 @@ from torchrec_embcache.modules import features
 def fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fake tensors be checked, whose lengths cannot be read."""
     monkeypatch.setattr(features, "check_plain", lambda *_: None)
-    lengths = SimpleNamespace(numpy=lambda: np.ones(2, np.int64))
+    lengths = torch.ones(2, dtype=torch.int64)
     monkeypatch.setattr(features, "host_copies", lambda _: [lengths])
 
 
@@ -40,4 +38,5 @@ def test_the_cpu_is_one_device_whatever_its_number() -> None:
         checked = features.check_features(
             batch, ["a"], weighted=False, clicks=False, owner="bags 'shop'", device=torch.device(device)
         )
-        assert checked is batch
+        assert checked.values() is values
+        assert checked.lengths().data_ptr() == lengths.data_ptr()

@@ -485,6 +485,15 @@ def kjt(
         (lambda w: kjt(torch.tensor([1, 2, 3], dtype=torch.int16), weights=w), "dtype torch.int16"),
         (lambda w: kjt(lengths=torch.tensor([1, 1, 2]), weights=w), "lengths sum to 4"),
         (lambda w: kjt(lengths=torch.tensor([1, 3, -1]), weights=w), "lengths hold -1"),
+        (
+            lambda w: Kjt(list("abc"), torch.tensor([1, 2, 3]), w, offsets=torch.tensor([1, 2, 3, 4])),
+            "offsets begin with 1",
+        ),
+        (
+            lambda w: Kjt(list("abc"), torch.tensor([1, 2, 3]), w, lengths=torch.ones(3).long(), stride=2),
+            "a stride of 2",
+        ),
+        (lambda w: Kjt(list("abc"), torch.tensor([1, 2, 3]), w), "neither lengths nor offsets"),
         (lambda w: kjt(torch.ones(3, dtype=torch.int64, device="meta"), weights=w), "values is on the device meta"),
         (lambda w: kjt(weights=torch.ones(3) if w is None else None), "weight"),
         (lambda _: kjt(weights=torch.ones(3, dtype=torch.float64)), "weight"),

@@ -1,6 +1,7 @@
 """Rows by id: export, read, import and remove, over every tier."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -153,6 +154,9 @@ META = RowMetadata(count=torch.ones(1, dtype=torch.int64), last_step=ONE, score=
             ),
             "metadata.count holds -1",
         ),
+        ((ONE, torch.ones(1, 4), None, replace(META, count=[1])), "metadata.count is a list: give a tensor"),
+        ((ONE, torch.ones(1, 4), None, replace(META, score=torch.ones(1).to_sparse())), "metadata.score is sparse_coo"),
+        ((ONE, torch.ones(1, 4), None, replace(META, last_step=ONE.to("meta"))), "metadata.last_step is on the device"),
     ],
 )
 def test_a_bad_import_is_refused_and_changes_nothing(arguments, words):
@@ -176,8 +180,17 @@ WEIGHTS = [[1.0, 2.0, 3.0, 4.0], [5.5, 6.0, 7.0, 8.0]]
         (np.array([5, (1 << 64) - 6], np.uint64), np.asfortranarray(WEIGHTS), (1, 2)),
         (torch.tensor([5, -6]), torch.tensor(WEIGHTS, dtype=torch.float64), torch.tensor([1, 2])),
         ((5, -6), torch.tensor(WEIGHTS, dtype=torch.bfloat16), [1.0, 2.0]),
+        ((5, -6), torch.tensor(WEIGHTS).to(torch.float8_e4m3fn), [1.0, 2.0]),
     ],
-    ids=["lists", "float64 arrays", "narrow arrays", "unsigned and Fortran order", "float64 tensors", "bfloat16"],
+    ids=[
+        "lists",
+        "float64 arrays",
+        "narrow arrays",
+        "unsigned and Fortran order",
+        "float64 tensors",
+        "bfloat16",
+        "float8",
+    ],
 )
 def test_an_import_takes_tensors_arrays_and_lists_of_any_numbers(ids, weights, sums):
     with make_bag(optimizer=optimizers.RowWiseAdagrad(lr=0.1)) as bag:

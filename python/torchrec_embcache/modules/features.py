@@ -11,7 +11,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.host_copies import host_copies
-from torchrec_embcache.rows import check_plain, clicks_array
+from torchrec_embcache.rows import check_plain, clicks_array, contiguous
 
 __all__ = ["check_features", "clicks_of", "in_order"]
 
@@ -20,6 +20,8 @@ def check_features(
     features: Any, names: list[str], *, weighted: bool, clicks: bool, owner: str, device: torch.device
 ) -> KeyedJaggedTensor:
     """`features` as a KeyedJaggedTensor with int64 values and lengths, checked. It may have keys that no table reads.
+
+    Its tensors are contiguous, because fbgemm and the collectives read memory and not views. It holds nothing else of `features`.
 
     `names` are the features that the tables read. With `clicks` the weights are the clicks of each value. They are float64 in what
     is returned, and zeros where the batch has none. `InputError`, which names `owner`, the field, its value and what to do, is
@@ -47,7 +49,7 @@ def check_features(
         )
     values, weights = features.values(), features.weights_or_none()
     _check_tensor(owner, "values", values, (torch.int64, torch.int32), "int64 (or int32)", device)
-    _check_lengths(owner, features, device)
+    lengths = _lengths(owner, features, device)
     if weighted:
         if weights is None:
             raise InputError(
@@ -62,13 +64,14 @@ def check_features(
         raise InputError(
             f"{owner}: the batch has weights and the module is not weighted: leave them out, or make it with is_weighted=True"
         )
-    lengths = features.lengths()
-    if values.dtype != torch.int64 or lengths.dtype != torch.int64 or clicks:
-        # Every rank sends this dtype: an exchange between ranks of different ones would fail.
-        features = KeyedJaggedTensor(
-            keys=keys, values=values.long(), weights=weights, lengths=lengths.long(), stride=features.stride()
-        )
-    return features
+    # Every rank sends this dtype: an exchange between ranks of different ones would fail.
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=contiguous(values.long()),
+        weights=contiguous(weights) if weights is not None else None,
+        lengths=lengths,
+        stride=features.stride(),
+    )
 
 
 def _check_tensor(
@@ -103,21 +106,33 @@ def _clicks(owner: str, weights: torch.Tensor | None, values: torch.Tensor) -> t
     return torch.from_numpy(clicks.astype(np.float64)).to(values.device)
 
 
-def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device) -> None:
-    lengths = features.lengths()
-    _check_tensor(owner, "lengths", lengths.reshape(-1), (torch.int64, torch.int32), "int32 or int64", device)
-    count = len(features.keys())
-    if count and lengths.numel() % count:
-        raise InputError(f"{owner}: {lengths.numel()} lengths for {count} features: give every feature one a sample")
-    # Lengths are few, so that torch's threads would cost more time than they save. From a device they are copied once.
-    (there,) = host_copies([lengths])
-    least, total = int(there.numpy().min(initial=0)), int(there.numpy().sum())
+def _lengths(owner: str, features: KeyedJaggedTensor, device: torch.device) -> torch.Tensor:
+    """The lengths of a batch, checked: contiguous int64 [F * B]."""
+    count, stride, values = len(features.keys()), features.stride(), features.values()
+    offsets = features.offsets_or_none() if features.lengths_or_none() is None else None
+    field, given = ("lengths", features.lengths_or_none()) if offsets is None else ("offsets", offsets)
+    if given is None:
+        raise InputError(f"{owner}: the batch has neither lengths nor offsets: give one of them")
+    check_plain(f"{owner}: {field}", given)
+    _check_tensor(owner, field, given.reshape(-1), (torch.int64, torch.int32), "int32 or int64", device)
+    lengths = contiguous(features.lengths().long().reshape(-1))
+    if count and lengths.numel() != count * stride:
+        raise InputError(
+            f"{owner}: {lengths.numel()} lengths for {count} features and a stride of {stride}: give every feature one a sample"
+        )
+    # Lengths are few, so that torch's threads would cost more time than they save. From a device they are copied once. An array of
+    # `Tensor.numpy` would keep a pipeline with `free_features_storage_early` from freeing them.
+    there, *first = (
+        np.from_dlpack(copy) for copy in host_copies([lengths, *([] if offsets is None else [offsets.reshape(-1)[:1]])])
+    )
+    least, total = int(there.min(initial=0)), int(there.sum())
+    if any(begin.any() for begin in first):
+        raise InputError(f"{owner}: offsets begin with {int(first[0][0])}: the first bag starts at 0")
     if least < 0:
         raise InputError(f"{owner}: lengths hold {least}: give 0 or more (offsets that never fall)")
-    if total != features.values().numel():
-        raise InputError(
-            f"{owner}: lengths sum to {total} and there are {features.values().numel()} values: make them agree"
-        )
+    if total != values.numel():
+        raise InputError(f"{owner}: lengths sum to {total} and there are {values.numel()} values: make them agree")
+    return lengths
 
 
 def in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:

@@ -119,8 +119,8 @@ class ServingEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface
         """Columns of each feature, side by side: [B, C]."""
         features = self._ordered(features, weighted=self._is_weighted)
         stride = features.stride()
-        ids, bounds = features.values().cpu().contiguous().numpy(), features.offsets().cpu().numpy().astype(np.int64)
-        weights = features.weights().detach().cpu().contiguous().numpy() if self._is_weighted else None
+        ids, bounds = features.values().cpu().numpy(), features.offsets().cpu().numpy().astype(np.int64)
+        weights = features.weights().detach().cpu().numpy() if self._is_weighted else None
         out = torch.empty(stride, sum(self._widths))
         first = column = 0
         with pinned(self.served) as version:
@@ -198,7 +198,7 @@ class ServingEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
 
     def _rows(self, version: Version, values: Tensor, counts: list[int]) -> list[Tensor]:
         """The rows [N[f], D] of each feature."""
-        ids = values.cpu().contiguous().numpy()
+        ids = values.cpu().numpy()
         found: list[Tensor] = []
         first = begin = 0
         for table, features in zip(self._tables, self._counts, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from torchrec_embcache.bags import check_offsets
 from torchrec_embcache.exceptions import MismatchError, StateError
-from torchrec_embcache.rows import ids_array
+from torchrec_embcache.rows import contiguous, ids_array
 
 from .served import ServedTable, pinned
 from .tables import Tables
@@ -90,7 +90,7 @@ def served_bags(
     own = reader.named(table, dim)
     flat, bounds = ids_array(ids, "ids", ids.device), ids_array(offsets, "offsets", offsets.device)
     check_offsets(bounds, len(flat), 1)
-    factors = None if weights is None else weights.detach().cpu().contiguous().numpy().astype(np.float32, copy=False)
+    factors = None if weights is None else contiguous(weights.detach().cpu()).numpy().astype(np.float32, copy=False)
     with pinned(reader.served) as version:
         pooled = own.of(version).bags_of(flat, bounds, "mean" if is_mean else "sum", factors)
     return pooled.to(ids.device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchrec_embcache.bags import bag_bounds
 from torchrec_embcache.exceptions import InputError, MismatchError, UnsupportedError
-from torchrec_embcache.rows import check_float32, ids_array
+from torchrec_embcache.rows import check_float32, contiguous, ids_array
 from torchrec_embcache.table_names import Pair, shown
 
 from .tables import Tables
@@ -130,7 +130,7 @@ class ServingEmbeddingBag(ServingModule):
             if self.mode != "sum":
                 raise UnsupportedError(f"per_sample_weights with mode={self.mode!r}: as in torch, use mode='sum'")
             check_float32("per_sample_weights", per_sample_weights, tuple(input.shape))
-            weights = per_sample_weights.detach().cpu().reshape(-1).contiguous().numpy()
+            weights = contiguous(per_sample_weights.detach().cpu().reshape(-1)).numpy()
         if self.padding_idx is not None:
             present = ids != self.padding_idx
             ids, bounds = ids[present], np.concatenate([[0], np.cumsum(present)])[bounds]

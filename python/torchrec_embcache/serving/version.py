@@ -21,7 +21,7 @@ from torchrec_embcache.bags import check_offsets
 from torchrec_embcache.closing import ClosedByWith
 from torchrec_embcache.config import check_choice
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
-from torchrec_embcache.rows import Ids, check_float32, ids_array
+from torchrec_embcache.rows import Ids, check_float32, contiguous, ids_array
 
 __all__ = ["Pooling", "Rows", "Table", "Version", "current_version"]
 
@@ -225,7 +225,7 @@ class Table:
         weights = None
         if per_sample_weights is not None:
             check_float32("per_sample_weights", per_sample_weights, (len(flat),))
-            weights = per_sample_weights.detach().cpu().contiguous().numpy()
+            weights = contiguous(per_sample_weights.detach().cpu()).numpy()
         return self.bags_of(flat, bounds, pooling, weights)
 
     def bags_of(self, ids: I64, offsets: I64, pooling: Pooling, weights: NDArray[np.float32] | None) -> Tensor:
