@@ -66,7 +66,7 @@ def _conjugate(tensor: Tensor) -> Tensor:
     return tensor.conj().resolve_conj().conj() if tensor.is_complex() else tensor.clone()
 
 
-_FORMS = [_slice, _column, _steps, _transposed, _expanded, _expanded, _odd_stride, _negated, _conjugate]
+_FORMS = [_slice, _column, _steps, _transposed, *[_expanded, _odd_stride, _conjugate] * 2, _negated]
 
 
 def shaper(dice: random.Random) -> Shape:
@@ -82,6 +82,12 @@ def shaper(dice: random.Random) -> Shape:
         return given
 
     return shape
+
+
+def placer(dice: random.Random) -> Callable[[Tensor], Tensor]:
+    """Gives tensors a form each by chance in which they can be written."""
+    forms = [_slice, _column, _steps, _transposed, _odd_stride]
+    return lambda tensor: dice.choice(forms)(tensor) if tensor.dim() else tensor
 
 
 def array_shaper(dice: random.Random) -> Callable[[Tensor], Any]:

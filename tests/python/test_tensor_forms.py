@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -18,7 +19,7 @@ from torchrec import (
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tensor_forms import Shape, array_shaper, plain, shaper
+from tensor_forms import Shape, array_shaper, placer, plain, shaper
 from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingBag,
@@ -26,6 +27,8 @@ from torchrec_embcache import (
     EmbCacheEmbeddingBagConfig,
     EmbCacheEmbeddingCollection,
     EmbCacheEmbeddingConfig,
+    EmbCacheStorageReader,
+    EmbCacheStorageWriter,
     RowMetadata,
     Saver,
     TierBudgets,
@@ -33,6 +36,7 @@ from torchrec_embcache import (
     cache_modules,
     initializers,
     optimizers,
+    serialize,
     serving,
 )
 from torchrec_models import ROW_WISE, TABLE_WISE, rows_of, sharded
@@ -129,7 +133,7 @@ def _bag(dice: random.Random, shape: Shape, backend: dict[str, Any]) -> list[Ten
     return results
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:6])
 @pytest.mark.parametrize("run", [_embedding, _bag])
 def test_plain_modules_take_every_form(run: Callable[..., list[Tensor]], backend: dict[str, Any], seed: int) -> None:
     want = run(random.Random(seed), plain, backend)
@@ -319,3 +323,51 @@ def test_serving_takes_every_form(checkpoint: Path, seed: int) -> None:
         assert_same(
             _served(random.Random(seed), shaper(random.Random(seed)), tables, weighted=seed % 2 == 0), want, seed
         )
+
+
+# ---- checkpoints of tensors
+
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8)
+
+
+def _state(dice: random.Random) -> dict[str, Tensor]:
+    state = {}
+    for number in range(16):
+        size = dice.choices([0, 1, 1, 2, 3], k=dice.randint(0, 3))
+        drawn = torch.tensor(dice.choices(range(100), k=torch.Size(size).numel()), dtype=torch.int64).view(size)
+        state[f"x{number}"] = drawn.to(dice.choice(DTYPES))
+    return state
+
+
+def _save_with_dcp(path: Path, state: dict[str, Tensor]) -> None:
+    dcp.save(state, storage_writer=EmbCacheStorageWriter(path))
+
+
+def _load_with_dcp(path: Path, into: dict[str, Tensor]) -> None:
+    dcp.load(into, storage_reader=EmbCacheStorageReader(path))
+
+
+def _save_blocks(path: Path, state: dict[str, Tensor]) -> None:
+    serialize.Saver(path=path, tensors=state).save()
+
+
+def _load_blocks(path: Path, into: dict[str, Tensor]) -> None:
+    serialize.Loader(path, tensors=into).load()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("save", "load"), [(_save_with_dcp, _load_with_dcp), (_save_blocks, _load_blocks)], ids=["dcp", "blocks"]
+)
+def test_checkpoints_of_tensors_take_every_form(
+    save: Callable[[Path, dict[str, Tensor]], None],
+    load: Callable[[Path, dict[str, Tensor]], None],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    dice = random.Random(seed)
+    state, shape, place = _state(dice), shaper(dice), placer(dice)
+    save(tmp_path / "saved", {name: shape(tensor) for name, tensor in state.items()})
+    into = {name: place(torch.zeros_like(tensor)) for name, tensor in state.items()}
+    load(tmp_path / "saved", into)
+    assert_same(list(into.values()), list(state.values()), seed)
