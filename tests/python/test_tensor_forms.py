@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -32,6 +34,7 @@ from torchrec_embcache import (
     RowMetadata,
     Saver,
     TierBudgets,
+    _native,
     admission,
     cache_modules,
     initializers,
@@ -39,8 +42,12 @@ from torchrec_embcache import (
     serialize,
     serving,
 )
+from torchrec_embcache.cache import internals
+from torchrec_embcache.exceptions import InputError
+from torchrec_embcache.optimizers import native_hyperparameters
 from torchrec_models import ROW_WISE, TABLE_WISE, rows_of, sharded
 
+F32 = NDArray[np.float32]
 DIM = 3
 IDS = [-(2**63), 2**63 - 1, 2**40, *range(-4, 9)]
 SEEDS = range(12)
@@ -371,3 +378,50 @@ def test_checkpoints_of_tensors_take_every_form(
     into = {name: place(torch.zeros_like(tensor)) for name, tensor in state.items()}
     load(tmp_path / "saved", into)
     assert_same(list(into.values()), list(state.values()), seed)
+
+
+# ---- the native extension
+
+
+def _native_calls(seed: int, shaped: int | None, shape: Callable[[F32], F32]) -> list[object]:
+    """What each call that takes a matrix gives, and the rows after it. Call `shaped` gets it by `shape`; None: it is refused."""
+    dice = random.Random(seed)
+    module = EmbCacheEmbedding(name="item", embedding_dim=DIM, tiers=TIERS, optimizer=optimizers.SGD(lr=0.5))
+    native, ids = internals(module.table).native, np.array(dice.sample(IDS[3:], dice.choice([1, 2, 5])))
+    others = ids + 100  # no plan uses them
+    rows, numbers = some_weights(dice, len(ids), DIM).numpy(), native_hyperparameters(module.optimizer.param_groups)
+    mode = _native.PlanMode(train=True, ahead=False, unseen="initial")
+    plan = _native.Lookup([native], [0]).plan(ids, np.array([0, len(ids)]), mode, 1, None)
+    plan.wait()
+
+    def read(out: F32) -> list[list[float]]:
+        plan.forward_sequence(out, None, 1)
+        return out.tolist()
+
+    calls: list[Callable[[F32], object]] = [
+        lambda given: native.import_rows(others, given, None, None),
+        read,
+        lambda given: plan.refused_sums_sequence(given, 1).tolist(),
+        lambda given: plan.backward_sequence(given, numbers, None, 1),
+    ]
+    found: list[object] = []
+    for place, call in enumerate(calls):
+        given = shape(rows.copy()) if place == shaped else rows.copy()
+        try:
+            found.append(
+                (call(given), native.read_rows(ids).vectors.tolist(), native.read_rows(others).vectors.tolist())
+            )
+        except InputError:
+            found.append(None)
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_native_extension_takes_or_refuses_each_order_of_a_matrix(seed: int) -> None:
+    want = _native_calls(seed, None, np.ascontiguousarray)
+    assert None not in want
+    shapes = (np.asfortranarray, lambda matrix: np.repeat(matrix, 2, axis=1)[:, ::2], lambda matrix: matrix.T.copy())
+    for place, expected in enumerate(want):
+        for shape in shapes:
+            got = _native_calls(seed, place, shape)[place]
+            assert got in (expected, None), f"call {place} of seed {seed}"
