@@ -44,7 +44,8 @@ _log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves the tables of a model to a directory, and loads them. With `torch.distributed` every rank calls the same methods.
+    """Saves the tables of a model to a directory, and loads them. With `torch.distributed` every rank calls the same methods
+    with the same arguments: `InputError` on every rank where they differ.
 
     Examples:
         >>> import torch

@@ -29,6 +29,7 @@ from torch.futures import Future
 from dcp_cases import IDS, Model, held, load, rows, save
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, _native
 from torchrec_embcache.cache import internals
+from torchrec_embcache.exceptions import InputError
 from world import World
 
 ROWS, COLUMNS = 13, 9
@@ -398,6 +399,24 @@ def asynchronous(rank: int, size: int, path: str) -> None:
 
 def test_ranks_save_asynchronously_while_training_goes_on(two_ranks: World, tmp_path: Path) -> None:
     two_ranks.run(asynchronous, str(tmp_path / "ckpt"))
+
+
+def by_the_default_group(rank: int, size: int, path: str) -> None:
+    writer = EmbCacheStorageWriter(path, Model(rank, size, 1))
+    for group in (None, dist.group.WORLD):
+        with pytest.raises(InputError, match=r"process_group is the default group.*dist\.new_group"):
+            dcp.async_save({"plain": full(1)}, storage_writer=writer, process_group=group)
+        dist.all_reduce(torch.ones(1))
+    if rank == 0:
+        # One rank that saves alone has no collectives.
+        alone = EmbCacheStorageWriter(f"{path}-alone")
+        dcp.async_save({"plain": full(1)}, storage_writer=alone, no_dist=True).result()
+    dcp.save({"plain": full(1)}, storage_writer=writer)
+
+
+def test_an_asynchronous_save_by_the_group_of_training_is_refused(two_ranks: World, tmp_path: Path) -> None:
+    two_ranks.run(by_the_default_group, str(tmp_path / "ckpt"))
+    assert "part" not in " ".join(held(tmp_path / "ckpt"))
 
 
 PLACEMENTS = [[Replicate(), Replicate()], [Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(0), Shard(1)]]

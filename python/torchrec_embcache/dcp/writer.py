@@ -30,6 +30,7 @@ from torchrec_embcache.tensor_bytes import is_raw, save_whole, windows
 from .metadata import Extent, to_json
 from .paths import AtPath, holds_checkpoint, rank_to_save
 from .tables import PartResult, Staged, TableWriter
+from .threads import refuse_default_group
 
 __all__ = ["EmbCacheStorageWriter"]
 
@@ -117,7 +118,11 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         self.save_id = str(uuid.uuid4())
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """For `dcp.async_save`: a copy of `state_dict` in host memory, and the tables' rows, as of now."""
+        """For `dcp.async_save`: a copy of `state_dict` in host memory, and the tables' rows, as of now.
+
+        `InputError` where several ranks save in threads and `async_save` was given no process group of its own.
+        """
+        refuse_default_group()
         # The tables first, because there ranks may wait for each other, and what comes before may fail on one of them.
         self._tables.stage(self.path, self._check_path)
         try:

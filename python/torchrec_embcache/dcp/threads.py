@@ -1,0 +1,34 @@
+"""The process group of a save in a thread: its collectives must not meet those of training."""
+
+import inspect
+import sys
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+from torchrec_embcache.collective import world_size
+from torchrec_embcache.exceptions import InputError
+
+__all__ = ["refuse_default_group"]
+
+_ASYNC_SAVE = inspect.unwrap(async_save).__code__
+
+
+def refuse_default_group() -> None:
+    """`InputError` where the running `dcp.async_save` would save in a thread, by the group that training uses.
+
+    DCP gives a writer the arguments of the call nowhere, so that they are read from its frame. A process has a group of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and frame.f_code is not _ASYNC_SAVE:
+        frame = frame.f_back
+    if frame is None or world_size() == 1:
+        return
+    given = frame.f_locals
+    in_thread = given["async_checkpointer_type"] is AsyncCheckpointerType.THREAD and not given["no_dist"]
+    if in_thread and given["process_group"] in (None, dist.group.WORLD):
+        raise InputError(
+            "dcp.async_save: process_group is the default group, whose collectives in the saving thread would meet those of "
+            'training: make a group once, on every rank, by group = dist.new_group(backend="gloo"), and give process_group=group'
+        )
