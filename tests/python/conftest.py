@@ -23,6 +23,22 @@ from tables import AMPLE  # noqa: E402
 from torchrec_embcache import TierBudgets  # noqa: E402
 from world import World  # noqa: E402
 
+#: The files that take longest. Where processes share the files, these come first, so that no process is left with one at the end.
+LONGEST = [
+    "test_examples.py",
+    "test_triton_compiled.py",
+    "test_interrupted_saves.py",
+    "test_newcomer.py",
+    "test_documents.py",
+    "test_wheel.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the longest files first, and leave the others in their order."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
 
 @pytest.fixture(params=["in_place", "device_tier", "torch_kernels", "triton_kernels"])
 def backend(request, monkeypatch):
