@@ -23,7 +23,7 @@ from torchrec_embcache.cli import main
 from torchrec_embcache.saver import Saver
 from world import Child, process_group
 
-SECONDS = 120.0
+SECONDS = 600.0
 # The step of the save, and the last one.
 SAVED, END = 30, 50
 # DCP gives this warning in a group of one rank.

@@ -41,7 +41,7 @@ def run(script: str, directory: Path) -> str:
         [sys.executable, "-c", BEFORE + textwrap.dedent(script), str(directory)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -33,7 +33,7 @@ from world import Child
 
 PACKAGE = os.path.dirname(torchrec_embcache.__file__)
 BATCHES = random_batches(6, bags=8, ids=60, seed=9)
-SECONDS = 60.0
+SECONDS = 600.0
 
 
 class Lines:

@@ -14,7 +14,7 @@ import pytest
 from torchrec_embcache.exceptions import StorageError
 from torchrec_embcache.lookahead import IdBatch, Lookahead, PlanOptions
 
-WAIT_S = 30
+WAIT_S = 600
 
 
 class Plan:

@@ -336,7 +336,7 @@ def test_a_thread_samples_at_its_interval_and_ends_with_the_logger(tmp_path: Pat
             written.set()
 
     logger = Told(bag, path, interval_s=0.01)
-    assert written.wait(60)
+    assert written.wait(600)
     logger.close()
     size = path.stat().st_size
     logger.sample()
@@ -457,7 +457,7 @@ def run(script: str, folder: Path) -> str:
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(folder)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -58,7 +58,7 @@ def test_the_programs_run_as_they_stand(title: str, program: str, tmp_path: Path
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

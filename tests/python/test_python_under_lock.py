@@ -52,7 +52,7 @@ def run(script: str, directory: Path, kernels: str = "torch") -> str:
         [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", BEFORE + textwrap.dedent(script), str(directory)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         env={"EMBCACHE_KERNELS": kernels, **_environment()},
     )

@@ -34,7 +34,7 @@ from world import Child, World
 
 __all__ = ["root"]  # the fixture
 
-SECONDS = 120.0
+SECONDS = 600.0
 
 
 @pytest.fixture

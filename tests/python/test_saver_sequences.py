@@ -68,7 +68,7 @@ class Run:
         future = Saver(0).save_async(self.model, root, incremental, keep=self.rng.randint(1, 3))
         self.train()
         self.change()
-        self.kinds.add(f"async {future.result(60).kind}")
+        self.kinds.add(f"async {future.result(600).kind}")
 
     def compact(self, root: Path) -> None:
         if root in self.saved:

@@ -25,7 +25,7 @@ from world import Child
 __all__ = ["root"]  # the fixture
 
 BATCHES = random_batches(6, bags=8, ids=60, seed=9)
-SECONDS = 120.0
+SECONDS = 600.0
 
 
 def checkpoints(root: Path) -> list[str]:
@@ -177,7 +177,7 @@ def run(script: str, path: Path, how: str = "") -> str:
         [sys.executable, "-c", BEFORE + textwrap.dedent(script), str(path), how],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

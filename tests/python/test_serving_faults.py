@@ -266,7 +266,7 @@ print(os.waitstatus_to_exitcode(status))
 def test_a_forked_child_serves_and_follows_too(ckpt: Path) -> None:
     script = FORKED.format(tests=str(Path(__file__).parent), ckpt=str(ckpt))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0\n", done.stderr

@@ -134,7 +134,7 @@ print(os.waitstatus_to_exitcode(status))
 def test_a_forked_child_answers_as_its_parent_and_opens_its_source_anew(ckpt: Path) -> None:
     script = FORKED.format(tests=str(Path(__file__).parent), ckpt=str(ckpt), target=str(ckpt.parent / "served"))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "0", done.stdout + done.stderr

@@ -23,7 +23,7 @@ from torchrec_embcache import Saver, TierBudgets, serving
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.monitoring import ServingCollector
 
-LIMIT = 300
+LIMIT = 600
 # Seconds in which what should not wait is over, however busy the machine is.
 STILL = 20
 IDS = [3, 1, 9, 3]

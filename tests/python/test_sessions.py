@@ -29,7 +29,7 @@ from torchrec_embcache.sessions.ranks import OneRank
 from torchrec_embcache.sessions.save import RankPart, SaveSession
 
 PACKAGE = Path(torchrec_embcache.__file__).parent
-SECONDS = 60.0
+SECONDS = 600.0
 # What begins a save or a load in the core, and what ends it.
 BEGINS = {
     "CheckpointSave", "CheckpointWriter", "CheckpointPart", "CheckpointMoment", "CheckpointReader", "CheckpointCompaction",

@@ -73,7 +73,7 @@ class TwoRanks:
     world_size = 2
 
     def __init__(self) -> None:
-        self._meet = threading.Barrier(2, timeout=20)
+        self._meet = threading.Barrier(2, timeout=600)
         self._done: dict[int, Any] = {}
         self._own = threading.local()
 

@@ -21,8 +21,8 @@ import torch.multiprocessing as mp
 # Children are forked from one process that has imported these modules. To import them takes seconds.
 IMPORTED_ONCE = ["torchrec_embcache.sharded", "torchrec_embcache.saver", "torchrec_embcache.train_pipeline"]
 # These limits are generous. They only keep a hang from lasting for ever.
-COLLECTIVE_TIMEOUT_S = 120
-ANSWER_TIMEOUT_S = 300
+COLLECTIVE_TIMEOUT_S = 600
+ANSWER_TIMEOUT_S = 900
 
 
 @contextlib.contextmanager

@@ -221,7 +221,7 @@ fn child() {
 fn run(case: &str) {
     let done = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture"])
-        .envs([(CASE, case), ("EMBCACHE_WATCHDOG_S", "120")])
+        .env(CASE, case)
         .output()
         .unwrap();
     let said = format!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
