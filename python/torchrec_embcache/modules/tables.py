@@ -130,8 +130,8 @@ def _parts(field: str, budget: int, sharing: Mapping[str, _Sharing]) -> dict[str
         if budget and part < row and len(sharing) > 1:
             needed = 2 * len(sharing) * max(table.row_bytes[field] for table in sharing.values())
             raise ConfigError(
-                f"TierBudgets.{field}={budget} of the module is too small for its {len(sharing)} tables: the share of table {name!r} is "
-                f"{part} bytes, and a row takes {row}; give {needed} or more, or give the table tiers= of its own"
+                f"TierBudgets.{field}={budget} of the module is too small for its {len(sharing)} tables: the share of table "
+                f"{name!r} is {part} bytes, and a row takes {row}; give {needed} or more, or give the table tiers= of its own"
             )
     return parts
 
