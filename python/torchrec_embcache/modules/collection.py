@@ -264,6 +264,8 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
     def take_over(self, holder: nn.ModuleDict, optimizer: Trainer) -> None:
         """Import rows 0 to N - 1 of each table of TorchRec's module, with the state that `optimizer` keeps of them.
 
+        Weights that are frozen stay so, and so does the mode of the module.
+
         On an error the tables are closed and not flushed, so that no directory stays in use, and no half of the rows is resumed.
         """
         sources = {name: holder.get_parameter(f"{name}.weight") for name in self._tables}
@@ -275,6 +277,8 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             self.settle()
             for name, table in self._tables.items():
                 import_torchrec(internals(table), sources[name].detach(), trained[name])
+                self.weights()[name].requires_grad_(sources[name].requires_grad)
+            self.train(holder.training)
         except BaseException as error:
             self._tables.close_unflushed(error)
             raise

@@ -72,7 +72,8 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         module_fqn: str | None = None,
     ) -> None:
         self._prepare(module, table_name_to_parameter_sharding, env, fused_params, device)
-        with without_optimizer_attributes(module.weights()):
+        given = module.weights()
+        with without_optimizer_attributes(given):
             super().__init__(  # type: ignore[call-arg]
                 module,
                 table_name_to_parameter_sharding,
@@ -83,6 +84,9 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
                 module_fqn=module_fqn,
             )
         self._finish()
+        for name, weight in self.weights().items():
+            weight.requires_grad_(given[name].requires_grad)
+        self.train(module.training)
 
     def _prepare(
         self,
