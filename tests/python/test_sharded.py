@@ -462,8 +462,13 @@ def test_gradients_are_divided_by_the_ranks_as_torchrec_says(two_ranks):
 
 def _reordered(rank: int, world: int) -> Any:
     model = sharded(Model(), MIXED, FUSED)
-    steps = list(batches(4, rank, world))
-    shuffled = [steps[0], *(Batch(step.features.permute([2, 0, 1]), step.target) for step in steps[1:])]
+    shuffled = []
+    for number, step in enumerate(batches(4, rank, world)):
+        features, samples = step.features.permute([[2, 0, 1], [0, 1, 2]][number % 2]), step.features.stride()
+        if number % 3 == rank:  # a feature that no table reads, on one rank alone
+            unread = KeyedJaggedTensor(["x"], torch.arange(samples), lengths=torch.ones(samples, dtype=torch.int64))
+            features = KeyedJaggedTensor.concat([unread, features])
+        shuffled.append(Batch(features, step.target))
     train(model, iter(shuffled))
     return rows_of(model)
 

@@ -190,9 +190,10 @@ def _trained(model: nn.Module, dice: random.Random, shape: Shape, *, weighted: b
     """What forwards give, and the rows after their backwards."""
     modules, results = cache_modules(model), []
     for _ in range(4):
-        pooled = modules["bags"](features_of(dice, shape, ["a", "b", "c"], weighted=weighted)).values()
+        keys = dice.choice([["a", "b", "c"], ["b", "c", "a"], ["c", "unread", "a", "b"]])
+        pooled = modules["bags"](features_of(dice, shape, keys, weighted=weighted)).values()
         pooled.backward(shape(some_weights(dice, *pooled.shape)))
-        rows = modules["sequences"](features_of(dice, shape, ["a"], weighted=False))["a"].values()
+        rows = modules["sequences"](features_of(dice, shape, keys, weighted=False))["a"].values()
         rows.backward(shape(some_weights(dice, *rows.shape)))
         results += [pooled.detach(), rows.detach()]
     found = rows_of(model)

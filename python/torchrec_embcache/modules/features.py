@@ -1,5 +1,6 @@
 """Checks of a batch of features, before anything of it is planned or sent."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -140,14 +141,14 @@ def in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor
     keys = features.keys()
     if keys == names:
         return features
-    order = [keys.index(name) for name in names]
+    order, there = _order(tuple(keys), tuple(names), features.device())
     weights = features.weights_or_none()
     if weights is None or not weights.requires_grad:
-        return features.permute(order)
+        return features.permute(order, there)
     # The gradient of fbgemm's permutation is wrong where keys are left out or repeat, so that torch permutes the weights.
     parts = torch.split(weights, features.length_per_key())
     bare = KeyedJaggedTensor(keys=keys, values=features.values(), lengths=features.lengths(), stride=features.stride())
-    bare = bare.permute(order)
+    bare = bare.permute(order, there)
     return KeyedJaggedTensor(
         keys=names,
         values=bare.values(),
@@ -155,3 +156,10 @@ def in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor
         lengths=bare.lengths(),
         stride=bare.stride(),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _order(keys: tuple[str, ...], names: tuple[str, ...], device: torch.device) -> tuple[list[int], torch.Tensor]:
+    """The place of each name in `keys`, as a list and on the device. Most batches have the same keys and share one copy."""
+    order = [keys.index(name) for name in names]
+    return order, torch.tensor(order, dtype=torch.int32, device=device)

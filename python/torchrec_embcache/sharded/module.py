@@ -128,7 +128,6 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         state["_features"] = list(
             dict.fromkeys(name for config in module.table_configs() for name in config.feature_names)
         )
-        state["_input_keys"] = None
         state["_buckets_known"] = False
         state["_owner"] = owner
         state["_configs"] = {config.name: config for config in module.table_configs()}
@@ -142,6 +141,8 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
                 holder[name].register_parameter(
                     "weight", zero_row_parameter(config.embedding_dim, self._cache.device, optimized=True)
                 )
+        # The order in which TorchRec sends features. It depends on no batch, so that TorchRec never has to change it.
+        self._input_keys = [name for sharding in self._shardings() for name in sharding.feature_names()]
         self._cache.warn_on_state_dict(self)
         self.__dict__["_flushes"] = self._cache.flush_schedule(collective=True)
         self._built = True
@@ -151,7 +152,8 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
     _buckets_known: bool
     _configs: dict[str, Any]
     _features: list[str]
-    _input_keys: list[str] | None
+    _input_keys: list[str]
+    _free_features_storage_early: bool
     _owner: str
     _weighted: bool
     _flushes: FlushSchedule
@@ -275,24 +277,24 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         """
         try:
             checked = self._check(features)
-            if self._input_keys is not None and checked.keys() != self._input_keys:
-                checked = in_order(checked, self._input_keys)
+            given = in_order(checked, self._input_keys)
+            if given is not checked and self._free_features_storage_early:
+                ctx.early_releasable_inputs.append(checked)
         except Exception as error:
             ctx.error = error
-            checked = self._empty_batch()
-        self._input_keys = checked.keys()
+            given = self._empty_batch()
         if not self._buckets_known:
             try:
                 self._agree_on_buckets()
             except Exception as error:
-                ctx.error, checked = error, self._empty_batch()
+                ctx.error, given = error, self._empty_batch()
             if not self._has_uninitialized_input_dist:
                 self.buckets_changed()
         if self._has_uninitialized_input_dist:
             # TorchRec would also warn here of ids at or above num_embeddings, which are fine with these tables.
             self._create_input_dist(self._input_keys)
             self._has_uninitialized_input_dist = False
-        return super().input_dist(ctx, checked)  # type: ignore[misc]
+        return super().input_dist(ctx, given)  # type: ignore[misc]
 
     def _check(self, features: Any) -> KeyedJaggedTensor:
         return check_features(
@@ -305,7 +307,7 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         )
 
     def _empty_batch(self) -> KeyedJaggedTensor:
-        keys = self._input_keys or self._features
+        keys = self._input_keys
         device = self._cache.device
         weights = None
         if self._weighted or self._cache.counts_clicks:
