@@ -106,8 +106,8 @@ def train(folder: Path, epochs: int, count: int) -> None:
     every_epoch = ModelCheckpoint(dirpath=folder, filename="newest", enable_version_counter=False)
     trainer = Trainer(
         max_epochs=epochs,
-        # Lightning replaces its file after the rows are saved. Until then the rows that the older file names are there too.
-        callbacks=[EmbCacheCheckpoint(folder / "rows", keep=2), every_epoch],
+        # The rows that Lightning's file names stay until Lightning has replaced the file.
+        callbacks=[EmbCacheCheckpoint(folder / "rows"), every_epoch],
         default_root_dir=folder,
         accelerator="cpu",
         logger=False,

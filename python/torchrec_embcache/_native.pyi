@@ -51,6 +51,7 @@ from ._native_checkpoint import (
     chunk_checksums as chunk_checksums,
     latest_checkpoint as latest_checkpoint,
     newest_checkpoint as newest_checkpoint,
+    sweep_checkpoints as sweep_checkpoints,
     sweep_parts as sweep_parts,
     work_behind as work_behind,
 )

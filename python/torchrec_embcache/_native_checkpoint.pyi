@@ -129,6 +129,7 @@ class SavedTable:
 
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def sweep_parts(directory: Directory) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
+def sweep_checkpoints(directory: Directory, keep: int) -> list[str]: ...  # removes those that do not stay, where `keep` of the newest do; what could not be removed
 def latest_checkpoint(directory: Directory) -> str: ...  # what CheckpointReader takes; PathError when there is none
 def newest_checkpoint(directory: Directory) -> NewestCheckpoint | None: ...  # None when there is none
 

@@ -5,6 +5,7 @@
 Works with `lightning` and with `pytorch_lightning`, whichever is installed. Neither is a dependency of this package.
 """
 
+import logging
 import os
 from typing import Any
 
@@ -12,49 +13,62 @@ from torch import nn
 
 from .collective import is_distributed
 from .config import check_int
-from .exceptions import UnsupportedError
+from .exceptions import EmbCacheError, UnsupportedError
 from .monitoring import Sample, Sampler, scalars
 from .monitoring.background import WarnsOnce
 from .saver import Saver
+from .sessions.references import refer, release
 from .state_dicts import notes_of
 from .whole_model import cache_modules
 
 try:
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.plugins import CheckpointIO
 except ImportError:
     try:
         from pytorch_lightning.callbacks import Callback
+        from pytorch_lightning.plugins import CheckpointIO
     except ImportError as _cause:
         raise UnsupportedError("torchrec_embcache.lightning needs PyTorch Lightning: pip install lightning") from _cause
 
 __all__ = ["EmbCacheCheckpoint", "EmbCacheMonitor"]
 
+_log = logging.getLogger(__name__)
+# The key of the name of the rows' checkpoint in Lightning's files.
+_ROWS = "torchrec_embcache_rows"
+
 
 class EmbCacheCheckpoint(Callback):
     """Saves the rows of every cache module with each checkpoint of Lightning's, and loads them before Lightning loads its file.
 
-    Rows go to `path` through `Saver`, on every rank, and Lightning's file names the checkpoint there that belongs to it. `keep`: so
-    many of the newest stay, at least as many as files of Lightning's that are to be loaded. `incremental`: as in `Saver.save`.
+    Rows go to `path` through `Saver`, on every rank, and Lightning's file names the checkpoint there that belongs to it. The rows
+    stay as long as the file does: they are removed when Lightning removes or replaces the file. `keep`: how many of the newest
+    checkpoints of rows stay in any case. `incremental`: as in `Saver.save`. Raises `ConfigError` where `keep` is below 1.
 
     A checkpoint of weights alone (`save_weights_only=True`) has no rows; loading it says so. `docs/lightning.md` has a program.
 
     Examples:
         >>> from torchrec_embcache.lightning import EmbCacheCheckpoint
-        >>> rows = EmbCacheCheckpoint("ckpt/rows", keep=3)  # then Trainer(callbacks=[rows, ModelCheckpoint("ckpt", save_top_k=3)])
+        >>> rows = EmbCacheCheckpoint("ckpt/rows")  # then Trainer(callbacks=[rows, ModelCheckpoint("ckpt", save_top_k=3)])
         >>> rows.path, rows.keep
-        ('ckpt/rows', 3)
+        ('ckpt/rows', 1)
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int = 1, incremental: bool = False) -> None:
         super().__init__()
         self.path = os.fspath(path)
-        self.keep = keep
+        self.keep = check_int("keep", keep, 1, 1 << 20)
         self.incremental = incremental
         self._hook: Any = None
+        # The checkpoint of rows that the file which Lightning read last names, until its state dict is loaded.
+        self._to_load: str | None = None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Called before Lightning loads anything. From now on rows are loaded before the state dict that they belong to."""
-        del trainer, stage
+        del stage
+        files = trainer.strategy.checkpoint_io
+        if not isinstance(files, _FilesWithRows):
+            trainer.strategy.checkpoint_io = _FilesWithRows(files, self)
         for module in cache_modules(pl_module).values():
             module.expect_state_dicts()
         if self._hook is None:
@@ -71,14 +85,59 @@ class EmbCacheCheckpoint(Callback):
         """Save the rows. Collective. Raises what `Saver.save` does, and Lightning then writes no file."""
         del trainer
         report = _saver().save(pl_module, self.path, self.incremental, keep=self.keep)
+        checkpoint[_ROWS] = report.checkpoint
         for note in notes_of(checkpoint["state_dict"]):
             note["checkpoint"], note["name"] = self.path, report.checkpoint
 
     def _load_rows(self, module: nn.Module, state_dict: dict[str, Any], *_more: Any) -> None:
         """Load the rows that a state dict was saved with, before `module` loads it. Raises what `Saver.load` does."""
-        name = next((note["name"] for note in notes_of(state_dict) if "name" in note), None)
+        # A file that was written in the background has no notes: they are lost where tensors are copied.
+        name, self._to_load = self._to_load, None
+        name = next((note["name"] for note in notes_of(state_dict) if "name" in note), name)
         if name is not None:
             _saver().load(module, self.path, checkpoint=name)
+
+
+class _FilesWithRows(CheckpointIO):
+    """Writes and removes Lightning's files by `files`, and has the rows of each stay as long as the file."""
+
+    def __init__(self, files: Any, rows: EmbCacheCheckpoint) -> None:
+        super().__init__()
+        self._files, self._rows = files, rows
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *more: Any, **named: Any) -> None:
+        """Write a file, then remove the rows of the file that it replaces. Raises as `refer` does, and then writes no file."""
+        name = checkpoint.get(_ROWS)
+        if name is not None:
+            refer(self._rows.path, name, os.fspath(path))
+        self._files.save_checkpoint(checkpoint, path, *more, **named)
+        # One that writes in the background may not have replaced the file yet.
+        self._release(path, but=name, newest_stays=hasattr(self._files, "checkpoint_io"))
+
+    def load_checkpoint(self, *given: Any, **named: Any) -> Any:
+        """Read a file, and have the rows that it names loaded before its state dict."""
+        checkpoint = self._files.load_checkpoint(*given, **named)
+        self._rows._to_load = checkpoint.get(_ROWS)  # noqa: SLF001 - its own callback
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file, then its rows."""
+        self._files.remove_checkpoint(path)
+        self._release(path)
+
+    def teardown(self) -> None:
+        """Called at the end of a run."""
+        self._files.teardown()
+
+    def _release(self, path: Any, *, but: str | None = None, newest_stays: bool = False) -> None:
+        """Remove the rows that `path` has referred to, except the checkpoint `but`. An error is a warning in the log."""
+        rows = self._rows
+        try:
+            left = release(rows.path, os.fspath(path), keep=rows.keep, but=but, newest_stays=newest_stays)
+        except EmbCacheError as error:
+            left = [str(error)]
+        for why in left:
+            _log.warning("rows of %s in %s could not be removed: %s", path, rows.path, why)
 
 
 class EmbCacheMonitor(Callback):

@@ -14,6 +14,8 @@ with warnings.catch_warnings():
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers.logger import Logger
+    from lightning.pytorch.plugins import AsyncCheckpointIO
+    from lightning.pytorch.tuner import Tuner
 
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, admission, optimizers
 from torchrec_embcache.exceptions import ConfigError, StateError
@@ -27,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*"),
 ]
 IDS = torch.arange(40).view(10, 4)
+LOSSES = [1.0, 0.5, 0.6, 0.9, 0.8, 0.7]  # of each epoch: the best one is not among the last three
 
 
 class Recommender(LightningModule):
@@ -46,6 +49,13 @@ class Recommender(LightningModule):
     def training_step(self, batch: Any) -> torch.Tensor:
         return self.dense(self.items(batch)).square().sum()
 
+    def validation_step(self, batch: Any) -> None:
+        del batch
+        self.log("val_loss", LOSSES[self.current_epoch], logger=False)
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(IDS, batch_size=10)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.dense.parameters(), lr=0.01)
 
@@ -53,10 +63,12 @@ class Recommender(LightningModule):
         return torch.utils.data.DataLoader(IDS, batch_size=2)
 
 
-def trainer(folder: Path, epochs: int, *callbacks: Any) -> Trainer:
+def trainer(folder: Path, epochs: int, *callbacks: Any, plugins: Any = None) -> Trainer:
     return Trainer(
         max_epochs=epochs,
         callbacks=list(callbacks),
+        plugins=plugins,
+        num_sanity_val_steps=0,
         default_root_dir=folder,
         accelerator="cpu",
         logger=False,
@@ -112,6 +124,112 @@ def test_a_file_without_its_rows_is_refused(tmp_path):
     trainer(tmp_path, 1, *callbacks(tmp_path)).fit(Recommender())
     with pytest.raises(StateError, match=rf"Saver\(rank\)\.load\(model, path\), where path is {tmp_path}"):
         trainer(tmp_path, 2).fit(Recommender(), ckpt_path=str(tmp_path / "epoch=0.ckpt"))
+
+
+def best(folder: Path, **settings: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder / "files", filename="{epoch}", monitor="val_loss", **settings)
+
+
+def files_with_rows(folder: Path) -> set[str]:
+    """Lightning's files. The rows that belong to each are of the file's own step."""
+    files = sorted((folder / "files").iterdir())
+    for file in files:
+        model = Recommender()
+        trainer(folder, 1, EmbCacheCheckpoint(folder / "rows")).validate(model, ckpt_path=str(file), verbose=False)
+        assert model.items.table.step() == torch.load(file, weights_only=True)["global_step"], file
+    return {file.stem for file in files}
+
+
+def saved_rows(folder: Path) -> int:
+    return sum(1 for found in (folder / "rows").iterdir() if found.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "files", "kept"),
+    [
+        ({"save_top_k": 1}, {"epoch=1"}, 1),
+        ({"save_top_k": 3}, {"epoch=1", "epoch=2", "epoch=5"}, 3),
+        ({"save_top_k": 2, "save_last": True}, {"epoch=1", "epoch=2", "last"}, 3),
+        ({"save_top_k": 2, "save_last": "link"}, {"epoch=1", "epoch=2", "last"}, 2),
+    ],
+)
+@pytest.mark.parametrize("incremental", [False, True])
+def test_every_file_that_lightning_keeps_has_its_rows(tmp_path, settings, files, kept, incremental):
+    tmp_path.chmod(0o700)
+    callback = EmbCacheCheckpoint(tmp_path / "rows", incremental=incremental)
+    trainer(tmp_path, 6, callback, best(tmp_path, **settings)).fit(Recommender())
+    assert files_with_rows(tmp_path) == files
+    if not incremental:
+        assert saved_rows(tmp_path) == kept, "the rows of files that are gone are gone too"
+
+
+def test_files_that_are_written_in_the_background_have_their_rows(tmp_path):
+    tmp_path.chmod(0o700)
+    callbacks = EmbCacheCheckpoint(tmp_path / "rows"), best(tmp_path, save_top_k=2, save_last=True)
+    trainer(tmp_path, 6, *callbacks, plugins=AsyncCheckpointIO()).fit(Recommender())
+    assert files_with_rows(tmp_path) == {"epoch=1", "epoch=2", "last"}
+
+
+def test_the_learning_rate_finder_leaves_the_rows_of_an_earlier_run(tmp_path):
+    tmp_path.chmod(0o700)
+    trainer(tmp_path, 1, EmbCacheCheckpoint(tmp_path / "rows"), best(tmp_path)).fit(Recommender())
+    tuned = trainer(tmp_path, 1, EmbCacheCheckpoint(tmp_path / "rows"))
+    Tuner(tuned).lr_find(Recommender(), num_training=3, update_attr=False)
+    assert files_with_rows(tmp_path) == {"epoch=0"}
+
+
+def test_a_run_that_resumes_removes_the_rows_of_files_of_the_run_before(tmp_path):
+    tmp_path.chmod(0o700)
+    first, again = (EmbCacheCheckpoint(tmp_path / "rows") for _ in range(2))
+    trainer(tmp_path, 1, first, best(tmp_path, save_last=True)).fit(Recommender())
+    assert saved_rows(tmp_path) == 2
+    last = str(tmp_path / "files" / "last.ckpt")
+    trainer(tmp_path, 2, again, best(tmp_path, save_last=True)).fit(Recommender(), ckpt_path=last)
+    assert files_with_rows(tmp_path) == {"epoch=1", "last"}
+    assert saved_rows(tmp_path) == 2
+
+
+def test_a_file_that_could_not_be_replaced_keeps_its_rows(tmp_path, monkeypatch):
+    """Also one that is saved by hand, and after the directory of both was moved."""
+    tmp_path.chmod(0o700)
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    model, callback = Recommender(), EmbCacheCheckpoint(run / "rows")
+    made = trainer(run, 1, callback, best(run, save_top_k=0))
+    made.fit(model)
+    made.save_checkpoint(run / "files" / "mine.ckpt")
+    model.items(IDS).sum().backward()
+
+    def full_disk(*_given: Any, **_named: Any) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning.fabric.plugins.io.torch_io._atomic_save", full_disk)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is full"):
+                made.save_checkpoint(run / "files" / "mine.ckpt")
+    run.rename(tmp_path / "moved")
+    run = tmp_path / "moved"
+    assert files_with_rows(run) == {"mine"}
+    assert saved_rows(run) == 3
+
+    again = trainer(run, 1, EmbCacheCheckpoint(run / "rows"), best(run, save_top_k=0))
+    again.fit(Recommender())
+    again.save_checkpoint(run / "files" / "mine.ckpt")
+    assert files_with_rows(run) == {"mine"}
+    assert saved_rows(run) == 1
+
+
+def test_rows_that_cannot_be_removed_are_a_warning(tmp_path, caplog):
+    tmp_path.chmod(0o700)
+    model = Recommender()
+    made = trainer(tmp_path, 1, EmbCacheCheckpoint(tmp_path / "rows"), best(tmp_path, save_top_k=0))
+    made.fit(model)
+    made.save_checkpoint(tmp_path / "mine.ckpt")
+    (tmp_path / "rows").chmod(0o777)
+    made.strategy.remove_checkpoint(str(tmp_path / "mine.ckpt"))
+    assert not (tmp_path / "mine.ckpt").exists()
+    assert "could not be removed" in caplog.text
 
 
 class Recording(Logger):
@@ -194,3 +312,5 @@ def test_a_logger_that_fails_is_a_warning_once_and_the_training_goes_on(tmp_path
 def test_a_number_of_steps_is_checked():
     with pytest.raises(ConfigError, match="every_n_steps"):
         EmbCacheMonitor(every_n_steps=0)
+    with pytest.raises(ConfigError, match="keep=0"):
+        EmbCacheCheckpoint("rows", keep=0)

@@ -71,7 +71,7 @@ _SHARD = _BASE | {
 _TABLE = _SHARD | {"sweeping", "table_copy", "table_warnings", "cache"}
 _CACHE = _TABLE | {"bags", "host_copies", "lookahead", "lookup", "profiling", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
-_SAVER = _SHARDS | {"beside", "saving", "sessions"}
+_SAVER = _SHARDS | {"beside", "saving", "sessions", "folder"}
 PYTHON_IMPORTS: dict[str, set[str]] = {
     **{name: set() for name in ("agreement", "pinned_memory", "profiling", "reports", "stream_order", "tracing")},
     "lookahead": {"profiling"},
@@ -137,7 +137,7 @@ PYTHON_IMPORTS: dict[str, set[str]] = {
     "save_log": {"collective", "reports"},
     "shards": _TABLE | {"whole_model"},
     "saving": _SHARDS,
-    "sessions": _SHARDS | {"beside", "saving"},
+    "sessions": _SHARDS | {"beside", "saving", "folder"},
     "saver": _SAVER | {"save_log"},
     "folder": {"exceptions", "config", "paths"},
     "blocks": _CACHE | _SAVER | {"nn", "tensor_bytes"},
@@ -147,7 +147,7 @@ PYTHON_IMPORTS: dict[str, set[str]] = {
     "serving": _CACHE | {"nn", "lifecycle_configs", "modules", "table_names"},
     "monitoring": _CACHE | {"nn", "lifecycle_configs", "modules", "table_names", "serving"},
     "plotting": _CACHE | {"table_names", "monitoring", "sizing"},
-    "megatron": _SAVER | {"saver", "save_log", "folder"},
+    "megatron": _SAVER | {"saver", "save_log"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {

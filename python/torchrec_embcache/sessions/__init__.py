@@ -13,4 +13,6 @@ by an error or an interrupt. Who uses a session decides which ranks take part (`
 
 Before any of them chooses what it writes, `sweep.sweep_before_save` lets the rows go that policies of eviction take at saves.
 `Saver`, DCP's `stage` and `write_data`, and `BlockSaver` call it, each once in a save.
+
+`references` notes which checkpoints files of other programs refer to, such as Lightning's, so that they stay as long as those.
 """

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use embcache::checkpoint::{Checkpoint, CheckpointName, Latest, RankDigest, RankWriter, Save, SaveOptions};
+use embcache::checkpoint::{
+    Checkpoint, CheckpointName, Latest, RankDigest, RankWriter, Save, SaveOptions, sweep_checkpoints,
+};
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
@@ -40,6 +42,14 @@ pub(crate) fn newest_checkpoint(py: Python<'_>, directory: &PyDirectory) -> PyRe
         Checkpoint::open(directory, latest).map(|newest| Some(PyNewestCheckpoint::of(&newest)))
     });
     newest.map_err(to_python)
+}
+
+/// Remove the checkpoints in a directory that do not stay, where `keep` of the newest do. Returns why some could not be removed.
+#[pyfunction]
+#[pyo3(name = "sweep_checkpoints")]
+pub(crate) fn sweep_directory(py: Python<'_>, directory: &PyDirectory, keep: usize) -> PyResult<Vec<String>> {
+    let left = py.detach(|| sweep_checkpoints(&directory.inner, keep)).map_err(to_python)?;
+    Ok(left.iter().map(Error::to_string).collect())
 }
 
 /// The coordinator's part of a save.

@@ -67,7 +67,7 @@ mod _native {
     #[pymodule_export]
     use super::census::{PyCensus, PySpan, PySpanCounted, PyStanding};
     #[pymodule_export]
-    use super::checkpoint::{PySave, PyWriter, latest_checkpoint, newest_checkpoint};
+    use super::checkpoint::{PySave, PyWriter, latest_checkpoint, newest_checkpoint, sweep_directory};
     #[pymodule_export]
     use super::checkpoint_load::{PyCompaction, PyReader};
     #[pymodule_export]

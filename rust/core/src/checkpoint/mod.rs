@@ -3,6 +3,7 @@
 //! ```text
 //! path/LATEST                                        one line: the name of the newest complete checkpoint
 //! path/<seq>-<random>/manifest.json                  written last, by the coordinator; names the ranks' manifests
+//! path/<seq>-<random>/REFERENCED_BY                  a file elsewhere that refers to it, as long as it does; such a checkpoint stays
 //! path/<seq>-<random>/<rank>-of-<world>.json         tables, files, counts and checksums of one rank
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<serial>.seg            of a linked checkpoint
@@ -60,6 +61,7 @@ pub(crate) use manifest::json::{seal_text, unseal as unseal_text};
 pub use manifest::latest::{CheckpointName, Latest, PartName};
 pub use manifest::manifests::{CheckpointKind, Manifest, OptimizerSpec, Parent, TableEntry, TableSpec};
 pub(crate) use manifest::names::MANIFEST_FILE;
+pub use manifest::names::REFERENCE_FILE;
 pub use ops::beside::{BesideOptions, IMAGE_BYTES, Pace, RankMoment, TableToSave, work_behind};
 pub(crate) use ops::chain::open_parent;
 pub use ops::chain::{Chain, ChainReader};
@@ -70,7 +72,7 @@ pub use ops::part::Part;
 pub use ops::reshard::reshard;
 pub use ops::serving::make_for_serving;
 pub use ops::tables::LinkedTable;
-pub use publish::retention::sweep_parts;
+pub use publish::retention::{sweep_checkpoints, sweep_parts};
 pub use publish::save::{Published, Save, SaveOptions};
 pub use rows::delta::Changes;
 pub use rows::format;

@@ -18,6 +18,7 @@ mod linked_paths;
 mod made;
 mod made_blocks;
 mod missing_reads;
+mod references;
 mod round_trip;
 mod served;
 mod serving;

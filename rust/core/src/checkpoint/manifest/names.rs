@@ -23,6 +23,8 @@ pub const CHUNK_BYTES: usize = 16 << 10;
 pub(crate) const TOMBSTONES_A_FILE: usize = 1 << 20;
 /// The coordinator's manifest, written when all ranks are done.
 pub(crate) const MANIFEST_FILE: &str = "manifest.json";
+/// A file in the directory of a checkpoint that a file elsewhere refers to, which it names. The checkpoint stays as long as it is there.
+pub const REFERENCE_FILE: &str = "REFERENCED_BY";
 
 /// The directory of a table in a checkpoint. Encoded names have no `+`, so that distinct tables have distinct directories.
 pub(crate) fn table_dir(module: &str, table: &str) -> String {

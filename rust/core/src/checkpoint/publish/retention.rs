@@ -1,11 +1,11 @@
-//! Which checkpoints of a directory stay: the newest ones, and whatever those build on.
+//! Which checkpoints of a directory stay: the newest ones, those that are referred to, and all that these build on.
 
 use std::collections::BTreeSet;
 
 use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::holds::hold_to_sweep;
 use crate::checkpoint::manifest::latest::{CheckpointName, Latest, PartName};
-use crate::checkpoint::manifest::names::MANIFEST_FILE;
+use crate::checkpoint::manifest::names::{MANIFEST_FILE, REFERENCE_FILE};
 use crate::checkpoint::manifest::read::read_manifest;
 use crate::error::{Error, Result};
 
@@ -19,7 +19,8 @@ fn parent(root: &Directory, name: CheckpointName) -> Result<Option<CheckpointNam
     manifest.parent.map(|parent| parent.name.parse()).transpose()
 }
 
-/// The complete checkpoints that stay: the `keep` newest up to the one that `LATEST` names, and all that these build on.
+/// The complete checkpoints that stay: of those up to the one that `LATEST` names the `keep` newest, those that a file elsewhere refers
+/// to, and all that these build on.
 ///
 /// `None` means that every complete checkpoint stays. That is so where `LATEST` is missing or names no complete checkpoint, and where it
 /// cannot be told what one of them builds on: any of the others may be the only one that can still be loaded.
@@ -36,8 +37,9 @@ fn kept(root: &Directory, keep: usize) -> Result<Option<BTreeSet<CheckpointName>
     }
     complete.sort_unstable();
     let mut stay = BTreeSet::new();
-    for &name in [latest].iter().chain(complete.iter().rev()).take(keep.max(1)) {
-        let mut next = Some(name);
+    for (place, &name) in [latest].iter().chain(complete.iter().rev()).enumerate() {
+        let stays = place < keep.max(1) || root.below(name).has(REFERENCE_FILE)?;
+        let mut next = stays.then_some(name);
         while let Some(name) = next.filter(|&name| stay.insert(name)) {
             next = match parent(root, name) {
                 Err(error) if error.is_damage_or_absence() => return Ok(None),
@@ -106,6 +108,12 @@ pub(crate) fn sweep(root: &Directory, keep: usize) -> Result<Vec<Error>> {
         left.extend(dir.remove().err());
     }
     Ok(left)
+}
+
+/// Remove the checkpoints in `root` that do not stay, where `keep` of the newest do. Returns why some could not be removed.
+pub fn sweep_checkpoints(root: &Directory, keep: usize) -> Result<Vec<Error>> {
+    root.check_to_save()?;
+    sweep(root, keep)
 }
 
 /// Remove the parts in `root` that nobody holds. Returns why some could not be removed.
