@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .exceptions import UnsupportedError
 
-__all__ = ["check_rows_are_to_be_updated", "clamp_parts", "raise_at_end_of_backward"]
+__all__ = ["check_rows_are_to_be_updated", "clamp_parts", "gradient_of_anchor", "raise_at_end_of_backward"]
 
 
 def clamp_parts(grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
@@ -46,9 +46,30 @@ def check_rows_are_to_be_updated(anchor: Any) -> None:
         )
 
 
+def gradient_of_anchor(anchor: Any) -> Tensor | None:
+    """The gradient that a lookup's anchor gets: zeros where hooks take it, such as those of `wandb.watch`, else None.
+
+    Every hook is called, with None too. `grad` of the anchor is None after the backward, so that no dense optimizer sees it.
+    `anchor` is as in `check_rows_are_to_be_updated`.
+    """
+    variable: Tensor = anchor.variable
+    if not variable._backward_hooks:  # noqa: SLF001 - torch offers no other way to ask
+        return None
+
+    def forget() -> None:
+        variable.grad = None
+
+    _engine().queue_callback(forget)
+    return torch.zeros_like(variable)
+
+
+def _engine() -> Any:
+    return torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch's own users of it, DDP and FSDP, say so too
+
+
 def raise_at_end_of_backward(error: Exception) -> None:
     """Raise `error` when the backward that is under way is through."""
-    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch's own users of it, DDP and FSDP, say so too
+    engine = _engine()
     pending = [error]
 
     def fail() -> None:

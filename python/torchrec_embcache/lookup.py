@@ -27,7 +27,7 @@ from .backends import make_backend
 from .bags import check_offsets
 from .device_tier import bring_rows, memory_of
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
-from .gradients import check_rows_are_to_be_updated, clamp_parts
+from .gradients import check_rows_are_to_be_updated, clamp_parts, gradient_of_anchor
 from .kernels import KernelBackend, Pooled, kernel_threads
 from .lookahead import IdBatch, Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
@@ -436,7 +436,8 @@ class _FusedLookup(torch.autograd.Function):
                 after(error)
         finally:
             del error  # its traceback has this frame: the cycle would keep the batch until the next garbage collection
-        return None, weight_grad, *(None for _ in ctx.needs_input_grad[2:])
+        anchor_grad = gradient_of_anchor(ctx.next_functions[0][0])
+        return anchor_grad, weight_grad, *(None for _ in ctx.needs_input_grad[2:])
 
 
 def _train(batch: _Batch, anchor: Tensor, weights: Tensor | None, lent: Sequence[Tensor]) -> Tensor:
