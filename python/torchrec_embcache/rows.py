@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _native
-from .exceptions import InputError
+from .exceptions import InputError, UnsupportedError
 from .optimizers import OptimizerSpec
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "contiguous",
     "float32_array",
     "ids_array",
+    "refuse_recording",
     "row_ids",
     "row_parts",
     "row_vectors",
@@ -83,7 +84,10 @@ def clicks_array(clicks: object, field: str, count: int) -> NDArray[np.uint32]:
 
 
 def check_plain(field: str, tensor: Tensor) -> None:
-    """`InputError` for a tensor without numbers, or whose numbers do not lie one after the other: sparse, nested, fake ones."""
+    """`InputError` for a tensor without numbers, or whose numbers do not lie one after the other: sparse, nested, fake ones.
+
+    Raises as `refuse_recording` too.
+    """
     kind = None
     if tensor.is_nested:
         kind = "nested: give tensor.values()"
@@ -95,6 +99,21 @@ def check_plain(field: str, tensor: Tensor) -> None:
         kind = "a FakeTensor, which has no numbers: give the real one, and keep the table out of what is traced with fake tensors"
     if kind is not None:
         raise InputError(f"{field} is {kind}")
+    refuse_recording(field)
+
+
+def refuse_recording(field: str) -> None:
+    """`UnsupportedError` where torch records or transforms what runs, and would not see the lookup of what `field` names."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise UnsupportedError(
+            f"{field} is given under torch.jit.trace, which would record the rows of these ids in place of the lookup: use "
+            "torchrec.fx.symbolic_trace, or torch.export of tables that are served (docs/serving.md)"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - torch offers no other way to ask
+        raise UnsupportedError(
+            f"{field} is given under torch.vmap or a transform of torch.func, such as grad, which cannot see the lookup: look the "
+            "rows up before, and transform what is computed of them"
+        )
 
 
 def contiguous(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from .cache import CacheTable, internals
 from .collective import agree_on_arguments
-from .exceptions import InputError
+from .exceptions import InputError, UnsupportedError
 from .flushing import flush_tables
 from .table_shard import TableShard
 
@@ -52,6 +52,13 @@ class CacheModule:
     def expect_state_dicts(self) -> None:
         """Let state dicts of this module be made without the warning that they hold no rows: who calls this saves the rows."""
         self.__dict__["_warned_state_dict"] = True
+
+    def __prepare_scriptable__(self) -> Any:
+        """`UnsupportedError`. `torch.jit.script` calls this of every module before it compiles any."""
+        raise UnsupportedError(
+            f"torch.jit.script cannot compile lookups of {type(self).__name__}, which run in this package's core: script the dense "
+            "part, or serve the saved tables (docs/serving.md)"
+        )
 
     def buckets_changed(self) -> None:
         """Forget what was derived from the buckets of a table: a load gave it others."""

@@ -29,6 +29,7 @@ from torchrec_embcache.modules.tables import (
     zero_row_parameter,
 )
 from torchrec_embcache.owners import import_on_owners
+from torchrec_embcache.rows import refuse_recording
 from torchrec_embcache.state_dicts import check_rows_are_here
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
@@ -275,6 +276,7 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
 
         A bad batch travels as an empty one, so that the other ranks do not wait. The forward then refuses it on every rank.
         """
+        refuse_recording(f"{self._owner}: the batch")
         try:
             checked = self._check(features)
             given = in_order(checked, self._input_keys)
