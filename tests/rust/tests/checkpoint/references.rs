@@ -18,7 +18,8 @@ fn a_checkpoint_that_a_file_refers_to_stays_with_what_it_builds_on() {
     let full = save(&engine, root, &tables(0), 1, 4096, 1).expect("saved");
     let options = SaveOptions { keep: 1, ..on(&full.identity) };
     let delta = save_delta(&engine, root, (&tables(0), &tables(1)), (1, 4096), 2, options).expect("saved");
-    let there = |latest: &Latest| engine.exists(&root.join(latest.to_string()).join("manifest.json")).expect("looked at");
+    let there =
+        |latest: &Latest| engine.exists(&root.join(latest.to_string()).join("manifest.json")).expect("looked at");
     let reference = root.join(delta.latest.to_string()).join(REFERENCE_FILE);
     publish(engine.as_ref(), &reference, b"../best.ckpt").expect("written");
     let third = save(&engine, root, &tables(2), 1, 4096, 3).expect("saved");
