@@ -3,6 +3,7 @@
 It adds the pages that do not lie in docs/, and makes links that hold in the repository hold on the site.
 """
 
+import base64
 import json
 import posixpath
 import re
@@ -60,12 +61,21 @@ def _about(path: Path) -> str:
 
 
 def _page_of(notebook: Path) -> str:
-    """A notebook as a page: its texts, and its code, which has not run."""
+    """A notebook as a page: its texts, its code, and what that gave."""
     parts = []
     for cell in json.loads(notebook.read_text())["cells"]:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        parts += [_shown(output) for output in cell.get("outputs", [])]
     return "\n\n".join(parts) + "\n"
+
+
+def _shown(output: dict[str, Any]) -> str:
+    """What a cell printed as a block, or its picture."""
+    if "text" in output:
+        return f"```text\n{''.join(output['text'])}```"
+    picture = base64.b64encode("".join(output["data"]["image/svg+xml"]).encode()).decode()
+    return f'<p><img alt="what the cell above shows" src="data:image/svg+xml;base64,{picture}"></p>'
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
