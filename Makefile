@@ -50,18 +50,18 @@ setup: $(NATIVE)
 
 $(ENVIRONMENT): $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed and $(PYTHON) is {v[0]}.{v[1]}: name another, as in make PYTHON=python3.12 demo")'
-	@echo "setting up $(VENV) ($(FLAVOUR)): torch, torchrec, fbgemm"
+	@echo "setting up $(VENV) ($(FLAVOUR)): torch, torchrec, fbgemm and what tests need"
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) -m venv failed: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/uv.txt
-	@$(PY) -m uv $(SYSTEM_CERTS) pip install --quiet --python $(PY) --no-deps -r requirements/$(FLAVOUR).txt -r requirements/dev.txt
+	@$(PY) -m uv $(SYSTEM_CERTS) pip install --python $(PY) --no-deps -r requirements/$(FLAVOUR).txt -r requirements/dev.txt
 	@touch $@
 
 $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
 	@command -v cargo >/dev/null || { echo "cargo is not on the PATH: install Rust from https://rustup.rs" >&2; exit 1; }
 	@command -v cc >/dev/null || { echo "cc is not on the PATH: install a C compiler (it links Rust programs), as in apt install gcc" >&2; exit 1; }
-	@echo "building the extension"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m maturin develop --quiet --release --locked --uv
+	@echo "building the extension: a line for each crate; the last two take minutes"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m maturin develop --release --locked --uv
 	@touch $@
 
 demo: $(NATIVE)
