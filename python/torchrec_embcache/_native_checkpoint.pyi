@@ -118,7 +118,7 @@ class SavedTable:
     key: int
     dim: int
     optimizer: str
-    hyperparameters: dict[str, float]  # of its optimizer, as they were when it was saved
+    hyperparameters: Mapping[str, float]  # of its optimizer, as they were when it was saved
     step: int
     seed: int
     total_num_buckets: int
