@@ -29,13 +29,13 @@ from .paths import Directory, PathChecks, open_to_load, open_to_save
 from .progress import Progress, ProgressWanted, Tracker
 from .reports import LoadReport, SaveReport
 from .save_log import logged
-from .saving import SavePlan, plan_save, write_tables
+from .saving import FullEvery, check_full_every, plan_save, write_tables
 from .sessions.load import LoadSession, Merge
 from .sessions.moment import MomentSession
 from .sessions.ranks import AllRanks
 from .sessions.save import RankPart, SaveSession
 from .sessions.sweep import by_name, sweep_before_save
-from .shards import Shard, agreed_path, shards_at_rest, shards_of
+from .shards import agreed_path, shards_at_rest, shards_of
 from .under_way import finish_saves_to
 
 __all__ = ["LoadReport", "Progress", "SaveReport", "Saver"]
@@ -89,6 +89,7 @@ class Saver:
         linked: bool = False,
         snapshot: bool = False,
         keep: int = 1,
+        full_every: FullEvery = "auto",
         counters: bool = True,
         progress: ProgressWanted = None,
     ) -> SaveReport:
@@ -97,7 +98,12 @@ class Saver:
         `incremental`: write only rows that were modified since the newest checkpoint in `path`, with slots and metadata, and
         the ids that left. That checkpoint must be what these tables were last saved to `path` as, or loaded from. Where it is
         not, or where too many ids left since (see `docs/configuration.md`), or where it has counts of ids that wait for rows and
-        this save has none, or the other way round, the save is full; the log and the report say why.
+        this save has none, or the other way round, or where a load of the delta would find other rows than the tables have, the
+        save is full; the log and the report say why.
+
+        `full_every`: which of the incremental saves are full, so that chains of deltas end: with n every nth, with 1 all, with None
+        none. With "auto" it is one after 64 deltas, or after 8 or more that together have as many rows as the full checkpoint that
+        they build on.
 
         `linked`: make a linked checkpoint, for a fast restart. SSD tiers are not written again. Rows in RAM are handed down to
         them, and the files of their segments get a second name in the checkpoint. On another file system they are copied, and
@@ -128,13 +134,17 @@ class Saver:
                     "incremental=True and linked=True (its older name: snapshot=True): a linked checkpoint has every row; "
                     "give one of them"
                 )
-            return {**self._arguments(incremental=incremental, keep=keep, counters=counters), "linked": bool(linked)}
+            common = self._arguments(incremental=incremental, keep=keep, counters=counters, full_every=full_every)
+            return {**common, "linked": bool(linked)}
 
         agree_on_arguments("Saver.save", arguments)
         ranks = AllRanks()
         shards = together(lambda: shards_at_rest(module))
         directory = self._open_to_save(path)
-        plan = _swept_and_planned(shards, directory, ranks, incremental=incremental, counters=counters)
+        sweep_before_save(by_name(shards), ranks)
+        plan = plan_save(
+            shards, directory, ranks.rank, incremental=incremental, counters=counters, full_every=full_every
+        )
 
         def write() -> RankPart:
             with Tracker(progress, "save", plan.rows, shown=ranks.rank == 0) as tracker:
@@ -167,6 +177,7 @@ class Saver:
         incremental: bool = False,
         *,
         keep: int = 1,
+        full_every: FullEvery = "auto",
         counters: bool = True,
         progress: ProgressWanted = None,
         max_bytes_per_second: int | str | None = None,
@@ -196,7 +207,7 @@ class Saver:
             if max_bytes_per_second is not None:
                 rate = parse_bytes("max_bytes_per_second", max_bytes_per_second)
                 check_int("max_bytes_per_second", rate, 1, (1 << 63) - 1)
-            return self._arguments(incremental=incremental, keep=keep, counters=counters)
+            return self._arguments(incremental=incremental, keep=keep, counters=counters, full_every=full_every)
 
         agree_on_arguments("Saver.save_async", arguments)
         ranks = AllRanks()
@@ -204,7 +215,10 @@ class Saver:
         shards = together(lambda: shards_of(module))
         directory = self._open_to_save(path)
         group = own_group()
-        plan = _swept_and_planned(shards, directory, ranks, incremental=incremental, counters=counters)
+        sweep_before_save(by_name(shards), ranks)
+        plan = plan_save(
+            shards, directory, ranks.rank, incremental=incremental, counters=counters, full_every=full_every
+        )
         session = MomentSession(plan, ranks, group, keep=keep, progress=progress, max_bytes_per_second=rate)
         with BesideTraining([table for _, _, table in shards], directory.path, session.give_up) as save:
             session.hold()
@@ -329,11 +343,18 @@ class Saver:
 
         return together(open_it)
 
-    def _arguments(self, *, keep: int, counters: bool, incremental: bool = False) -> dict[str, object]:
+    def _arguments(
+        self, *, keep: int, counters: bool, incremental: bool = False, full_every: FullEvery = None
+    ) -> dict[str, object]:
         """The arguments of a save that all ranks have to give alike. `ConfigError` for those that are refused."""
         self._check_rank()
-        keep = check_int("keep", keep, 1, 1 << 20)
-        return {"keep": keep, "counters": bool(counters), "incremental": bool(incremental)}
+        keep, full_every = check_int("keep", keep, 1, 1 << 20), check_full_every(full_every)
+        return {
+            "keep": keep,
+            "counters": bool(counters),
+            "incremental": bool(incremental),
+            "full_every": full_every,
+        }
 
     def _check_rank(self) -> None:
         """`ConfigError` where this rank is not the one that was given."""
@@ -349,11 +370,3 @@ class Saver:
             raise ConfigError(
                 f"rank={self.rank} without torch.distributed, where there is one rank: give Saver(rank=0)"
             )
-
-
-def _swept_and_planned(
-    shards: list[Shard], directory: Directory, ranks: AllRanks, *, incremental: bool, counters: bool
-) -> SavePlan:
-    """Sweep the tables whose policies say so at saves, and then decide what the save is to be. Collective."""
-    sweep_before_save(by_name(shards), ranks)
-    return plan_save(shards, directory, ranks.rank, incremental=incremental, counters=counters)

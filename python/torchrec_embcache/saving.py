@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from typing import Literal
 
 from . import _native
 from .collective import all_gather, together
-from .exceptions import CorruptionError
+from .config import check_int
+from .exceptions import ConfigError, CorruptionError
 from .paths import Directory
 from .progress import Tracker
 from .reports import SaveReport
@@ -16,9 +18,24 @@ from .shards import Shard, numbers_of
 from .table_names import Pair, shown
 from .table_shard import TableShard
 
-__all__ = ["SavePlan", "Totals", "plan_save", "write_tables"]
+__all__ = ["FullEvery", "SavePlan", "Totals", "check_full_every", "plan_save", "write_tables"]
 
 _log = logging.getLogger("torchrec_embcache.saver")
+
+# Which of the incremental saves are full: every how many, or "auto", or none.
+FullEvery = int | Literal["auto"] | None
+
+# With "auto" a chain has at most so many deltas. From the lesser number on it ends where it has outgrown what it builds on.
+_MOST_DELTAS, _FEW_DELTAS = 64, 8
+
+
+def check_full_every(value: object) -> FullEvery:
+    """Return `value`. `ConfigError` where it is no `FullEvery`."""
+    if value is None or value == "auto":
+        return value
+    if isinstance(value, str):
+        raise ConfigError(f'full_every={value!r} is not known: give a number of saves, "auto", or None')
+    return check_int("full_every", value, 1, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -66,14 +83,59 @@ class SavePlan:
 
 
 def plan_save(
-    shards: list[Shard], directory: Directory, rank: int, *, incremental: bool, counters: bool = True
+    shards: list[Shard],
+    directory: Directory,
+    rank: int,
+    *,
+    incremental: bool,
+    counters: bool = True,
+    full_every: FullEvery = "auto",
 ) -> SavePlan:
     """Decide what a save is to be; the log says why one is full that was to be a delta. Collective."""
     epoch = max(all_gather(max((table.native.epoch() for _, _, table in shards), default=0))) + 1
-    base, reason = _base(shards, directory, rank, counters=counters) if incremental else (None, None)
-    if reason is not None:
-        _log.warning("%s is saved in full, not as a delta: %s", directory, reason)
+    base, reason = None, None
+    if incremental:
+        found, reason = all_gather(together((lambda: _newest(directory)) if rank == 0 else (lambda: (None, None))))[0]
+        if found is not None and (reason := found.chain.ends(full_every)) is not None:
+            _log.info("%s is saved in full, so that its chain of deltas ends: %s", directory, reason)
+        else:
+            if found is not None:
+                base, reason = _base(shards, found, counters=counters)
+            if reason is not None:
+                _log.warning("%s is saved in full, not as a delta: %s", directory, reason)
     return SavePlan(shards, directory, epoch, base, reason, counters)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The deltas that a directory ends with, and what they build on."""
+
+    base: str
+    base_rows: int
+    deltas: int
+    delta_rows: int
+    """Rows and tombstones of all deltas."""
+
+    @classmethod
+    def of(cls, directory: Directory, newest: str) -> _Chain:
+        """The chain of the checkpoint `newest`. `CorruptionError` where it cannot be loaded."""
+        links = [json.loads(link) for link in _native.CheckpointRows(directory, newest).links()]
+        rows = [sum(table["rows"] + table["tombstones"] for table in link["tables"]) for link in links]
+        return cls(links[-1]["name"], rows[-1], len(links) - 1, sum(rows[:-1]))
+
+    def ends(self, full_every: FullEvery) -> str | None:
+        """Why the next save is to be full."""
+        if full_every == "auto":
+            if self.deltas >= _MOST_DELTAS:
+                return f"{self.deltas} deltas build on {self.base} (full_every='auto')"
+            if self.deltas >= _FEW_DELTAS and self.delta_rows >= self.base_rows:
+                return (
+                    f"the {self.deltas} deltas that build on {self.base} have {self.delta_rows} rows and tombstones, and it has "
+                    f"{self.base_rows} rows (full_every='auto')"
+                )
+        elif full_every is not None and self.deltas + 1 >= full_every:
+            return f"{self.deltas} deltas build on {self.base} (full_every={full_every})"
+        return None
 
 
 @dataclass(frozen=True)
@@ -88,26 +150,25 @@ class _Newest:
     """Whether it has counts of the ids of each table that wait for rows."""
     rows: dict[Pair, int]
     """How many rows a load finds of each table."""
+    chain: _Chain
 
 
 def _newest(directory: Directory) -> tuple[_Newest | None, str | None]:
     """The newest checkpoint, or why there is none to build on."""
     try:
         found = _native.newest_checkpoint(directory)
+        if found is None:
+            return None, "there is no checkpoint yet"
+        chain = _Chain.of(directory, found.id.name)
     except CorruptionError as error:
         return None, f"the newest checkpoint there is damaged ({error})"
-    if found is None:
-        return None, "there is no checkpoint yet"
     tables = {(entry.module, entry.table): entry.pending is not None for entry in found.tables}
     rows = {(entry.module, entry.table): entry.rows for entry in found.tables}
-    return _Newest(found.id, found.merged, found.next_epoch, found.kind, tables, rows), None
+    return _Newest(found.id, found.merged, found.next_epoch, found.kind, tables, rows, chain), None
 
 
-def _base(shards: list[Shard], directory: Directory, rank: int, *, counters: bool) -> tuple[Base | None, str | None]:
-    """What a delta of these tables in `directory` builds on, or why there can be none. Collective."""
-    found, reason = all_gather(together((lambda: _newest(directory)) if rank == 0 else (lambda: (None, None))))[0]
-    if found is None:
-        return None, reason
+def _base(shards: list[Shard], found: _Newest, *, counters: bool) -> tuple[Base | None, str | None]:
+    """What a delta of these tables on the newest checkpoint builds on, or why there can be none. Collective."""
     name = found.id.name
     if found.kind == "snapshot":
         return None, f"{name} is a linked checkpoint (linked=True), and deltas build on others only"

@@ -1,7 +1,10 @@
 """Chains of deltas: every one that a save publishes can be loaded."""
 
 import logging
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from tables import ssd_tiers
 from test_saver import make_bag, root, rows
 from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction
 from torchrec_embcache.cache import internals
+from torchrec_embcache.exceptions import ConfigError
 
 __all__ = ["root"]  # the fixture
 
@@ -86,6 +90,74 @@ def test_rows_that_left_do_not_keep_a_save_from_being_a_delta(root: Path) -> Non
         "rows of the last four are listed"
     )
     assert Saver(0).save(bag, root, incremental=True).kind == "delta"
+    loaded = make_bag()
+    Saver(0).load(loaded, root)
+    assert rows(loaded) == rows(bag)
+
+
+def chain_of(bag: EmbCacheEmbeddingBag, root: Path, saves: int, ids: int, **how: Any) -> tuple[str, str | None]:
+    """Save deltas of `ids` rows each. Returns the kinds of the saves, a letter each, and the reason of the last one."""
+    kinds = ""
+    for save in range(saves):
+        train(bag, range(4 * save, 4 * save + ids))
+        report = Saver(0).save(bag, root, incremental=True, **how)
+        kinds += report.kind[0]
+    return kinds, report.reason
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_every_nth_incremental_save_is_full(how: str, root: Path) -> None:
+    bag = make_bag()
+    train(bag, range(400))
+    kinds = ""
+    for _ in range(8):
+        train(bag, range(4))
+        call = getattr(Saver(0), how)(bag, root, incremental=True, full_every=3, keep=9)
+        report = call if how == "save" else call.result(60)
+        kinds += report.kind[0]
+    assert kinds == "fddfddfd"
+    kinds, reason = chain_of(bag, root, 3, 4, full_every=1)
+    assert kinds == "fff"
+    assert re.fullmatch(r"0 deltas build on 00000000\d\d-.* \(full_every=1\)", str(reason))
+    assert len([entry for entry in root.iterdir() if entry.is_dir()]) == 1
+
+
+def test_a_chain_that_has_outgrown_its_base_ends_and_one_of_few_rows_goes_on(root: Path, tmp_path: Path) -> None:
+    bag = make_bag()
+    train(bag, range(400))
+    kinds, reason = chain_of(bag, root, 16, 40)
+    assert kinds == "f" + "d" * 10 + "f" + "d" * 4, "ten deltas of 40 rows are 400"
+    assert reason is None
+    small = make_bag(tiers=LARGE)
+    train(small, range(4000))
+    assert chain_of(small, tmp_path / "long", 67, 4)[0] == "f" + "d" * 64 + "fd"
+    assert chain_of(small, tmp_path / "never", 3, 4, full_every=None)[0] == "fdd"
+    loaded = make_bag(tiers=LARGE)
+    Saver(0).load(loaded, tmp_path / "never")
+    assert rows(loaded) == rows(small)
+
+
+@pytest.mark.parametrize("refused", [0, -1, 1.5, True, "always"])
+def test_a_number_that_cannot_be_is_refused(refused: Any, root: Path) -> None:
+    bag = make_bag()
+    for call in (Saver(0).save, Saver(0).save_async):
+        with pytest.raises(ConfigError, match="full_every"):
+            call(bag, root, incremental=True, full_every=refused)
+    assert not root.exists()
+
+
+def test_a_chain_with_a_gap_is_built_on_no_more(root: Path) -> None:
+    bag = make_bag()
+    train(bag, range(400))
+    names = []
+    for save in range(3):
+        train(bag, range(4 * save, 4 * save + 4))
+        names.append(Saver(0).save(bag, root, incremental=True, keep=9).checkpoint)
+    shutil.rmtree(root / names[0])
+    train(bag, range(8))
+    report = Saver(0).save(bag, root, incremental=True, keep=9)
+    assert report.kind == "full"
+    assert "damaged" in str(report.reason)
     loaded = make_bag()
     Saver(0).load(loaded, root)
     assert rows(loaded) == rows(bag)
