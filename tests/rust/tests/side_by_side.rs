@@ -131,6 +131,42 @@ fn where_several_tables_fail_the_first_of_them_is_told_and_no_row_has_moved() {
     });
 }
 
+/// The number of threads of this process that help with calls.
+#[cfg(target_os = "linux")]
+fn helping_threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("the threads").flatten();
+    let names = tasks.map(|task| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default());
+    names.filter(|name| ["embcache-kernel", "embcache-table"].iter().any(|of| name.starts_with(of))).count()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn batches_of_all_sizes_share_as_many_threads_as_one_of_them_asks_for() {
+    const THREADS: usize = 48;
+    let tables = 3;
+    let open =
+        |_| Rig::open(config(64, OptimizerKind::Sgd, 60_000), Arc::new(MemoryEngine::default())).expect("a table");
+    let rigs: Vec<Rig> = (0..tables).map(open).collect();
+    let lookup = lookup(&rigs);
+    let mut size = 64;
+    while size < 30_000 {
+        let ids: Vec<Id> = (0..tables).flat_map(|_| 0..size as Id).collect();
+        let splits: Vec<i64> = (0..=tables).map(|table| (table * size) as i64).collect();
+        let plan = lookup.plan(&ids, &splits, PlanMode { threads: THREADS, ..PlanMode::TRAIN }).expect("a plan");
+        plan.wait().expect("a place");
+        let (offsets, mut out) = ((0..=ids.len() as i64).collect::<Vec<i64>>(), vec![0.0; ids.len() * 64]);
+        plan.forward_pooled(&offsets, None, &[false; 3], &mut out, &mut [], THREADS).expect("a forward");
+        plan.backward_pooled(&out, &[hyperparameters(); 3], None, &mut [], THREADS).expect("a backward");
+        size += size / 4;
+    }
+    // Other tests of this process ask for fewer. A pool that was replaced by a larger one takes a while to end.
+    watched(String::new, || {
+        while helping_threads() >= THREADS {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+    });
+}
+
 /// One of several trainers, which have other ids of the same tables, each in an order of its own.
 fn train_part(rigs: &[Rig], number: u64, threads: usize) {
     let mut all: Vec<&Rig> = rigs.iter().collect();

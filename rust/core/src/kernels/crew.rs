@@ -1,8 +1,8 @@
 //! Threads that help with a call, and that the call does not wait for where they have not begun.
 //!
 //! A thread of a pool may be busy, or may take long to wake up. So the threads that a call asks for come in by a door ([`Door`]). When the
-//! caller has ended its own part, all work is taken: it shuts the door, and waits for those that are inside alone. A thread that comes
-//! later finds the door shut and does nothing.
+//! caller has ended its own part, all work is taken: it shuts the door, and waits only for those that are inside. A thread that comes
+//! later finds the door shut and does nothing, as does one that comes when the call has as many helpers as it wants.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -28,50 +28,25 @@ impl Crew {
         self.threads.current_num_threads()
     }
 
-    /// The pool, for work that all has to be done by its threads.
-    pub(super) fn threads(&self) -> &ThreadPool {
-        &self.threads
-    }
-
-    /// Do `own`, which is given a function that asks one thread of the crew to do `help` once. Nobody does `help` any more when this returns.
+    /// Do `own`, which is given a function that asks a thread of the pool to do `help` once. At most `most` threads do it at a time. No thread does
+    /// it when this returns.
     ///
     /// # Panics
     /// With the panic of `own`, or of a thread that helped.
-    pub(super) fn call<R>(&self, help: &(dyn Fn() + Sync), own: impl FnOnce(&dyn Fn()) -> R) -> R {
-        behind_door(help, |way_in| {
-            own(&|| {
-                let way_in = way_in.clone();
-                self.threads.spawn(move || way_in.pass());
-            })
-        })
-    }
-
-    /// As [`Crew::call`], where the first `threads` threads of the crew are asked once each, before `own` begins. No other thread can do what one
-    /// of them was asked for, also not while it waits for something.
-    pub(super) fn call_each<R>(&self, threads: usize, help: &(dyn Fn() + Sync), own: impl FnOnce() -> R) -> R {
-        behind_door(help, |way_in| {
+    pub(super) fn call<R>(&self, most: usize, help: &(dyn Fn() + Sync), own: impl FnOnce(&dyn Fn()) -> R) -> R {
+        let way_in = WayIn { door: Arc::new(Door::for_threads(most)), help: Work::of(help) };
+        let open = OpenDoor(&way_in.door);
+        let done = own(&|| {
             let way_in = way_in.clone();
-            self.threads.spawn_broadcast(move |thread| {
-                if thread.index() < threads {
-                    way_in.pass();
-                }
-            });
-            own()
-        })
+            self.threads.spawn(move || way_in.pass());
+        });
+        // `help` is borrowed until here. No thread uses it after this.
+        drop(open);
+        if let Some(panic) = way_in.door.panic() {
+            resume_unwind(panic);
+        }
+        done
     }
-}
-
-/// Do `own`, which is given the way to `help`. Nobody does `help` any more when this returns.
-fn behind_door<R>(help: &(dyn Fn() + Sync), own: impl FnOnce(&WayIn) -> R) -> R {
-    let way_in = WayIn { door: Arc::default(), help: Work::of(help) };
-    let call = Call(&way_in.door);
-    let done = own(&way_in);
-    // `help` is borrowed until here. Nobody uses it after this.
-    drop(call);
-    if let Some(panic) = way_in.door.panic() {
-        resume_unwind(panic);
-    }
-    done
 }
 
 /// The way to the work of one call.
@@ -82,17 +57,17 @@ struct WayIn {
 }
 
 impl WayIn {
-    /// Do the work, unless the door to it is shut.
+    /// Do the work, unless the door to it is shut or the call has all its helpers.
     fn pass(&self) {
         // SAFETY: the call borrows the work until its door is shut and nobody is inside. This runs inside.
         self.door.pass(|| unsafe { self.help.run() });
     }
 }
 
-/// A call for help, until this is dropped.
-struct Call<'a>(&'a Door);
+/// A door that is shut when this is dropped, also by a panic.
+struct OpenDoor<'a>(&'a Door);
 
-impl Drop for Call<'_> {
+impl Drop for OpenDoor<'_> {
     fn drop(&mut self) {
         self.0.shut();
     }
@@ -124,8 +99,9 @@ unsafe impl Send for Work {}
 unsafe impl Sync for Work {}
 
 /// The door to the work of one call.
-#[derive(Default)]
 struct Door {
+    /// The number of threads that may be inside at a time.
+    most: usize,
     inside: Mutex<Inside>,
     empty: Condvar,
 }
@@ -139,11 +115,15 @@ struct Inside {
 }
 
 impl Door {
-    /// Do `work` inside, unless the door is shut.
+    fn for_threads(most: usize) -> Self {
+        Self { most, inside: Mutex::default(), empty: Condvar::default() }
+    }
+
+    /// Do `work` inside, unless the door is shut or `most` threads are inside.
     fn pass(&self, work: impl FnOnce()) {
         {
             let mut inside = lock(&self.inside);
-            if inside.is_shut {
+            if inside.is_shut || inside.threads >= self.most {
                 return;
             }
             inside.threads += 1;
@@ -186,7 +166,7 @@ mod loom_tests {
     #[test]
     fn loom_nobody_is_behind_a_door_that_is_shut() {
         loom::model(|| {
-            let shared = Arc::new((Door::default(), UnsafeCell::new(1_u64)));
+            let shared = Arc::new((Door::for_threads(2), UnsafeCell::new(1_u64)));
             let others = [0, 1].map(|_| {
                 let shared = Arc::clone(&shared);
                 thread::spawn(move || shared.0.pass(|| shared.1.with(|behind| assert!(!behind.is_null()))))
@@ -219,6 +199,7 @@ mod tests {
         let (begun, rest) = (Barrier::new(2), Barrier::new(2));
         // The crew's only thread is busy with one call, so another one is served by its caller alone.
         crew.call(
+            1,
             &|| {
                 begun.wait();
                 rest.wait();
@@ -230,7 +211,7 @@ mod tests {
                 let help = || {
                     helped.fetch_add(1, Ordering::Relaxed);
                 };
-                crew.call(&help, |ask| (0..5).for_each(|_| ask()));
+                crew.call(1, &help, |ask| (0..5).for_each(|_| ask()));
                 assert_eq!(helped.into_inner(), 0, "nobody was free");
                 rest.wait();
             },
@@ -244,8 +225,30 @@ mod tests {
                 ended.fetch_add(1, Ordering::Relaxed);
             };
             let before = ended.load(Ordering::Relaxed);
-            crew.call(&help, |ask| ask());
+            crew.call(1, &help, |ask| ask());
             assert_eq!(ended.load(Ordering::Relaxed) - before, entered.into_inner());
+        }
+    }
+
+    #[test]
+    fn no_more_threads_help_at_a_time_than_a_call_wants() {
+        let crew = crew(8);
+        for _ in 0..200 {
+            let (came, inside, highest) = (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
+            let all = Barrier::new(3);
+            let help = || {
+                highest.fetch_max(inside.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
+                // The first two and the caller meet here. Meanwhile the other threads are refused.
+                if came.fetch_add(1, Ordering::Relaxed) < 2 {
+                    all.wait();
+                }
+                inside.fetch_sub(1, Ordering::Relaxed);
+            };
+            crew.call(2, &help, |ask| {
+                (0..20).for_each(|_| ask());
+                all.wait();
+            });
+            assert_eq!(highest.into_inner(), 2);
         }
     }
 
@@ -256,6 +259,7 @@ mod tests {
         let begun = Barrier::new(2);
         let helping = || {
             crew.call(
+                1,
                 &|| {
                     begun.wait();
                     panic!("of who helps")
@@ -267,7 +271,7 @@ mod tests {
             );
         };
         assert_eq!(said(catch_unwind(AssertUnwindSafe(helping)).expect_err("a panic")), "of who helps");
-        let calling = || crew.call(&|| {}, |_| panic!("of the caller"));
+        let calling = || crew.call(1, &|| {}, |_| panic!("of the caller"));
         assert_eq!(said(catch_unwind(AssertUnwindSafe(calling)).expect_err("a panic")), "of the caller");
     }
 }

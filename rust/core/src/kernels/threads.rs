@@ -1,4 +1,4 @@
-//! The threads of the kernels: pools that are kept, and work that is dealt in parts of equal cost.
+//! The threads of the kernels: one pool for all calls, and work that is dealt in parts of equal cost.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
 use rayon::ThreadPoolBuilder;
-use rayon::prelude::*;
 
 use super::crew::Crew;
 use crate::memory::room_for_threads;
@@ -28,9 +27,9 @@ pub(crate) fn deal(
     cost_before: impl Fn(usize) -> u64,
     work: impl Fn(std::ops::Range<usize>) + Sync,
 ) {
-    let total = cost_before(items);
-    let threads = threads.min((total / MINIMUM_COST_PER_THREAD) as usize).min(items);
-    let Some(crew) = (if threads > 1 { crew(threads - 1) } else { None }) else {
+    let (total, most) = (cost_before(items), threads);
+    let threads = most.min((total / MINIMUM_COST_PER_THREAD) as usize).min(items);
+    let Some(crew) = (if threads > 1 { workers(threads - 1, most - 1) } else { None }) else {
         return work(0..items);
     };
     let parts = threads * PARTS_PER_THREAD;
@@ -51,7 +50,7 @@ pub(crate) fn deal(
             }
         }
     };
-    crew.call(&take, |ask| {
+    crew.call(threads - 1, &take, |ask| {
         (1..threads).for_each(|_| ask());
         take();
     });
@@ -65,8 +64,9 @@ pub(crate) fn hand_over<T: Send, R>(
     work: impl Fn(T) + Sync,
     own: impl FnOnce(&mut dyn FnMut(T)) -> R,
 ) -> R {
-    let threads = threads.min((cost / MINIMUM_COST_PER_THREAD) as usize);
-    let Some(crew) = (if threads > 1 { crew(threads - 1) } else { None }) else {
+    let most = threads;
+    let threads = most.min((cost / MINIMUM_COST_PER_THREAD) as usize);
+    let Some(crew) = (if threads > 1 { workers(threads - 1, most - 1) } else { None }) else {
         return own(&mut |piece| work(piece));
     };
     let pieces = Mutex::new(VecDeque::new());
@@ -77,7 +77,7 @@ pub(crate) fn hand_over<T: Send, R>(
             work(piece);
         }
     };
-    crew.call(&take, |ask| {
+    crew.call(threads - 1, &take, |ask| {
         let done = own(&mut |piece| {
             lock(&pieces).push_back(piece);
             ask();
@@ -116,27 +116,32 @@ fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -
     low
 }
 
-/// The crews of this process, of which each size occurs once. A forked child forgets its parent's crews without dropping them, because that
+/// The workers of this process: one pool, which serves every call. A forked child forgets its parent's pool without dropping it, because that
 /// would wait for threads that do not exist in the child.
-static CREWS: PerProcess<Mutex<Vec<Arc<Crew>>>> = PerProcess::new();
+static WORKERS: PerProcess<Mutex<Option<Arc<Crew>>>> = PerProcess::new();
 
-/// A crew of `size` threads; `None` where the system gives no threads.
-fn crew(size: usize) -> Option<Arc<Crew>> {
-    let mut crews = lock(CREWS.get(|| Ok(Mutex::default())).ok()?);
-    if let Some(crew) = crews.iter().find(|crew| crew.size() == size) {
-        return Some(Arc::clone(crew));
+/// Returns the workers, `wanted` or more of them unless the system gives fewer threads; `None` where it gives none. The caller never wants more
+/// than `most`.
+///
+/// A pool that is too small is replaced by one of twice the size, or of `most`. Its threads end with the last call that they serve, so there are
+/// about as many threads as the largest number that a call asks for.
+fn workers(wanted: usize, most: usize) -> Option<Arc<Crew>> {
+    let mut kept = lock(WORKERS.get(|| Ok(Mutex::default())).ok()?);
+    if kept.as_ref().is_none_or(|pool| pool.size() < wanted)
+        && room_for_threads()
+        && let Some(larger) = build(wanted.next_power_of_two().min(most))
+    {
+        *kept = Some(larger);
     }
-    let crew = build(size, "embcache-kernel")?;
-    crews.push(Arc::clone(&crew));
-    Some(crew)
+    kept.clone()
 }
 
-/// A new crew of `size` threads with this name; `None` where the system gives no threads.
-fn build(size: usize, name: &'static str) -> Option<Arc<Crew>> {
+/// Starts a pool of `size` threads; `None` where the system gives no threads.
+fn build(size: usize) -> Option<Arc<Crew>> {
     let (begun, all_begun) = mpsc::channel();
     let builder = ThreadPoolBuilder::new()
         .num_threads(size)
-        .thread_name(move |which| format!("{name}-{which}"))
+        .thread_name(move |which| format!("embcache-kernel-{which}"))
         .start_handler(move |_| {
             let _ = begun.send(());
         });
@@ -147,96 +152,62 @@ fn build(size: usize, name: &'static str) -> Option<Arc<Crew>> {
     Some(Arc::new(Crew::new(pool)))
 }
 
-/// Crews that [`for_each_that_waits`] has used and that serve nobody now.
-static IDLE_CREWS: PerProcess<Mutex<Vec<Arc<Crew>>>> = PerProcess::new();
-
-/// So many crews are kept at most.
-const MOST_IDLE_CREWS: usize = 16;
-
-/// A crew that serves one call.
-struct OwnCrew(Arc<Crew>);
-
-impl OwnCrew {
-    /// A crew of `size` threads or more; `None` where the system gives no threads.
-    fn of(size: usize) -> Option<Self> {
-        let mut idle = lock(IDLE_CREWS.get(|| Ok(Mutex::default())).ok()?);
-        // The smallest come first.
-        let found = idle.iter().position(|crew| crew.size() >= size);
-        let kept = found.map(|at| idle.remove(at));
-        drop(idle);
-        kept.or_else(|| if room_for_threads() { build(size, "embcache-table") } else { None }).map(Self)
-    }
-}
-
-impl Drop for OwnCrew {
-    fn drop(&mut self) {
-        let Ok(idle) = IDLE_CREWS.get(|| Ok(Mutex::default())) else { return };
-        let mut idle = lock(idle);
-        let size = self.0.size();
-        let place = idle.partition_point(|crew| crew.size() < size);
-        idle.insert(place, Arc::clone(&self.0));
-        if idle.len() > MOST_IDLE_CREWS {
-            idle.remove(0);
-        }
-    }
-}
-
 /// The number of threads that the machine runs at once. It is kept, because the system reads files to find it.
 fn machine_threads() -> usize {
     static THREADS: OnceLock<usize> = OnceLock::new();
     *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// A crew of as many threads as the machine runs at once. `None` where that is one, since the caller's own thread does as well, or
-/// where the system gives no threads. (Rayon's global pool panics where there are no threads, and does not work in a forked child.)
-fn machine_crew() -> Option<Arc<Crew>> {
-    let threads = machine_threads();
-    if threads > 1 { crew(threads) } else { None }
-}
-
-/// Do independent tasks on all of the machine's threads, in any order.
+/// Do independent tasks on all of the machine's threads, of which this is one. Tasks begin in their order.
 pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
-    let tasks: Vec<T> = tasks.collect();
-    match if tasks.len() > 1 && !works_behind() { machine_crew() } else { None } {
-        Some(crew) => crew.threads().install(|| tasks.into_par_iter().for_each(&work)),
-        None => tasks.into_iter().for_each(work),
-    }
+    for_each_on(machine_threads(), tasks, work);
 }
 
 /// Do independent tasks on half of the machine's threads, of which this is one. This serves to gather rows for the disk: so many
 /// threads are faster than the disk, and more would mostly wait for the same memory. Tasks begin in their order, so that they find
 /// in the caches what the caller has just touched.
 pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
-    let tasks: Vec<T> = tasks.collect();
-    let helpers = (machine_threads() / 2).min(tasks.len()).saturating_sub(1);
-    let Some(crew) = (if helpers > 0 && !works_behind() { crew(helpers) } else { None }) else {
-        return tasks.into_iter().for_each(work);
-    };
-    let take = taking(tasks, work);
-    crew.call(&take, |ask| {
-        (0..helpers).for_each(|_| ask());
-        take();
-    });
+    for_each_on(machine_threads() / 2, tasks, work);
 }
 
 /// Do independent tasks, which may wait for locks and for code that is not the core's, on `threads` threads, of which this is one. Tasks
 /// begin in their order.
 ///
-/// The other threads serve this call alone as long as it lasts. Otherwise they could stand behind tasks of another call which wait for locks
-/// that this call's caller has.
+/// All workers may stand in such tasks and wait for a lock that another call's caller has. That caller gets no help meanwhile, and waits for
+/// nobody who has not begun, so it comes to give up its lock.
 pub(crate) fn for_each_that_waits<T: Send>(threads: usize, tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
-    if threads <= 1 || works_behind() || works_alone() {
-        return tasks.for_each(work);
-    }
+    for_each_on(if works_alone() { 1 } else { threads }, tasks, work);
+}
+
+fn for_each_on<T: Send>(threads: usize, tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     let tasks: Vec<T> = tasks.collect();
-    let helpers = threads.min(tasks.len()).saturating_sub(1);
-    let Some(crew) = (if helpers > 0 { OwnCrew::of(helpers) } else { None }) else {
-        return tasks.into_iter().for_each(work);
+    share(if tasks.len() > 1 { threads } else { 1 }, tasks, work, || ());
+}
+
+/// Do independent tasks on the machine's threads while this thread does `own`, after which it helps them.
+pub(crate) fn beside<T: Send, R>(
+    tasks: impl Iterator<Item = T>,
+    work: impl Fn(T) + Sync,
+    own: impl FnOnce() -> R,
+) -> R {
+    share(machine_threads(), tasks.collect(), work, own)
+}
+
+/// Do independent tasks on `threads` threads, of which this is one. It does `own` first. Tasks begin in their order.
+fn share<T: Send, R>(threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync, own: impl FnOnce() -> R) -> R {
+    let helpers = tasks.len().min(threads.saturating_sub(1));
+    let Some(crew) = (if helpers > 0 && !works_behind() { workers(helpers, threads - 1) } else { None }) else {
+        let done = own();
+        tasks.into_iter().for_each(work);
+        return done;
     };
     let take = taking(tasks, work);
-    // A task may deal work to other crews. A thread of rayon's that waits for that looks for other work of its own pool meanwhile, and must not
-    // begin another task within this one.
-    crew.0.call_each(helpers, &take, &take);
+    crew.call(helpers, &take, |ask| {
+        (0..helpers).for_each(|_| ask());
+        let done = own();
+        take();
+        done
+    })
 }
 
 /// What each thread runs that takes part in these tasks: it does one after the other, until none is left.
@@ -249,26 +220,6 @@ fn taking<T: Send>(tasks: Vec<T>, work: impl Fn(T) + Sync) -> impl Fn() + Sync {
             work(task);
         }
     }
-}
-
-/// Do independent tasks on the machine's threads while this thread does `own`.
-pub(crate) fn beside<T: Send, R>(
-    tasks: impl Iterator<Item = T>,
-    work: impl Fn(T) + Sync,
-    own: impl FnOnce() -> R,
-) -> R {
-    let tasks: Vec<T> = tasks.collect();
-    let Some(crew) = machine_crew() else {
-        tasks.into_iter().for_each(&work);
-        return own();
-    };
-    crew.threads().in_place_scope(|scope| {
-        let work = &work;
-        for task in tasks {
-            scope.spawn(move |_| work(task));
-        }
-        own()
-    })
 }
 
 #[cfg(test)]
@@ -339,24 +290,38 @@ mod tests {
     }
 
     #[test]
-    fn tasks_that_wait_for_tasks_of_other_calls_all_end() {
-        // Each call has a task on a thread of its own that waits for one of each other call.
-        let (calls, threads) = (6, 3);
-        let inside = std::sync::Barrier::new(calls * threads);
-        let ended = AtomicUsize::new(0);
+    fn a_call_ends_while_workers_wait_for_its_caller() {
+        let mutex = Mutex::new(0);
+        let held = lock(&mutex);
+        let waiting = AtomicUsize::new(0);
         std::thread::scope(|scope| {
-            for _ in 0..calls {
+            for _ in 0..4 {
                 scope.spawn(|| {
-                    for_each_that_waits(threads, 0..threads, |_| {
-                        inside.wait();
-                        ended.fetch_add(1, Ordering::Relaxed);
+                    for_each_that_waits(4, 0..8, |_| {
+                        waiting.fetch_add(1, Ordering::Relaxed);
+                        *lock(&mutex) += 1;
                     });
                 });
             }
+            // Wait for every caller and a worker. Tests that run beside this one may need the other workers at the same time.
+            while waiting.load(Ordering::Relaxed) < 4 + 1 {
+                std::thread::yield_now();
+            }
+            let done = AtomicUsize::new(0);
+            let count = |range: std::ops::Range<usize>| {
+                done.fetch_add(range.len(), Ordering::Relaxed);
+            };
+            deal(4, 100, |item| item as u64, count);
+            for_each_that_waits(4, 0..100, |item| count(item..item + 1));
+            beside(0..100, |item| count(item..item + 1), || ());
+            assert_eq!(done.into_inner(), 300);
+            drop(held);
         });
-        assert_eq!(ended.into_inner(), calls * threads);
-        let idle = lock(IDLE_CREWS.get(|| Ok(Mutex::default())).expect("the list")).len();
-        assert!((1..=MOST_IDLE_CREWS).contains(&idle), "{idle} crews are kept");
+        assert_eq!(mutex.into_inner().expect("no panic"), 4 * 8);
+    }
+
+    #[test]
+    fn tasks_of_one_thread_are_done_in_their_order() {
         let order = Mutex::new(Vec::new());
         for_each_that_waits(1, 0..5, |task| lock(&order).push(task));
         assert_eq!(order.into_inner().expect("no panic"), [0, 1, 2, 3, 4]);
@@ -376,6 +341,17 @@ mod tests {
                 IS_INSIDE.set(false);
             });
         }
+    }
+
+    #[test]
+    fn one_pool_serves_calls_of_all_sizes() {
+        for threads in (2..40).chain((2..40).rev()) {
+            deal(threads, 100, |item| item as u64, |_| {});
+            for_each_that_waits(threads, 0..threads, |_| {});
+        }
+        let size = workers(38, 38).expect("threads").size();
+        assert_eq!(workers(1, 1).expect("threads").size(), size, "the pool is kept");
+        assert_eq!(size, 38, "the largest number that a test asks for");
     }
 
     #[test]
