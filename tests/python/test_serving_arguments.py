@@ -249,6 +249,20 @@ def test_a_counter_has_one_name_everywhere(ckpt: Path) -> None:
     assert (stats.rows, stats.polls, stats.swaps, stats.lookups) == (9, 0, 0, 0)
 
 
+def test_a_call_is_one_lookup_however_many_ids_it_has(ckpt: Path) -> None:
+    two_saves(ckpt)
+    with serving.open(ckpt) as tables, tables.pin() as version:
+        item, calls, ids = version["item"], 0, 0
+        for count, bag in ((100, 10), (2048, 1), (10_000, 10), (10_000, 10_000), (0, 1)):
+            item.lookup_pooled([7] * count, list(range(0, count + 1, bag)))
+            item.lookup([7] * count)
+            calls, ids = calls + 2, ids + 2 * count
+            assert (tables.stats().lookups, tables.stats().ids) == (calls, ids)
+        with pytest.raises(InputError):
+            item.lookup_pooled([7], [0, 2])
+        assert tables.stats().lookups == calls, "it was refused"
+
+
 def in_order(name: str) -> list[str]:
     stub = (Path(_native.__file__).parent / "_native_serving.pyi").read_text()
     body = stub.split(f"class {name}:")[1].split("@final")[0]

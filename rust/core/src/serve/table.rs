@@ -90,7 +90,7 @@ impl ServedTable {
     pub fn lookup(&self, ids: &[Id], out: &mut [f32], found: &mut [bool]) -> Result<usize> {
         self.check_lengths(ids.len(), self.dim(), (out.len(), found.len()))?;
         let mut out = Floats { out, dim: self.dim() };
-        self.gather(ids, &mut out, |position, has_row| found[position] = has_row)
+        self.counted(self.gather(ids, &mut out, |position, has_row| found[position] = has_row))
     }
 
     /// As [`ServedTable::lookup`], with rows as [`ServedTable::precision`] stores them: `out` has [`Precision::row_bytes`] for each id. Rows of a
@@ -101,7 +101,7 @@ impl ServedTable {
         let precision = self.precision();
         self.check_lengths(ids.len(), precision.row_bytes(self.dim()), (out.len(), found.len()))?;
         let mut out = Stored { out, precision, row: vec![0.0; self.dim()], refused: None };
-        let missing = self.gather(ids, &mut out, |position, has_row| found[position] = has_row)?;
+        let missing = self.counted(self.gather(ids, &mut out, |position, has_row| found[position] = has_row))?;
         match out.refused {
             None => Ok(missing),
             Some(position) => Err(self.refused(&format!(
@@ -141,7 +141,7 @@ impl ServedTable {
             self.pool(&mut rows, &bags, pooling, weights, &mut out[first * dim..last * dim]);
             first = last;
         }
-        Ok(missing)
+        self.counted(Ok(missing))
     }
 
     /// Pool rows that were gathered, `[N, D]`.
@@ -170,15 +170,18 @@ impl ServedTable {
         }
         let missing = answer.without();
         let far = far_rows.len() as u64;
-        for (count, more) in [
-            (&self.counts.lookups, 1),
-            (&self.counts.ids, ids.len() as u64),
-            (&self.counts.missing, missing as u64),
-            (&self.counts.far, far),
-        ] {
+        for (count, more) in
+            [(&self.counts.ids, ids.len() as u64), (&self.counts.missing, missing as u64), (&self.counts.far, far)]
+        {
             count.fetch_add(more, Ordering::Relaxed);
         }
         Ok(missing)
+    }
+
+    /// Counts a call of a lookup that has ended.
+    fn counted(&self, missing: Result<usize>) -> Result<usize> {
+        self.counts.lookups.fetch_add(u64::from(missing.is_ok()), Ordering::Relaxed);
+        missing
     }
 
     fn refused(&self, what: &str) -> Error {
