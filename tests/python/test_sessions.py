@@ -204,7 +204,9 @@ def test_a_chunk_that_does_not_fit_ends_the_save(tmp_path: Path) -> None:
     few = _native.RowMetadata(*(np.zeros(1, kind) for kind in (np.uint32, np.uint64, np.float32, np.uint32)))
     cases: list[tuple[Any, type[Exception], str]] = [
         ((block.ids, block.vectors, block.scalars, None), TypeError, "RowsToWrite"),
-        (_native.RowsToWrite(block.ids, block.vectors[:, :1].copy()), InputError, "vectors has"),
+        (_native.RowsToWrite(block.ids, block.vectors[:, :1].copy()), InputError, "vectors is an array"),
+        (_native.RowsToWrite(block.ids, np.asfortranarray(block.vectors)), InputError, "not one after another"),
+        (_native.RowsToWrite(block.ids, block.vectors[:-1]), InputError, "vectors has"),
         (_native.RowsToWrite(block.ids, block.vectors, block.scalars[:1]), InputError, "scalars has 1 entries"),
         (_native.RowsToWrite(block.ids, block.vectors, None, few), InputError, "count has 1 entries"),
     ]

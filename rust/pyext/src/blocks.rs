@@ -94,7 +94,8 @@ impl PyWrittenTable {
         runs: Vec<u64>,
         starts: PyReadonlyArray2<'_, i64>,
     ) -> PyResult<Self> {
-        let starts = slice2("starts", &starts)?.to_vec();
+        let columns = bucket_end.saturating_sub(bucket_begin) as usize + 1;
+        let starts = slice2("starts", &starts, columns)?.to_vec();
         let buckets = [bucket_begin, bucket_end];
         let share =
             TableShare { name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_hash, buckets, runs };

@@ -1,15 +1,15 @@
 //! Arrays at the language border. Only here numpy arrays become slices, and vectors become arrays.
 
-use embcache::cache::DeviceTensors;
+use embcache::cache::{DeviceTensors, Plan};
 use embcache::rows::RowHeader;
 use embcache::types::CacheSlot;
 use numpy::{
     Element, IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1,
-    PyReadwriteArray2,
+    PyReadwriteArray2, PyUntypedArrayMethods,
 };
 use pyo3::prelude::*;
 
-use crate::error::input;
+use crate::error::{input, to_python};
 
 /// The metadata of n rows, borrowed from Python: each `[n]`.
 pub(crate) struct GivenMetadata<'py> {
@@ -24,8 +24,13 @@ pub(crate) fn slice<'a, T: Element>(what: &str, array: &'a PyReadonlyArray1<'_, 
     array.as_slice().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
 }
 
-/// A contiguous `[n, m]` array as a slice.
-pub(crate) fn slice2<'a, T: Element>(what: &str, array: &'a PyReadonlyArray2<'_, T>) -> PyResult<&'a [T]> {
+/// An array `[n, columns]` in C order as a slice.
+pub(crate) fn slice2<'a, T: Element>(
+    what: &str,
+    array: &'a PyReadonlyArray2<'_, T>,
+    columns: usize,
+) -> PyResult<&'a [T]> {
+    check_matrix(what, array, columns)?;
     array.as_slice().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
 }
 
@@ -34,9 +39,24 @@ pub(crate) fn slice_mut<'a, T: Element>(what: &str, array: &'a mut PyReadwriteAr
     array.as_slice_mut().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
 }
 
-/// A contiguous `[n, m]` array as a slice to write.
-pub(crate) fn slice2_mut<'a, T: Element>(what: &str, array: &'a mut PyReadwriteArray2<'_, T>) -> PyResult<&'a mut [T]> {
+/// An array `[n, columns]` in C order as a slice to write.
+pub(crate) fn slice2_mut<'a, T: Element>(
+    what: &str,
+    array: &'a mut PyReadwriteArray2<'_, T>,
+    columns: usize,
+) -> PyResult<&'a mut [T]> {
+    check_matrix(what, array, columns)?;
     array.as_slice_mut().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
+}
+
+/// Refuses an array of another width, and one whose rows are not one after another in memory. An empty array has no rows, so it has any width.
+fn check_matrix<T: Element>(what: &str, array: &Bound<'_, PyArray2<T>>, columns: usize) -> PyResult<()> {
+    let shape = array.shape();
+    if array.is_empty() || shape[1] == columns && array.is_c_contiguous() {
+        return Ok(());
+    }
+    let order = if array.is_c_contiguous() { "" } else { " whose rows are not one after another" };
+    Err(input(format!("{what} is an array {shape:?}{order}: pass a contiguous array [n, {columns}] in C order")))
 }
 
 /// A vector as an array `[rows, columns]` of the same memory.
@@ -97,17 +117,22 @@ pub(crate) fn headers_from_python(
 pub(crate) type GivenDevice<'py> =
     (PyReadwriteArray2<'py, f32>, Vec<PyReadwriteArray2<'py, f32>>, Option<PyReadwriteArray1<'py, f32>>);
 
-/// The borrowed arrays as slices, as the core takes them.
-pub(crate) fn device_tensors<'a>(given: &'a mut [Option<GivenDevice<'_>>]) -> PyResult<Vec<Option<DeviceTensors<'a>>>> {
+/// The borrowed arrays of the plan's tables as slices, as the core takes them.
+pub(crate) fn device_tensors<'a>(
+    plan: &Plan,
+    given: &'a mut [Option<GivenDevice<'_>>],
+) -> PyResult<Vec<Option<DeviceTensors<'a>>>> {
     given
         .iter_mut()
-        .map(|given| {
+        .enumerate()
+        .map(|(table, given)| {
             let Some((weights, vector_slots, scalars)) = given else { return Ok(None) };
+            let dim = plan.dim(table).map_err(to_python)?;
             Ok(Some(DeviceTensors {
-                weights: slice2_mut("device weights", weights)?,
+                weights: slice2_mut("device weights", weights, dim)?,
                 vector_slots: vector_slots
                     .iter_mut()
-                    .map(|slot| slice2_mut("device slot", slot))
+                    .map(|slot| slice2_mut("device slot", slot, dim))
                     .collect::<PyResult<_>>()?,
                 scalars: scalars.as_mut().map(|scalars| slice_mut("device scalars", scalars)).transpose()?,
             }))

@@ -86,7 +86,7 @@ impl GivenRows {
         let scalars = scalars.as_ref().map(|scalars| slice("scalars", scalars)).transpose()?;
         let metadata = chunk.metadata.as_ref().map(|metadata| metadata.get().borrowed(py)).transpose()?;
         let headers = headers_from_python(slice("ids", &ids)?, scalars, metadata.as_ref())?;
-        let vectors = slice2("vectors", &vectors)?;
+        let vectors = slice2("vectors", &vectors, self.vector_floats)?;
         if vectors.len() != headers.len() * self.vector_floats {
             return Err(input(format!(
                 "vectors has {} floats; {} rows of table {:?} have {} each",

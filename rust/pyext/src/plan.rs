@@ -34,10 +34,11 @@ impl PyPlan {
         &self,
         py: Python<'py>,
         grad: &PyReadonlyArray2<'py, f32>,
+        columns: impl FnOnce(&Plan) -> embcache::Result<usize>,
         work: impl FnOnce(&Plan, &[f32]) -> embcache::Result<Vec<i64>> + Send,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let plan = self.plan()?;
-        let grad = slice2("grad", grad)?;
+        let grad = slice2("grad", grad, columns(plan).map_err(to_python)?)?;
         let sums = py.detach(|| work(plan, grad)).map_err(to_python)?;
         Ok(sums.into_pyarray(py))
     }
@@ -50,7 +51,7 @@ impl Drop for PyPlan {
 }
 
 fn hyperparameters(rows: &PyReadonlyArray2<'_, f64>) -> PyResult<Vec<Hyperparameters>> {
-    Ok(slice2("hyperparameters", rows)?
+    Ok(slice2("hyperparameters", rows, 8)?
         .as_chunks()
         .0
         .iter()
@@ -74,7 +75,10 @@ impl PyPlan {
     fn wait(&self, py: Python<'_>, lent: Option<Vec<Option<PyReadwriteArray2<'_, f32>>>>) -> PyResult<()> {
         let plan = self.plan()?;
         let mut lent = lent.unwrap_or_default();
-        let rows = lent.iter_mut().map(|rows| rows.as_mut().map(|rows| slice2_mut("lent", rows)).transpose());
+        let rows = lent.iter_mut().enumerate().map(|(table, rows)| {
+            let floats = plan.vector_floats(table).map_err(to_python)?;
+            rows.as_mut().map(|rows| slice2_mut("lent", rows, floats)).transpose()
+        });
         let mut rows = rows.collect::<PyResult<Vec<_>>>()?;
         py.detach(|| plan.wait_into(&mut rows)).map_err(to_python)
     }
@@ -120,9 +124,9 @@ impl PyPlan {
         mut lent: Option<PyReadwriteArray2<'_, f32>>,
     ) -> PyResult<PyFetchedRows> {
         let plan = self.plan()?;
-        let lent = lent.as_mut().map(|lent| slice2_mut("lent", lent)).transpose()?.unwrap_or_default();
-        let (fetched, floats) =
-            py.detach(|| Ok((plan.fetched_into(table, lent)?, plan.vector_floats(table)?))).map_err(to_python)?;
+        let floats = plan.vector_floats(table).map_err(to_python)?;
+        let lent = lent.as_mut().map(|lent| slice2_mut("lent", lent, floats)).transpose()?.unwrap_or_default();
+        let fetched = py.detach(|| plan.fetched_into(table, lent)).map_err(to_python)?;
         let vectors = fetched.vectors.map(|vectors| matrix(py, vectors, floats)).transpose()?;
         Ok(PyFetchedRows {
             slots: slots_to_python(py, &fetched.slots).unbind(),
@@ -207,7 +211,12 @@ impl PyPlan {
         grad: PyReadonlyArray2<'py, f32>,
         threads: usize,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        self.refused_sums(py, &grad, |plan, grad| plan.refused_sums_pooled(grad, threads))
+        self.refused_sums(
+            py,
+            &grad,
+            |plan| Ok(plan.pooled_columns()),
+            |plan, grad| plan.refused_sums_pooled(grad, threads),
+        )
     }
 
     fn refused_sums_sequence<'py>(
@@ -216,7 +225,7 @@ impl PyPlan {
         grad: PyReadonlyArray2<'py, f32>,
         threads: usize,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        self.refused_sums(py, &grad, |plan, grad| plan.refused_sums_sequence(grad, threads))
+        self.refused_sums(py, &grad, Plan::one_dim, |plan, grad| plan.refused_sums_sequence(grad, threads))
     }
 
     fn train_shared(
@@ -245,9 +254,9 @@ impl PyPlan {
         let plan = self.plan()?;
         let (offsets, mean) = (slice("offsets", &offsets)?, slice("mean", &mean)?);
         let weights = weights.as_ref().map(|weights| slice("weights", weights)).transpose()?;
-        let out = slice2_mut("out", &mut out)?;
+        let out = slice2_mut("out", &mut out, plan.pooled_columns())?;
         let mut borrowed = borrow_device(py, &device)?;
-        let mut device = device_tensors(&mut borrowed)?;
+        let mut device = device_tensors(plan, &mut borrowed)?;
         py.detach(|| plan.forward_pooled(offsets, weights, mean, out, &mut device, threads)).map_err(to_python)
     }
 
@@ -259,9 +268,9 @@ impl PyPlan {
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
-        let out = slice2_mut("out", &mut out)?;
+        let out = slice2_mut("out", &mut out, plan.one_dim().map_err(to_python)?)?;
         let mut borrowed = borrow_device(py, &device)?;
-        let mut device = device_tensors(&mut borrowed)?;
+        let mut device = device_tensors(plan, &mut borrowed)?;
         py.detach(|| plan.forward_sequence(out, &mut device, threads)).map_err(to_python)
     }
 
@@ -275,11 +284,11 @@ impl PyPlan {
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
-        let grad = slice2("grad", &grad)?;
+        let grad = slice2("grad", &grad, plan.pooled_columns())?;
         let hyperparameters = self::hyperparameters(&hyperparameters)?;
         let weight_grad = weight_grad.as_mut().map(|grad| slice_mut("weight_grad", grad)).transpose()?;
         let mut borrowed = borrow_device(py, &device)?;
-        let mut device = device_tensors(&mut borrowed)?;
+        let mut device = device_tensors(plan, &mut borrowed)?;
         py.detach(|| plan.backward_pooled(grad, &hyperparameters, weight_grad, &mut device, threads)).map_err(to_python)
     }
 
@@ -292,10 +301,10 @@ impl PyPlan {
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
-        let grad = slice2("grad", &grad)?;
+        let grad = slice2("grad", &grad, plan.one_dim().map_err(to_python)?)?;
         let hyperparameters = self::hyperparameters(&hyperparameters)?;
         let mut borrowed = borrow_device(py, &device)?;
-        let mut device = device_tensors(&mut borrowed)?;
+        let mut device = device_tensors(plan, &mut borrowed)?;
         py.detach(|| plan.backward_sequence(grad, &hyperparameters, &mut device, threads)).map_err(to_python)
     }
 

@@ -224,7 +224,8 @@ impl PyServedTable {
         mut out: PyReadwriteArray2<'_, u8>,
         mut found: PyReadwriteArray1<'_, bool>,
     ) -> PyResult<usize> {
-        let (ids, out, found) = (slice("ids", &ids)?, slice2_mut("out", &mut out)?, slice_mut("found", &mut found)?);
+        let (ids, out, found) =
+            (slice("ids", &ids)?, slice2_mut("out", &mut out, self.stored_bytes())?, slice_mut("found", &mut found)?);
         py.detach(|| self.inner.lookup_stored(ids, out, found)).map_err(to_python)
     }
 
@@ -237,7 +238,8 @@ impl PyServedTable {
         mut out: PyReadwriteArray2<'_, f32>,
         mut found: PyReadwriteArray1<'_, bool>,
     ) -> PyResult<usize> {
-        let (ids, out, found) = (slice("ids", &ids)?, slice2_mut("out", &mut out)?, slice_mut("found", &mut found)?);
+        let (ids, out, found) =
+            (slice("ids", &ids)?, slice2_mut("out", &mut out, self.inner.dim())?, slice_mut("found", &mut found)?);
         py.detach(|| self.inner.lookup(ids, out, found)).map_err(to_python)
     }
 
@@ -256,7 +258,7 @@ impl PyServedTable {
         let pooling = pooling_from(pooling)?;
         let (ids, offsets) = (slice("ids", &ids)?, slice("offsets", &offsets)?);
         let weights = weights.as_ref().map(|weights| slice("per_sample_weights", weights)).transpose()?;
-        let out = slice2_mut("out", &mut out)?;
+        let out = slice2_mut("out", &mut out, self.inner.dim())?;
         py.detach(|| self.inner.lookup_pooled(ids, offsets, pooling, weights, out)).map_err(to_python)
     }
 

@@ -51,7 +51,8 @@ impl DeviceRows for PythonGather {
                 let gathered = answer.bind(py).cast::<PyGatheredRows>()?.get();
                 let (rows, scalar_slots) =
                     (gathered.vectors.bind(py).try_readonly()?, gathered.scalars.bind(py).try_readonly()?);
-                let (rows, scalar_slots) = (slice2("device rows", &rows)?, slice("device scalars", &scalar_slots)?);
+                let rows = slice2("device rows", &rows, self.vector_floats)?;
+                let scalar_slots = slice("device scalars", &scalar_slots)?;
                 if rows.len() != slots.len() * self.vector_floats || scalar_slots.len() != slots.len() {
                     return Err(crate::error::input(format!(
                         "device_gather gave {} floats and {} scalars for {} slots of {} floats",
@@ -312,7 +313,7 @@ impl PyTable {
         let scalars = scalars.as_ref().map(|scalars| slice("scalars", scalars)).transpose()?;
         let metadata = metadata.as_ref().map(|metadata| metadata.get().borrowed(py)).transpose()?;
         let headers = headers_from_python(slice("ids", &ids)?, scalars, metadata.as_ref())?;
-        let vectors = slice2("vectors", &vectors)?;
+        let vectors = slice2("vectors", &vectors, self.vector_floats())?;
         py.detach(|| self.inner.import_rows(RowBlock { headers: &headers, vectors })).map_err(to_python)
     }
 

@@ -190,10 +190,23 @@ impl Plan {
         Ok((pooled, bags))
     }
 
+    /// Returns the number of columns of the pooled output.
+    #[must_use]
+    pub fn pooled_columns(&self) -> usize {
+        self.shape.total_columns
+    }
+
+    /// Returns the width of a table's rows.
+    ///
+    /// Errors: `Input` where the lookup has no such table.
+    pub fn dim(&self, table: usize) -> Result<usize> {
+        Ok(self.table(table)?.layout.dim)
+    }
+
     /// The width of all tables.
     ///
     /// Errors: `Input` where they have several.
-    pub(super) fn one_dim(&self) -> Result<usize> {
+    pub fn one_dim(&self) -> Result<usize> {
         let mut dims = self.shape.tables.iter().map(|table| table.layout.dim);
         let first = dims.next().unwrap_or(0);
         if dims.all(|dim| dim == first) {
