@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU64;
 
 use embcache::Kind;
-use embcache::cache::{Plan, PlanMode, Unseen};
+use embcache::cache::{DeviceTensors, Plan, PlanMode, Unseen};
 use embcache::config::{Admission, MissingRead, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::types::Id;
 use embcache_tests::dice::{Dice, bits};
@@ -248,6 +248,28 @@ fn an_id_that_is_not_admitted_reads_what_was_asked_for_and_is_not_trained() {
             let plan = rig.plan(&[9], mode).expect("a plan");
             rig.place(&plan).expect("a place");
             assert_eq!(rig.forward(&plan, 1, 1).expect("a forward"), out_of(&rig, 9, expected));
+        }
+    }
+}
+
+#[test]
+fn device_tensors_without_a_slot_that_a_refused_id_reads_are_refused() {
+    let wanted = TableConfig { device_rows: Some(64), ..settings(0, count(2), MissingRead::Initial) };
+    let rig = Rig::open(wanted, std::sync::Arc::new(embcache::io::MemoryEngine::default())).expect("a table");
+    // Each id comes once, so none gets a row, and each reads the slot where its initial values are.
+    let ids: Vec<Id> = (0..40).collect();
+    let plan = rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
+    rig.place(&plan).expect("a place");
+    let highest = plan.slots(0).expect("slots").into_iter().max().expect("some") as usize;
+    let offsets: Vec<i64> = (0..=40).collect();
+    for (slots, is_enough) in [(0, false), (highest, false), (highest + 1, true)] {
+        let mut parts = [vec![1.0; slots * DIM], vec![0.0; slots]];
+        let [weights, scalars] = &mut parts;
+        let mut tensors = [Some(DeviceTensors { weights, vector_slots: Vec::new(), scalars: Some(scalars) })];
+        let pooled = plan.forward_pooled(&offsets, None, &[false], &mut [0.0; 40 * DIM], &mut tensors, 1);
+        let sequence = plan.forward_sequence(&mut [0.0; 40 * DIM], &mut tensors, 1);
+        for forward in [pooled, sequence] {
+            assert_eq!(forward.map_err(|error| error.kind()), if is_enough { Ok(()) } else { Err(Kind::Input) });
         }
     }
 }

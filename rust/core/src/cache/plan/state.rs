@@ -391,9 +391,10 @@ impl TablePlan {
         Ok(OptimizerStep { kind: self.table.config.optimizer, hyperparameters, step })
     }
 
-    /// The slot after the highest one that the plan uses.
+    /// Returns the slot after the highest one that kernels read or write for this plan.
     pub(super) fn slots_end(&self) -> CacheSlot {
-        self.index.slots.iter().filter(|&&slot| slot != NO_SLOT).max().map_or(0, |&slot| slot + 1)
+        // Those of the index are among these. Ids that were not admitted may read slots that the index has not.
+        self.occurrence_slots.iter().filter(|&&slot| slot != NO_SLOT).max().map_or(0, |&slot| slot + 1)
     }
 }
 
