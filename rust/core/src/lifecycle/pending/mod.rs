@@ -203,7 +203,7 @@ impl Pending {
     }
 
     /// A batch was counted, and made this step. Returns the buckets whose generations are to [end](Pending::end_generation): those that are
-    /// full, and those whose window is over. A bucket may be there twice.
+    /// full, and those whose window is over. A bucket for which both is true ends one generation, so that what the step counted is remembered.
     ///
     /// Windows end for some buckets in each step, so that no step has much to do.
     pub(crate) fn ending(&mut self, step: u64) -> Vec<u32> {
@@ -214,8 +214,6 @@ impl Pending {
             self.ran_full |= is_full && generations.ids[usize::from(!generations.current)] > 0;
             is_full
         });
-        ending.sort_unstable();
-        ending.dedup();
         if let Some(window) = self.window {
             let total = u64::from(self.bucketing.total());
             // Bucket b's windows end at the steps s at which the line from (0, 0) to (window, total) passes b.
@@ -223,6 +221,8 @@ impl Pending {
             let of = |within: u64| (u128::from(within) * u128::from(total) / u128::from(window.get())) as u32;
             ending.extend((of(within)..of(within + 1)).filter(|bucket| self.buckets.contains(bucket)));
         }
+        ending.sort_unstable();
+        ending.dedup();
         ending
     }
 

@@ -97,6 +97,22 @@ fn an_id_is_remembered_for_one_to_two_windows() {
 }
 
 #[test]
+fn a_bucket_that_is_full_when_its_window_ends_remembers_what_was_counted_then() {
+    let memory = 13 * 2 * 10 * BYTES_PER_ID;
+    let bucketing = bucketing();
+    let ids: Vec<Id> = (0..).filter(|&id| bucketing.of(id) == 4).take(12).collect();
+    // Bucket 4's window ends with step 17, and not with step 20.
+    for step in [17, 20] {
+        for count in 1..=12 {
+            let mut pending = Pending::new(0..13, bucketing, memory, window(13));
+            ids[..count].iter().for_each(|&id| pending.add(id, Spot::NOWHERE, 1, 0));
+            step_ends(&mut pending, step);
+            assert_eq!((pending.len(), pending.forgotten()), (count as u64, 0), "{count} ids in step {step}");
+        }
+    }
+}
+
+#[test]
 fn every_bucket_ends_one_window_in_each() {
     for steps in [1, 7, 13, 100] {
         let mut pending = Pending::new(0..13, bucketing(), 1 << 20, window(steps));
