@@ -142,9 +142,12 @@ impl<T: bytemuck::Zeroable + Copy> Zeroed<T> {
     /// `len` zeros for `what` (in the infinitive). `Kind::Memory` where the system refuses.
     pub(crate) fn new(what: &str, len: usize) -> Result<Self> {
         const { assert!(align_of::<T>() <= 4096, "a mapping starts at a page") };
-        let bytes = len * size_of::<T>();
-        let refused = |_| Error::memory(what, bytes, &io::Error::from_raw_os_error(libc::ENOMEM));
-        Ok(Self { mapping: Some(Mapping::new(bytes).map_err(refused)?), len, elements: PhantomData })
+        let bytes = len.saturating_mul(size_of::<T>());
+        let refused = || Error::memory(what, bytes, &io::Error::from_raw_os_error(libc::ENOMEM));
+        if bytes > isize::MAX as usize {
+            return Err(refused());
+        }
+        Ok(Self { mapping: Some(Mapping::new(bytes).map_err(|_| refused())?), len, elements: PhantomData })
     }
 }
 
@@ -203,7 +206,9 @@ mod tests {
 
     #[test]
     fn no_system_has_memory_without_end() {
-        let refused = Zeroed::<u64>::new("count ids", 1 << 56).expect_err("more than there is");
-        assert!(refused.to_string().contains("count ids"), "{refused}");
+        for len in [1 << 56, 1 << 61, usize::MAX] {
+            let refused = Zeroed::<u64>::new("count ids", len).expect_err("more than there is");
+            assert!(refused.to_string().contains("count ids"), "{refused}");
+        }
     }
 }

@@ -274,6 +274,21 @@ fn device_tensors_without_a_slot_that_a_refused_id_reads_are_refused() {
     }
 }
 
+#[test]
+fn a_step_that_the_counter_cannot_count_on_from_is_refused() {
+    let (rig, _) = Rig::with_faults(settings(0, count(1), MissingRead::Zeros));
+    for step in [(1 << 53) + 1, u64::MAX] {
+        let error = rig.table.set_step(step).expect_err("it is out of range");
+        assert_eq!(error.kind(), Kind::Input);
+        assert!(error.to_string().contains(&format!("step={step} is out of range")), "{error}");
+    }
+    rig.train(&[1], 1, 0).expect("a step");
+    assert_eq!(rig.table.step().expect("the step"), 1);
+    rig.table.set_step(1 << 53).expect("set");
+    rig.train(&[1], 1, 0).expect("a step");
+    assert_eq!(rig.table.step().expect("the step"), (1 << 53) + 1);
+}
+
 fn out_of(rig: &Rig, id: Id, expected: Option<f32>) -> Vec<f32> {
     expected.map_or_else(|| rig.table.read_rows(&[id]).expect("initial values").vectors, |value| vec![value; DIM])
 }

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use embcache::cache::PlanMode;
-use embcache::config::{OptimizerKind, Reopen, TableConfig};
+use embcache::config::{Admission, MissingRead, OptimizerKind, Reopen, TableConfig};
 use embcache::io::{MemoryEngine, default_engine};
 use embcache::memory::ReservingAllocator;
 use embcache::ssd::{SsdTier, StateCounters};
@@ -205,6 +205,25 @@ fn onto_ssd() {
     }
 }
 
+/// The memory of an admission rule is a limit, of which nothing is taken before ids are counted.
+fn for_counts() {
+    limit(Some(512 * MIB));
+    for (memory, buckets) in [(1 << 30, 4096), (1 << 62, 13), (1 << 62, 4096), (1 << 62, 1 << 15), (u64::MAX, 1 << 20)]
+    {
+        let wanted = TableConfig {
+            admission: Admission::Count { threshold: 2, window_steps: None, memory },
+            not_admitted: MissingRead::Zeros,
+            total_num_buckets: buckets,
+            buckets: 0..buckets,
+            ..config(4, OptimizerKind::Sgd, 50_000)
+        };
+        let rig = rig(wanted);
+        rig.train(&[1, 2, 3], 1, 0).unwrap();
+        rig.train(&[1, 2, 4], 1, 0).unwrap();
+        assert_eq!(rig.table.len().unwrap(), 2, "memory={memory} with {buckets} buckets");
+    }
+}
+
 /// The other process of the tests below. Without the variable there is nothing to do.
 #[test]
 fn child() {
@@ -214,6 +233,7 @@ fn child() {
         "device" => below_the_device(),
         "ahead" => ahead_of_the_device(),
         "onto" => onto_ssd(),
+        "counts" => for_counts(),
         other => panic!("no case {other}"),
     });
 }
@@ -241,6 +261,11 @@ fn rows_that_leave_the_device_when_memory_is_refused_stay_there() {
 #[test]
 fn rows_fetched_ahead_for_the_device_when_memory_is_refused_are_still_on_ssd() {
     run("ahead");
+}
+
+#[test]
+fn admission_counts_take_no_memory_before_there_are_ids() {
+    run("counts");
 }
 
 #[test]

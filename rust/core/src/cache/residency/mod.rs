@@ -61,7 +61,7 @@ use super::base::TableBase;
 use super::watch::{Ancestor, Exports, Lineage, WantedRows};
 use crate::config::{PolicyKind, SsdConfig, TableConfig};
 use crate::device::DeviceTier;
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
 use crate::lifecycle::admission::Admitter;
 use crate::lifecycle::{Pending, SharedRow, StepClock, Sweep};
@@ -71,6 +71,8 @@ use crate::ssd::{SsdTier, StateCounters};
 use crate::stats::{AdmissionStats, Distribution, EvictionStats, SsdStats, TierStats};
 use crate::types::{CacheSlot, NO_SLOT};
 
+/// The largest step that a table may be set to. Training counts on from there without an overflow.
+const MOST_STEPS: u64 = 1 << 53;
 /// While slots are gone through, the state of the slot that comes this many slots later is fetched into the processor's cache.
 const SLOTS_AHEAD: usize = 24;
 /// Rows that are read from the device at once at most.
@@ -229,9 +231,14 @@ impl Residency {
 
     /// Set the step counter. Rows that a sweep under way takes go first, because it takes no rows that were trained later.
     ///
-    /// Errors: those of [`Residency::finish_sweep`], and `State` where the step would go back while batches in flight have rows that a
-    /// sweep has spared: trained then, they would count as trained before the sweep. Nothing has changed then.
+    /// Errors: `Input` for more than [`MOST_STEPS`]; those of [`Residency::finish_sweep`], and `State` where the step would go back while batches
+    /// in flight have rows that a sweep has spared: trained then, they would count as trained before the sweep. Nothing has changed then.
     pub(crate) fn set_step(&mut self, step: u64) -> Result<()> {
+        if step > MOST_STEPS {
+            let name = &self.base.config.name;
+            let message = format!("table {name:?}: step={step} is out of range: give at most 2^53 ({MOST_STEPS})");
+            return Err(Error::new(Kind::Input, message));
+        }
         self.finish_sweep()?;
         if step < self.step && self.has_spared() {
             return Err(

@@ -113,7 +113,7 @@ impl Table {
 
     /// Set the step counter, as a load does.
     ///
-    /// Errors: `State` where it is to be set back while a sweep spares rows that batches in flight use; those of the end of a sweep that is
+    /// Errors: `Input` for more than 2^53; `State` where it is to be set back while a sweep spares rows that batches in flight use; those of the end of a sweep that is
     /// under way.
     pub fn set_step(&self, step: u64) -> Result<()> {
         self.inner.amid_sweeps(|| self.inner.lock_any(), |held| held.set_step(step))

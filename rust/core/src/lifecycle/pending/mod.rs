@@ -28,6 +28,8 @@ pub(crate) const MOST_THRESHOLD: u32 = MOST_COUNT;
 pub(crate) const BYTES_PER_ID: u64 = 17;
 /// A bucket's ids are in several maps where there may be more than this, because a map that grows moves all its ids at once.
 const IDS_PER_MAP: u64 = 1 << 14;
+/// A shard of few buckets has no more maps than this, whatever number of ids its memory has room for. A map takes a page with its first id.
+const MOST_MAPS: u64 = 1 << 16;
 /// When epochs pass the last tag, this many of the newest ones keep tags of their own.
 const EPOCHS_KEPT: u32 = MOST_TAG / 2;
 
@@ -93,8 +95,8 @@ impl Pending {
     /// All shards of the table together take at most `memory` bytes, and what the ids of one batch take.
     pub(crate) fn new(buckets: Range<u32>, bucketing: Bucketing, memory: u64, window: Option<NonZeroU64>) -> Self {
         let generation_ids = (memory / BYTES_PER_ID / u64::from(bucketing.total()) / 2).clamp(1, 1 << 30);
-        let parts = (2 * generation_ids).div_ceil(IDS_PER_MAP);
         let count = buckets.len();
+        let parts = (2 * generation_ids).div_ceil(IDS_PER_MAP).min((MOST_MAPS / count.max(1) as u64).max(1));
         let maps = count * parts as usize;
         Self {
             buckets,

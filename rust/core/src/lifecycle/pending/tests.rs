@@ -113,6 +113,20 @@ fn a_bucket_that_is_full_when_its_window_ends_remembers_what_was_counted_then() 
 }
 
 #[test]
+fn memory_without_end_takes_no_more_maps_than_there_may_be() {
+    for buckets in [1, 13, 1 << 15, 1 << 20] {
+        let bucketing = Bucketing::new(buckets, BucketHash::SplitMix64);
+        for memory in [1 << 40, 1 << 62, u64::MAX] {
+            let mut pending = Pending::new(0..buckets, bucketing, memory, None);
+            assert!(pending.maps.len() as u64 <= MOST_MAPS.max(u64::from(buckets)), "{} maps", pending.maps.len());
+            pending.reserve(100).expect("memory");
+            (0..100).for_each(|id| pending.add(id, Spot::NOWHERE, 1, 0));
+            assert_eq!(pending.len(), 100);
+        }
+    }
+}
+
+#[test]
 fn every_bucket_ends_one_window_in_each() {
     for steps in [1, 7, 13, 100] {
         let mut pending = Pending::new(0..13, bucketing(), 1 << 20, window(steps));
