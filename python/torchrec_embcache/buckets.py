@@ -32,7 +32,7 @@ def buckets_of(ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: Buck
 def hash_ids_(ids: Tensor) -> Tensor:
     """Replace `ids` (contiguous int64 [n], on any device) by their hashes, whose remainder as unsigned numbers is the bucket."""
     if ids.device.type == "cpu":
-        _native.hash_ids(ids.detach().numpy())
+        _native.hash_ids(_array(ids))
         return ids
     ids.bitwise_xor_(_shifted(ids, 30)).mul_(_FIRST)
     ids.bitwise_xor_(_shifted(ids, 27)).mul_(_SECOND)
@@ -42,11 +42,16 @@ def hash_ids_(ids: Tensor) -> Tensor:
 def ids_of_hashes_(hashes: Tensor) -> Tensor:
     """Replace `hashes` (contiguous int64 [n], on any device) by the ids that `hash_ids_` made them of."""
     if hashes.device.type == "cpu":
-        _native.ids_of_hashes(hashes.detach().numpy())
+        _native.ids_of_hashes(_array(hashes))
         return hashes
     hashes.bitwise_xor_(_shifted(hashes, 31) ^ _shifted(hashes, 62)).mul_(_SECOND_BACK)
     hashes.bitwise_xor_(_shifted(hashes, 27) ^ _shifted(hashes, 54)).mul_(_FIRST_BACK)
     return hashes.bitwise_xor_(_shifted(hashes, 30) ^ _shifted(hashes, 60))
+
+
+def _array(tensor: Tensor) -> NDArray[np.int64]:
+    """An array of the same memory. With one of `Tensor.numpy` a pipeline with `clear_data_dist_inputs` could not free the tensor."""
+    return np.from_dlpack(tensor.detach())
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:

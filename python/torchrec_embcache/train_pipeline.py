@@ -147,9 +147,11 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         if training:
             self._optimizer.zero_grad()
         self._wait_for_batch()
-        arriving = self._enqueue(dataloader_iter)
+        arriving = not self._enqueue_batch_after_forward and self._enqueue(dataloader_iter)
         try:
             losses, output = self._model_fwd(self.batches[0])
+            if self._enqueue_batch_after_forward:
+                arriving = self._enqueue(dataloader_iter)
             if arriving:
                 self.wait_sparse_data_dist(self.contexts[-1])
             if training:
@@ -205,6 +207,8 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         context: TrainPipelineContext = self.contexts[self._planned]
         if context.fused_splits_awaitables:
             self.wait_sparse_data_dist(context)
+        if self._clear_data_dist_inputs:
+            self.clear_sparse_data_dist_inputs(context)
         for module in self._pipelined_modules:
             name = module.forward.name
             request, module_context = context.input_dist_tensors_requests.pop(name), context.module_contexts[name]

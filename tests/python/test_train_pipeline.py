@@ -3,13 +3,16 @@
 import gc
 import inspect
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
 from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 
 from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets, admission, cache_modules, eviction
 from torchrec_embcache.device_tier import DeviceTier
@@ -18,6 +21,7 @@ from torchrec_embcache.lookup import IdBatch, LookupGroup
 from torchrec_models import (
     CPU,
     MIXED,
+    TABLE_WISE,
     Batch,
     Model,
     Settings,
@@ -274,3 +278,46 @@ def test_the_other_options_and_their_defaults_are_torchrecs():
     )
     assert ours.pop("lookahead") == 1
     assert ours == theirs
+
+
+OPTIONS = ("free_features_storage_early", "clear_data_dist_inputs", "enqueue_batch_after_forward")
+
+
+def _with_options(rank: int, world: int, kind: str, shardings: dict[str, str], names: tuple[str, ...]) -> Any:
+    want = train(sharded(Model(), shardings, FUSED), batches(STEPS, rank, world))
+    model, steps, events, cleared = sharded(Model(), shardings, FUSED), [], [], []
+    model.register_forward_hook(lambda *_: events.append("forward"))
+
+    def loader() -> Any:
+        for step in batches(STEPS, rank, world):
+            events.append("load")
+            steps.append(step)
+            yield step
+
+    def clear_inputs(self: KJTAllToAllTensorsAwaitable) -> int:
+        cleared.append(clear(self))
+        return cleared[-1]
+
+    clear = KJTAllToAllTensorsAwaitable.clear_inputs
+    pipelines = {"sparse": TrainPipelineSparseDist, "ahead": partial(EmbCacheTrainPipelineSparseDist, lookahead=2)}
+    try:
+        KJTAllToAllTensorsAwaitable.clear_inputs = clear_inputs
+        pipeline = pipelines[kind](model, dense_optimizer(model), CPU, **dict.fromkeys(names, True))
+        got = drain(pipeline, loader())
+    finally:
+        KJTAllToAllTensorsAwaitable.clear_inputs = clear
+        PipelinedForward._use_main_stream_for_dist_init = False
+    kept = sum(step.features.values().untyped_storage().size() for step in steps)
+    return torch.equal(got, want), pinned_rows(model), kept, sum(cleared), events.index("forward")
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in OPTIONS), OPTIONS], ids=["free", "clear", "enqueue", "all"])
+@pytest.mark.parametrize("shardings", [TABLE_WISE, MIXED], ids=["table-wise", "mixed"])
+@pytest.mark.parametrize("kind", ["sparse", "ahead"])
+def test_torchrecs_options_of_memory_are_kept_and_give_the_bits_of_the_plain_loop(two_ranks, kind, shardings, names):
+    for same, pinned, kept, cleared, loaded_before in two_ranks.run(_with_options, kind, shardings, names):
+        assert same
+        assert pinned == 0
+        assert (kept == 0) == ("free_features_storage_early" in names)
+        assert (cleared > 0) == ("clear_data_dist_inputs" in names)
+        assert loaded_before == {"sparse": 3, "ahead": 4}[kind] - ("enqueue_batch_after_forward" in names)

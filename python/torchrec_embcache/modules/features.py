@@ -14,7 +14,7 @@ from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.host_copies import host_copies
 from torchrec_embcache.rows import check_plain, clicks_array, contiguous
 
-__all__ = ["check_features", "clicks_of", "in_order"]
+__all__ = ["check_features", "clicks_of", "copied", "in_order"]
 
 
 def check_features(
@@ -134,6 +134,18 @@ def _lengths(owner: str, features: KeyedJaggedTensor, device: torch.device) -> t
     if total != values.numel():
         raise InputError(f"{owner}: lengths sum to {total} and there are {values.numel()} values: make them agree")
     return lengths
+
+
+def copied(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """A batch of the same numbers in memory of its own."""
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().clone(),
+        weights=weights.clone() if weights is not None else None,
+        lengths=features.lengths().clone(),
+        stride=features.stride(),
+    )
 
 
 def in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:

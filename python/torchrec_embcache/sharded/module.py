@@ -18,7 +18,7 @@ from torchrec_embcache.collective import raise_on_every_rank, together
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.modules.configs import lifecycle_of
-from torchrec_embcache.modules.features import check_features, in_order
+from torchrec_embcache.modules.features import check_features, copied, in_order
 from torchrec_embcache.modules.optimizer_choice import no_optimizer_error, without_optimizer_attributes
 from torchrec_embcache.modules.tables import (
     ModuleTables,
@@ -280,8 +280,10 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         try:
             checked = self._check(features)
             given = in_order(checked, self._input_keys)
-            if given is not checked and self._free_features_storage_early:
+            if self._free_features_storage_early:
+                # TorchRec frees these once every module has begun to send its own.
                 ctx.early_releasable_inputs.append(checked)
+                given = copied(checked) if given is checked else given
         except Exception as error:
             ctx.error = error
             given = self._empty_batch()

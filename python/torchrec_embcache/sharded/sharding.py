@@ -21,7 +21,8 @@ from torchrec.distributed.sharding.rw_sharding import (
     RwSparseFeaturesDist,
 )
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding, TwSparseFeaturesDist
+from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -29,6 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_embcache.buckets import BucketHash, hash_ids_, ids_of_hashes_
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import UnsupportedError
+from torchrec_embcache.modules.features import copied
 
 __all__ = ["SHARDING_TYPES", "clicks_and_weights", "pooled_sharding", "sequence_sharding"]
 
@@ -217,11 +219,31 @@ class RowWiseSequenceSharding(_RowWise, RwSequenceEmbeddingSharding):
     is_sequence = True
 
 
-class TableWisePooledSharding(_CacheSharding, TwPooledEmbeddingSharding):
+class TableFeaturesDist(TwSparseFeaturesDist):
+    """Sends each id to the rank of its table."""
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
+        """Begin the exchange. A pipeline with `clear_data_dist_inputs` frees what is sent, which is a copy then."""
+        if PipelinedForward._use_main_stream_for_dist_init:  # noqa: SLF001 - such a pipeline sets it
+            sparse_features = copied(sparse_features)
+        return super().forward(sparse_features)
+
+
+class _TableWise(_CacheSharding):
+    _pg: Any
+    features_per_rank: Callable[[], list[int]]
+
+    def create_input_dist(self, device: torch.device | None = None) -> TableFeaturesDist:
+        """The exchange that sends ids to the ranks of their tables."""
+        del device
+        return TableFeaturesDist(self._pg, self.features_per_rank())
+
+
+class TableWisePooledSharding(_TableWise, TwPooledEmbeddingSharding):
     """A table is on one rank, which pools whole bags."""
 
 
-class TableWiseSequenceSharding(_CacheSharding, TwSequenceEmbeddingSharding):
+class TableWiseSequenceSharding(_TableWise, TwSequenceEmbeddingSharding):
     """A table is on one rank. Rows come back by an all-to-all."""
 
 
