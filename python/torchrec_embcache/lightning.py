@@ -16,9 +16,9 @@ from .config import check_int
 from .exceptions import EmbCacheError, UnsupportedError
 from .monitoring import Sample, Sampler, scalars
 from .monitoring.background import WarnsOnce
+from .row_notes import name_checkpoint, named_checkpoint
 from .saver import Saver
 from .sessions.references import refer, release
-from .state_dicts import notes_of
 from .whole_model import cache_modules
 
 try:
@@ -86,14 +86,12 @@ class EmbCacheCheckpoint(Callback):
         del trainer
         report = _saver().save(pl_module, self.path, self.incremental, keep=self.keep)
         checkpoint[_ROWS] = report.checkpoint
-        for note in notes_of(checkpoint["state_dict"]):
-            note["checkpoint"], note["name"] = self.path, report.checkpoint
+        name_checkpoint(checkpoint["state_dict"], self.path, report.checkpoint)
 
     def _load_rows(self, module: nn.Module, state_dict: dict[str, Any], *_more: Any) -> None:
         """Load the rows that a state dict was saved with, before `module` loads it. Raises what `Saver.load` does."""
-        # A file that was written in the background has no notes: they are lost where tensors are copied.
         name, self._to_load = self._to_load, None
-        name = next((note["name"] for note in notes_of(state_dict) if "name" in note), name)
+        name = named_checkpoint(state_dict) or name
         if name is not None:
             _saver().load(module, self.path, checkpoint=name)
 

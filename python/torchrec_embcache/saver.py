@@ -35,7 +35,7 @@ from .sessions.moment import MomentSession
 from .sessions.ranks import AllRanks
 from .sessions.save import RankPart, SaveSession
 from .sessions.sweep import by_name, sweep_before_save
-from .shards import agreed_path, shards_at_rest, shards_of
+from .shards import agreed_path, shards_at_rest, shards_to_save
 from .under_way import finish_saves_to
 
 __all__ = ["LoadReport", "Progress", "SaveReport", "Saver"]
@@ -212,7 +212,7 @@ class Saver:
         agree_on_arguments("Saver.save_async", arguments)
         ranks = AllRanks()
         together(finish_saves)
-        shards = together(lambda: shards_of(module))
+        shards = together(lambda: shards_to_save(module))
         directory = self._open_to_save(path)
         group = own_group()
         sweep_before_save(by_name(shards), ranks)

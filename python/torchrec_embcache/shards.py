@@ -14,9 +14,9 @@ from .exceptions import InputError, PathError
 from .paths import given_path
 from .table_shard import TableShard
 from .under_way import finish_saves
-from .whole_model import CacheModule, cache_modules
+from .whole_model import CacheModule, cache_modules, expect_state_dicts
 
-__all__ = ["Shard", "agreed_path", "numbers_of", "shards_as_they_are", "shards_at_rest", "shards_of"]
+__all__ = ["Shard", "agreed_path", "numbers_of", "shards_as_they_are", "shards_at_rest", "shards_of", "shards_to_save"]
 
 # A table on this rank: its module's path in the model, the module, the table.
 Shard = tuple[str, CacheModule, TableShard]
@@ -48,9 +48,15 @@ def shards_as_they_are(module: nn.Module) -> list[Shard]:
 
 def shards_at_rest(module: nn.Module) -> list[Shard]:
     """The tables as `shards_of` gives them, once no save beside training holds them."""
-    found = shards_of(module)
+    found = shards_to_save(module)
     finish_saves([table for _, _, table in found])
     return found
+
+
+def shards_to_save(module: nn.Module) -> list[Shard]:
+    """The tables as `shards_of` gives them. State dicts of the modules are no reason to warn from here on: the rows are saved."""
+    expect_state_dicts(module)
+    return shards_of(module)
 
 
 def agreed_path(path: str | os.PathLike[str]) -> str:

@@ -27,8 +27,8 @@ from .lookup import LookupGroup
 from .metrics import TableStats
 from .miss_ratios import MissRatioCurve
 from .optimizers import SGD, FusedOptimizer, OptimizerSpec, check_one_optimizer
+from .row_notes import mark_as_stand_in
 from .rows import clicks_array
-from .state_dicts import check_rows_are_here, note_rows
 from .telling import OnEvict
 from .whole_model import CacheModule
 
@@ -130,10 +130,11 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
             total_num_buckets=total_num_buckets,
             device=device,
         )
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
+        self.weight: nn.Parameter = mark_as_stand_in(
+            nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
+        )
         self.optimizer: FusedOptimizer = FusedOptimizer([self.weight], [optimizer])
         self._group = _group_of(self.table, self.optimizer)
-        self._warned_state_dict = False
         self._replicated = replicated
         self._flushes = FlushSchedule([tiers.flush_interval], collective=False)
         self.table.open()
@@ -237,22 +238,6 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         """Forget the batches that were prefetched, then flush and close the table; see `CacheTable.close`."""
         self._group.drop_prefetched()
         self.table.close()
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        note_rows(destination, {f"{prefix}weight": internals(self.table)})
-        if not self._warned_state_dict and self.table.is_open and len(self.table):
-            self._warned_state_dict = True
-            warnings.warn(
-                f"state_dict() does not hold the {len(self.table)} rows of table {self.table.name!r}: save them with "
-                "torchrec_embcache.saver.Saver, or export()",
-                EmbCacheWarning,
-                stacklevel=2,
-            )
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
-        check_rows_are_here(state_dict, {f"{prefix}weight": internals(self.table)}, strict=strict)
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         probe = fn(torch.empty(0, device=self.weight.device))

@@ -1,18 +1,19 @@
 """The cache modules of a model: how they are found and flushed together."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .cache import CacheTable, internals
 from .collective import agree_on_arguments
 from .exceptions import InputError, UnsupportedError
 from .flushing import flush_tables
+from .row_notes import NoteWatch, note_of, refuse_missing_rows
 from .table_shard import TableShard
 
-__all__ = ["CacheModule", "cache_modules", "flush", "path_in_model"]
+__all__ = ["CacheModule", "cache_modules", "expect_state_dicts", "flush", "path_in_model"]
 
 # The attribute by which a wrapper holds the module that it wraps. These names are left out of module paths.
 _WRAPPED = {
@@ -49,9 +50,39 @@ class CacheModule:
         group = self.param_group(table)
         return internals(self.tables[table]).spec.param_group() if group is None else dict(group)
 
+    @property
+    def table_names(self) -> Iterable[str]:
+        """The names of all tables, also of those on other ranks."""
+        return self.tables
+
     def expect_state_dicts(self) -> None:
-        """Let state dicts of this module be made without the warning that they hold no rows: who calls this saves the rows."""
-        self.__dict__["_warned_state_dict"] = True
+        """Let state dicts of this module be dropped without the warning that they hold no rows: who calls this saves the rows."""
+        self._note_watch().is_quiet = True
+
+    def _note_watch(self) -> NoteWatch:
+        watch: NoteWatch = self.__dict__.setdefault("_notes", NoteWatch())
+        return watch
+
+    def get_extra_state(self) -> Tensor:
+        """A note, for `state_dict()`, of how many rows and steps the tables have; see `row_notes`."""
+        tables = {name: internals(table) for name, table in self.tables.items()}
+        note = note_of(tables, self.table_names)
+        self._note_watch().watch(note, tables)
+        return note
+
+    def set_extra_state(self, state: object) -> None:
+        """Do nothing: by now `_load_from_state_dict` has compared the note with the rows that are here."""
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *lists: Any
+    ) -> None:
+        key = f"{prefix}_extra_state"
+        tables = {name: internals(table) for name, table in self.tables.items()}
+        refuse_missing_rows(state_dict.get(key), tables, key, missing_keys, strict=strict)
+        own_missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, own_missing, *lists)  # type: ignore[misc]
+        # A state dict without the note says nothing of rows, as that of another library's module.
+        missing_keys += [missing for missing in own_missing if missing != key]
 
     def __prepare_scriptable__(self) -> Any:
         """`UnsupportedError`. `torch.jit.script` calls this of every module before it compiles any."""
@@ -104,6 +135,12 @@ def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
         ]
         todo.extend(reversed(children))
     return found
+
+
+def expect_state_dicts(model: nn.Module | None) -> None:
+    """Do as `CacheModule.expect_state_dicts` for every cache module of a model. `InputError` where it is no module."""
+    for module in cache_modules(model).values() if model is not None else ():
+        module.expect_state_dicts()
 
 
 def path_in_model(model: nn.Module, path: str) -> str:

@@ -530,6 +530,7 @@ def test_state_dict_holds_dense_keys_and_says_once_that_rows_are_elsewhere():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state = module.state_dict()
+    assert state.pop("_extra_state").dtype == torch.uint8
     assert {name: tuple(value.shape) for name, value in state.items()} == {
         "embedding_bags.t1.weight": (0, 6),
         "embedding_bags.t2.weight": (0, 4),

@@ -2,10 +2,12 @@
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -19,11 +21,13 @@ from torchrec_embcache import (
     EmbCacheEmbeddingBagConfig,
     EmbCacheStorageReader,
     EmbCacheStorageWriter,
+    EmbCacheWarning,
     Saver,
     TierBudgets,
     optimizers,
 )
 from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.serialize import BlockSaver
 from torchrec_embcache.state_dicts import TableState
 from torchrec_models import ROW_WISE, TABLE_WISE, Model, batches, sharded
 from torchrec_models import train as train_sharded
@@ -80,7 +84,7 @@ def test_a_state_dict_of_trained_tables_is_not_loaded_where_their_rows_are_not(t
         fresh.load_state_dict({**state})
     # The error says what to do: load the rows first, or load the dense part alone.
     dense_alone = model()
-    assert not dense_alone.load_state_dict(state, strict=False).missing_keys
+    assert dense_alone.load_state_dict(state, strict=False).missing_keys == ["tables._extra_state"]
     assert torch.equal(dense_alone["dense"].weight, made["dense"].weight)
     Saver(0).save(made, tmp_path / "rows")
     Saver(0).load(fresh, tmp_path / "rows")
@@ -89,13 +93,111 @@ def test_a_state_dict_of_trained_tables_is_not_loaded_where_their_rows_are_not(t
     assert len(fresh["tables"].tables["t"]) == 3
 
 
-def test_no_key_is_added_and_parameters_carry_no_note():
+def test_one_key_is_added_for_a_module_and_its_length_never_changes():
     made = model()
-    before = keys(made)
+    before = made.state_dict()
     train(made)
-    assert keys(made) == before == {"tables.embedding_bags.t.weight", "dense.weight", "dense.bias"}
-    made.state_dict(keep_vars=True)
+    after = made.state_dict()
+    assert set(before) == {"tables.embedding_bags.t.weight", "tables._extra_state", "dense.weight", "dense.bias"}
+    assert keys(made) == set(before)
+    assert before["tables._extra_state"].shape == after["tables._extra_state"].shape
     assert not [name for param in made.parameters() for name in param.__dict__ if "rows" in name]
+
+
+def by_safetensors(state: Any, tmp_path: Path) -> Any:
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    return safetensors.torch.load_file(tmp_path / "model.safetensors")
+
+
+def by_torchs_dcp(state: Any, tmp_path: Path) -> Any:
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    read = model().state_dict()
+    dcp.load(read, checkpoint_id=tmp_path / "dcp")
+    return read
+
+
+def in_half(state: Any, _tmp_path: Path) -> Any:
+    return {key: value.half() for key, value in state.items()}
+
+
+COPIES = {
+    "safetensors": by_safetensors,
+    "dcp": by_torchs_dcp,
+    "clone": lambda state, _: {key: value.clone() for key, value in state.items()},
+    "cpu": lambda state, _: {key: value.detach().cpu() for key, value in state.items()},
+    "numpy": lambda state, _: {key: torch.from_numpy(value.numpy()) for key, value in state.items()},
+    "half": in_half,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_every_copy_of_a_state_dict_has_the_note(how, tmp_path):
+    copied = COPIES[how](trained().state_dict(), tmp_path)
+    with pytest.raises(StateError, match=ROWS_ARE_MISSING):
+        model().load_state_dict(copied)
+
+
+def test_safetensors_model_functions_miss_the_rows_too(tmp_path):
+    safetensors.torch.save_model(made := trained(), tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"tables\._extra_state"):
+        safetensors.torch.load_model(model(), tmp_path / "model.safetensors")
+    Saver(0).save(made, tmp_path / "rows")
+    Saver(0).load(fresh := model(), tmp_path / "rows")
+    safetensors.torch.load_model(fresh, tmp_path / "model.safetensors")
+
+
+def test_a_state_dict_without_a_note_or_with_another_is_loaded():
+    state = trained().state_dict()
+    for note in (torch.zeros(0), torch.full((3,), -1.5), torch.frombuffer(bytearray(b"[1]"), dtype=torch.uint8), 7):
+        model().load_state_dict({**state, "tables._extra_state": note})
+    del state["tables._extra_state"]
+    model().load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("error:state_dict:torchrec_embcache.EmbCacheWarning")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_writer_of_the_rows_silences_the_warning_that_a_state_dict_has_none(tmp_path):
+    made = trained()
+    dcp.save({"model": made.state_dict()}, storage_writer=EmbCacheStorageWriter(tmp_path / "dcp", made))
+    dcp.save({"model": made.state_dict()}, checkpoint_id=tmp_path / "dense")
+    made = trained()
+    state = made.state_dict()
+    Saver(0).save(made, tmp_path / "rows")
+    del state
+    made = trained()
+    state = made.state_dict()
+    Saver(0).save_async(made, tmp_path / "rows").result()
+    del state
+    made = trained()
+    state = made.state_dict()
+    BlockSaver(path=str(tmp_path / "blocks"), hashtables={"t": made["tables"]}).save()
+    del state
+    fresh = trained()
+    state = {"model": fresh.state_dict()}
+    dcp.load(state, storage_reader=EmbCacheStorageReader(tmp_path / "dcp", fresh))
+    del state
+    model().state_dict()  # without rows
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+@pytest.mark.filterwarnings("default:state_dict:torchrec_embcache.EmbCacheWarning")
+def test_a_state_dict_that_is_saved_without_the_rows_warns_once_when_it_is_dropped(kind, tmp_path):
+    made = trained()
+    state = made.state_dict()
+    with warnings.catch_warnings(record=True, action="always") as told:
+        made.state_dict()  # one is watched at a time
+        assert not told
+        if kind == "torch":
+            torch.save(state, tmp_path / "model.pt")
+        else:
+            dcp.save({"model": state}, checkpoint_id=tmp_path / "dense")
+        ours = [str(each.message) for each in told if isinstance(each.message, EmbCacheWarning)]
+        assert not ours
+        del state
+        made.state_dict()
+    (said,) = [str(each.message) for each in told if isinstance(each.message, EmbCacheWarning)]
+    assert "holds no rows of tables 't' (3)" in said
+    assert "EmbCacheStorageWriter(path, model)" in said
 
 
 def test_rows_of_another_step_are_refused():
@@ -194,7 +296,7 @@ def test_what_torchs_own_dcp_loaded_is_refused_where_the_tables_never_had_rows(g
             fresh.load_state_dict(state["model"], **how)
 
     fresh = model()
-    with pytest.raises(StateError, match=r"\('t'\) never had a row.*Saver\(rank\)\.load\(model, path\).*strict=False"):
+    with pytest.raises(StateError, match=ROWS_ARE_MISSING):
         load(fresh)
     if give is not wrapped:
         load(model(), strict=False)

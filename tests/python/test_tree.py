@@ -68,7 +68,7 @@ _SHARD = _BASE | {
     "table_settings",
     "table_shard",
 }
-_TABLE = _SHARD | {"sweeping", "table_copy", "table_warnings", "cache"}
+_TABLE = _SHARD | {"sweeping", "table_copy", "table_warnings", "row_notes", "cache"}
 _CACHE = _TABLE | {"bags", "host_copies", "lookahead", "lookup", "profiling", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "sessions", "folder"}
@@ -119,7 +119,7 @@ PYTHON_IMPORTS: dict[str, set[str]] = {
     "table_shard": _SHARD,
     "sweeping": _SHARD,
     "table_copy": _SHARD,
-    "table_warnings": _SHARD,
+    **dict.fromkeys(("row_notes", "table_warnings"), _SHARD),
     "cache": _TABLE,
     "progress": {"exceptions"},
     "lookup": _TABLE | {"bags", "lookahead", "profiling"},

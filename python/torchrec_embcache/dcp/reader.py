@@ -25,6 +25,7 @@ from torchrec_embcache.sessions.ranks import OneRank
 from torchrec_embcache.shards import shards_of
 from torchrec_embcache.tensor_bytes import load_whole, read_box
 from torchrec_embcache.under_way import finish_saves
+from torchrec_embcache.whole_model import expect_state_dicts
 
 from .metadata import Extent, from_json
 from .paths import AtPath, rank_to_load
@@ -73,6 +74,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         self.path = given_path("path", path)
         self.model = model
         self.slots = slots
+        expect_state_dicts(model)
         self.load_id = str(uuid.uuid4())
         self.storage_data: dict[MetadataIndex, Extent] = {}
         self._load: _Load | None = None

@@ -26,6 +26,7 @@ from torchrec_embcache.sessions.part import PartSession
 from torchrec_embcache.sessions.ranks import OneRank
 from torchrec_embcache.sessions.save import SaveSession
 from torchrec_embcache.tensor_bytes import is_raw, save_whole, windows
+from torchrec_embcache.whole_model import expect_state_dicts
 
 from .metadata import Extent, to_json
 from .paths import AtPath, holds_checkpoint, rank_to_save
@@ -106,6 +107,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         self.overwrite = overwrite
         self.save_id = str(uuid.uuid4())
         self._tables = TableWriter(model)
+        expect_state_dicts(model)
         self._save: _Save | None = None
 
     def __getstate__(self) -> dict[str, Any]:

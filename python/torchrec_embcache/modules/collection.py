@@ -19,8 +19,6 @@ from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import OptimizerSpec, check_one_optimizer
-from torchrec_embcache.state_dicts import check_rows_are_here
-from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
 
 from .arrivals import import_torchrec, trained_by
@@ -83,7 +81,6 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             specs=dict.fromkeys(shards),
         )
         self._counts_clicks = self._tables.counts_clicks
-        self._tables.warn_on_state_dict(self)
         self._flushes = self._tables.flush_schedule(collective=False)
         self._features = [feature for config in configs for feature in config.feature_names]
         self._anchor = torch.zeros(0, device=on, requires_grad=True)
@@ -197,14 +194,6 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
         self._lookup = None
         tables.take_rows(self._tables.hand_over())
         return tables
-
-    def tables_by_key(self, prefix: str) -> dict[str, TableShard]:
-        """The tables by the keys that their weights have in a state dict."""
-        return {f"{prefix}{self._prefix}.{name}.weight": internals(table) for name, table in self._tables.items()}
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
-        check_rows_are_here(state_dict, self.tables_by_key(prefix), strict=strict)
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module of its own, with the same rows, slots, steps, numbers and hooks. `StateError` where a table has an SSD tier."""

@@ -1,6 +1,5 @@
 """The tables of one collection on this rank: their budgets, their optimizers and where their rows come from."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,11 +10,11 @@ from torchrec.optim.fused import EmptyFusedOptimizer
 
 from torchrec_embcache.cache import CacheTable, RowChunk, RowMetadata, internals
 from torchrec_embcache.config import TierBudgets, bucket_range
-from torchrec_embcache.exceptions import ConfigError, EmbCacheWarning, UnsupportedError
+from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
-from torchrec_embcache.state_dicts import note_rows
+from torchrec_embcache.row_notes import mark_as_stand_in
 from torchrec_embcache.table_copy import described, step_taken_over
 from torchrec_embcache.table_settings import row_bytes
 from torchrec_embcache.table_shard import TableShard
@@ -49,7 +48,7 @@ def zero_row_parameter(dim: int, device: torch.device, *, optimized: bool = Fals
 
     `optimized` marks it as TorchRec marks parameters that train in the backward. `in_backward_optimizer_filter` then leaves it out.
     """
-    param = nn.Parameter(torch.empty(0, dim, device=device))
+    param = mark_as_stand_in(nn.Parameter(torch.empty(0, dim, device=device)))
     if optimized:
         param.__dict__["_in_backward_optimizers"] = [EmptyFusedOptimizer()]
     return param
@@ -341,11 +340,6 @@ class ModuleTables(Mapping[str, CacheTable]):
             internals(table).never_flush()
         _close_after(error, [table.close for table in tables])
 
-    def warn_on_state_dict(self, module: Any) -> None:
-        """Let `module.state_dict()` note how many rows there are, and warn once that it does not hold them."""
-        module.register_state_dict_pre_hook(_warn_that_rows_are_elsewhere)
-        module.register_state_dict_post_hook(_note_rows)
-
 
 def _first_error(calls: Iterable[Callable[[], None]]) -> Exception | None:
     """Make every call. Returns the first error of them."""
@@ -371,29 +365,6 @@ def _put_anew(table: TableShard, spec: OptimizerSpec, chunks: Iterable[RowChunk]
     for chunk in chunks:
         rest = () if weights_only else (chunk.slots, chunk.metadata)
         table.import_rows(chunk.ids, chunk.weights, *rest)
-
-
-def _warn_that_rows_are_elsewhere(module: Any, prefix: str, keep_vars: bool) -> None:
-    """Run before a `state_dict()`. `module` may be a copy of the one that this was registered with."""
-    del keep_vars
-    if module.__dict__.get("_warned_state_dict"):
-        return
-    rows = {name: len(table) for name, table in module.tables.items() if table.is_open}
-    if any(rows.values()):
-        module.__dict__["_warned_state_dict"] = True
-        named = ", ".join(f"{name!r} ({count})" for name, count in rows.items() if count)
-        warnings.warn(
-            f"state_dict() of {prefix.rstrip('.') or type(module).__name__} holds no rows of tables {named}: save them "
-            "with torchrec_embcache.saver.Saver, or with the DCP writer",
-            EmbCacheWarning,
-            stacklevel=3,
-        )
-
-
-def _note_rows(module: Any, state: Any, prefix: str, metadata: Any) -> None:
-    """Run after a `state_dict()`."""
-    del metadata
-    note_rows(state, module.tables_by_key(prefix))
 
 
 def tables_text(

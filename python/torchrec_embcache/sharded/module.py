@@ -1,7 +1,7 @@
 """What the two sharded collections share, and the one exchange that makes an error on one rank an error on all."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +30,6 @@ from torchrec_embcache.modules.tables import (
 )
 from torchrec_embcache.owners import import_on_owners
 from torchrec_embcache.rows import refuse_recording
-from torchrec_embcache.state_dicts import check_rows_are_here
-from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
 
 from .agreeing import AgreesWithRanks, refuse_other_settings
@@ -144,7 +142,6 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
                 )
         # The order in which TorchRec sends features. It depends on no batch, so that TorchRec never has to change it.
         self._input_keys = [name for sharding in self._shardings() for name in sharding.feature_names()]
-        self._cache.warn_on_state_dict(self)
         self.__dict__["_flushes"] = self._cache.flush_schedule(collective=True)
         self._built = True
 
@@ -163,6 +160,11 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
     def tables(self) -> Mapping[str, CacheTable]:
         """This rank's shards by the tables' names, with `stats`, `export`, `read_rows` and the rest of `CacheTable`."""
         return self._cache
+
+    @property
+    def table_names(self) -> Iterable[str]:
+        """The names of all tables, also of those on other ranks."""
+        return self._configs
 
     def import_rows(
         self,
@@ -255,15 +257,6 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
 
     def reset_parameters(self) -> None:
         """Do nothing. A row is born when it is first looked up."""
-
-    def tables_by_key(self, prefix: str) -> dict[str, TableShard]:
-        """This rank's tables by the keys that their weights have in a state dict."""
-        return {f"{prefix}{self._prefix}.{name}.weight": internals(table) for name, table in self._cache.items()}
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
-        if self._built:
-            check_rows_are_here(state_dict, self.tables_by_key(prefix), strict=strict)
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as TorchRec does. While the module is being made there is nothing to load."""
