@@ -193,6 +193,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "serialize.BlockLoader",
             "serialize.LoadedBlocks",
             "serialize.WriteBlock",
+            "serialize.split_sparse_dense_state_dict",
         ],
     ),
     "serving": (

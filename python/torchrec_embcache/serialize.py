@@ -21,11 +21,21 @@ what it owns; see `buckets`. RecIS' indexes name the slice of `uint64(id) mod to
 RecIS keeps them for itself.
 """
 
+from .blocks.given import split_sparse_dense_state_dict
 from .blocks.loader import BlockLoader, LoadedBlocks, LoadInfo
 from .blocks.saver import BlockSaver
 from .blocks.schema import WriteBlock
 
-__all__ = ["BlockLoader", "BlockSaver", "LoadInfo", "LoadedBlocks", "Loader", "Saver", "WriteBlock"]
+__all__ = [
+    "BlockLoader",
+    "BlockSaver",
+    "LoadInfo",
+    "LoadedBlocks",
+    "Loader",
+    "Saver",
+    "WriteBlock",
+    "split_sparse_dense_state_dict",
+]
 
 # The names that RecIS gives to the two.
 Saver = BlockSaver

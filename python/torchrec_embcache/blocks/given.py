@@ -9,13 +9,24 @@ from torch import Tensor, nn
 from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
+from torchrec_embcache.row_notes import notes_in, stands_for_rows
 from torchrec_embcache.table_shard import TableShard
-from torchrec_embcache.whole_model import CacheModule
+from torchrec_embcache.whole_model import CacheModule, cache_modules, expect_state_dicts, path_in_model
 
 from .schema import DTYPES
 
-__all__ = ["checked_modules", "checked_tensors", "refuse_twice", "table_names", "tables_of"]
+__all__ = [
+    "checked_modules",
+    "checked_tensors",
+    "refuse_twice",
+    "split_sparse_dense_state_dict",
+    "table_names",
+    "tables_of",
+]
 
+_ADVICE = (
+    "give the tables in hashtables, and the dense part alone here; split_sparse_dense_state_dict(model) gives both"
+)
 # What RecIS keeps for its own names of blocks.
 RESERVED = "@^"
 
@@ -39,8 +50,15 @@ def checked_tensors(given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         return {}
     if not isinstance(given, Mapping):
         raise InputError(f"tensors is a {type(given).__name__}: give a dict of tensors by name")
+    for key, notes in notes_in(given):
+        raise InputError(
+            f"tensors[{key!r}] is what a state dict says of the tables {', '.join(notes)}, whose [0, D] weights beside it hold no "
+            f"rows: {_ADVICE}"
+        )
     for name, tensor in given.items():
         _check_name("tensors", name)
+        if stands_for_rows(tensor):
+            raise InputError(f"tensors[{name!r}] is the [0, D] weight of a table, which holds no rows: {_ADVICE}")
         if not isinstance(tensor, Tensor):
             raise InputError(f"tensors[{name!r}] is a {type(tensor).__name__}: give a tensor")
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.dtype in DTYPES
@@ -76,10 +94,39 @@ def tables_of(modules: Mapping[str, Any]) -> dict[str, TableShard]:
             tables.append(internals(value))
         else:
             value.settle()
+            value.expect_state_dicts()
             tables += map(internals, value.tables.values())
     for table in tables:
         table.open()
     return dict(zip(table_names(modules), tables, strict=True))
+
+
+def split_sparse_dense_state_dict(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `hashtables` and the `tensors` of a model, for `BlockSaver` and `BlockLoader`.
+
+    Takes the model, and RecIS' function of this name a state dict: here tables are no part of one. The first dict has the cache
+    modules by their paths, or the tables by their names where the model itself is a cache module. The second is the rest of
+    `model.state_dict()`. `InputError` for what is no `nn.Module`.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.serialize import split_sparse_dense_state_dict
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model = torch.nn.ModuleDict({"item": item, "over": torch.nn.Linear(2, 1)})
+        >>> sparse, dense = split_sparse_dense_state_dict(model)
+        >>> list(sparse), list(dense)
+        (['item'], ['over.weight', 'over.bias'])
+    """
+    expect_state_dicts(model)
+    modules = cache_modules(model)
+    if "" in modules:
+        return dict(modules[""].tables), {}
+    names = [name for name, module in model.named_modules() if isinstance(module, CacheModule)]
+    # Some wrappers leave their own names out of a state dict's keys, and some do not.
+    tables = tuple(f"{prefix}." for name in names for prefix in (name, path_in_model(model, name)))
+    return dict(modules), {key: value for key, value in model.state_dict().items() if not key.startswith(tables)}
 
 
 def refuse_twice(tables: Iterable[str], tensors: Iterable[str]) -> None:

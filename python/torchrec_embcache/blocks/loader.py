@@ -31,17 +31,22 @@ _log = logging.getLogger("torchrec_embcache.serialize")
 
 # Destination to {source: slots}. Of a table the slots are names such as "id", "embedding", "sum"; a dense tensor has none.
 LoadInfo = dict[str, dict[str, list[str]]]
-# Each table with the tables of the checkpoint, and their slots, that go into it; each tensor with the checkpoint's.
-_Plan = list[tuple[TableShard, list[tuple[SavedTable, list[str]]]]]
-_DensePlan = list[tuple[Tensor, SavedTensor]]
+# Each table with the tables of the checkpoint, and their slots, that go into it; each tensor with the checkpoint's. By destination.
+_Plan = dict[str, tuple[TableShard, list[tuple[SavedTable, list[str]]]]]
+_DensePlan = dict[str, tuple[Tensor, SavedTensor]]
 # Rows of one call of the core. More at once would be refused where they might not fit; so few are refused only where they do not.
 ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
 class LoadedBlocks:
-    """What a load did. `tables`: the numbers of rows by destination. `tensors`: the dense tensors that were loaded. `missing`:
-    names that were asked for and are not in the checkpoint. `unexpected`: names in the checkpoint that nothing was given for.
+    """What a load did.
+
+    Attributes:
+        tables: how many rows were loaded into each of the given tables, by its name.
+        tensors: those of the given tensors that were loaded.
+        missing: names that were asked for and are not in the checkpoint.
+        unexpected: names in the checkpoint that nothing was given for.
 
     Examples:
         >>> import torch
@@ -88,8 +93,10 @@ class BlockLoader:
         """`hashtables` and `tensors`: as for `BlockSaver`. Every shard gives its own tables and reads the rows that they own.
 
         `parallel`: how many threads read. `filter_func` is given the load info and returns what to load. It may drop entries
-        and slots, rename sources, and give several sources for one table. `strict=False`: load what is there and only report
-        the rest.
+        and slots, rename sources, and give several sources for one table. What the checkpoint has besides is left alone.
+
+        `strict=False`: load what is there and only report what is missing, also into tables with another optimizer than the
+        checkpoint's.
 
         `slots=False`: load ids, weights and metadata alone, into tables with any optimizer or none. The load info then has no
         slots of the optimizer, and the tables keep their step. Slots of rows that are new here start at zeros.
@@ -120,10 +127,11 @@ class BlockLoader:
         of the tables never go back. A table that is empty takes the key of its only source: rows not seen yet are born as they
         would have been there.
 
-        Names that the checkpoint lacks, or that nothing was given for, are a `MismatchError` unless `strict=False`; so are other
-        widths, types and shapes. That, and the manifests, are checked before anything is touched. Where rows turn out to be damaged
-        (`CorruptionError`), or reading fails (`StorageError`), the tables refuse use until a load succeeds, which starts with them
-        empty. Each process raises its own errors only.
+        Names that the checkpoint lacks are a `MismatchError` unless `strict=False`, and so are slots of another optimizer, as in
+        `Saver.load`, unless a filter picks slots. Other widths, types and shapes are one in any case. That, and the manifests, are
+        checked before anything is touched. Where rows turn out to be damaged (`CorruptionError`), or reading fails
+        (`StorageError`), the tables refuse use until a load succeeds, which starts with them empty. Each process raises its own
+        errors only.
         """
         tables = tables_of(self._modules)
         default = self.default_load_info()
@@ -132,66 +140,65 @@ class BlockLoader:
         with SavedBlocks() as saved:
             saved.open(root)
             missing, unexpected = _compare(info, default, saved, tables.keys())
-            for what, names in (("has no", missing), ("has, and nothing was given for,", unexpected)):
-                if names and self.strict:
-                    raise MismatchError(
-                        f"the checkpoint in {root.path} {what} {', '.join(names)}: filter them, or strict=False"
-                    )
-                if names:
-                    _log.warning("the checkpoint in %s %s %s", root.path, what, ", ".join(names))
-            plan: _Plan = [
-                (tables[to], [(saved.tables[name], slots) for name, slots in sources.items() if name in saved.tables])
-                for to, sources in info.items()
-                if to in tables
-            ]
-            for table, sources in plan:
+            if missing and self.strict:
+                raise MismatchError(
+                    f"the checkpoint in {root.path} has no {', '.join(missing)}; it has {', '.join(saved.names) or 'nothing'}: "
+                    "give names that it has, or drop the others by filter_func, or load with strict=False"
+                )
+            if missing:
+                _log.warning("the checkpoint in %s has no %s", root.path, ", ".join(missing))
+            if unexpected:
+                _log.info(
+                    "the checkpoint in %s has also %s, which nothing was given for", root.path, ", ".join(unexpected)
+                )
+            plan = _table_plan(info, tables, saved)
+            dense = self._dense_plan(info, saved, root.path)
+            for to, (table, sources) in plan.items():
                 for source, slots in sources:
                     _check_fits(table, source, slots, root.path)
-            dense: _DensePlan = [
-                (self._tensors[to], saved.tensors[name])
-                for to, sources in info.items()
-                for name in sources
-                if to in self._tensors and name in saved.tensors
-            ]
-            for tensor, stored in dense:
-                if (DTYPES[tensor.dtype], tuple(tensor.shape)) != (stored.dtype, stored.shape):
-                    raise MismatchError(
-                        f"tensor {stored.name!r} is {stored.dtype} {list(stored.shape)} in {root.path} and "
-                        f"{DTYPES[tensor.dtype]} {list(tensor.shape)} here: load it into one of that type and shape"
-                    )
+                    if self.strict and self.slots and set(slots) == set(default[to][to]):
+                        _check_optimizer(table, source, root.path)
             rows = self._read(plan, dense, root.path)
             # Not only when the block ends: an interrupt between its last line and `__exit__` does not come to `__exit__`.
             saved.close()
-        into = [to for to in info if to in tables]
-        return LoadedBlocks(
-            tables=dict(zip(into, rows, strict=True)),
-            tensors=sorted(to for to in info if to in self._tensors and to not in missing),
-            missing=missing,
-            unexpected=unexpected,
-        )
+        return LoadedBlocks(rows, sorted(dense), missing, unexpected)
 
-    def _read(self, plan: _Plan, dense: _DensePlan, where: str) -> list[int]:
+    def _dense_plan(self, info: LoadInfo, saved: SavedBlocks, where: str) -> _DensePlan:
+        """What of the checkpoint goes into the tensors. `MismatchError` for another type or shape."""
+        plan: _DensePlan = {
+            to: (self._tensors[to], saved.tensors[name])
+            for to, sources in info.items()
+            for name in sources
+            if to in self._tensors and name in saved.tensors
+        }
+        for tensor, stored in plan.values():
+            if (DTYPES[tensor.dtype], tuple(tensor.shape)) != (stored.dtype, stored.shape):
+                raise MismatchError(
+                    f"tensor {stored.name!r} is {stored.dtype} {list(stored.shape)} in {where} and "
+                    f"{DTYPES[tensor.dtype]} {list(tensor.shape)} here: load it into one of that type and shape"
+                )
+        return plan
+
+    def _read(self, plan: _Plan, dense: _DensePlan, where: str) -> dict[str, int]:
+        """Load what is planned. Returns the numbers of rows by destination."""
         reason = f"loading blocks from {where} did not succeed; load a checkpoint that is whole"
-        counts = []
-        incomplete = {id(table) for table, _ in plan if table.unusable is not None}
+        counts: dict[str, int] = {}
+        incomplete = {id(table) for table, _ in plan.values() if table.unusable is not None}
         with (
-            TablesUnderLoad([table for table, _ in plan], reason),
+            TablesUnderLoad([table for table, _ in plan.values()], reason),
             Helpers(self.parallel, "embcache-blocks") as pool,
         ):
-            for table, sources in plan:
+            for table, sources in plan.values():
                 if id(table) in incomplete:
                     refuse_in_own_save(table, "load")
                     table.native.clear()
                 if len(sources) == 1 and table.stats().rows == 0 and sources[0][0].key != table.native.key:
                     table.adopt(table.total_num_buckets, sources[0][0].key, table.bucket_hash)
-            counters = [table.native.counters() for table, _ in plan]
-            into = [
-                _Into(table, now.step, now.epoch, with_slots=self.slots)
-                for (table, _), now in zip(plan, counters, strict=True)
-            ]
-            for each, (_, sources) in zip(into, plan, strict=True):
-                counts.append(sum(each.load(source, slots, pool) for source, slots in sources))
-            for tensor, stored in dense:
+            counters = {to: table.native.counters() for to, (table, _) in plan.items()}
+            for to, (table, sources) in plan.items():
+                into = _Into(table, counters[to].step, counters[to].epoch, with_slots=self.slots)
+                counts[to] = sum(into.load(source, slots, pool) for source, slots in sources)
+            for tensor, stored in dense.values():
                 _load_dense(tensor, stored, pool)
         return counts
 
@@ -238,6 +245,27 @@ def _compare(
                 missing += [f"{name}@{slot}" for slot in slots if slot not in saved.tables[name].slots]
     given = {name for sources in info.values() for name in sources} | default.keys()
     return sorted(set(missing)), sorted((saved.tables.keys() | saved.tensors.keys()) - given)
+
+
+def _table_plan(info: LoadInfo, tables: Mapping[str, TableShard], saved: SavedBlocks) -> _Plan:
+    """What of the checkpoint goes into the tables. One whose sources are all missing is not in it."""
+    plan: _Plan = {}
+    for to, given in info.items():
+        sources = [(saved.tables[name], slots) for name, slots in given.items() if name in saved.tables]
+        if to in tables and sources:
+            plan[to] = tables[to], sources
+    return plan
+
+
+def _check_optimizer(table: TableShard, source: SavedTable, where: str) -> None:
+    """`MismatchError` where the checkpoint has slots for which the table has no place."""
+    left_out = [slot for slot in source.slots if slot not in slots_of(table)]
+    if left_out:
+        optimizer = table.optimizer.given_as if table.optimizer is not None else "no optimizer"
+        raise MismatchError(
+            f"table {table.name!r} has {optimizer}, and {source.name!r} in {where} has the slots {', '.join(left_out)} too: give "
+            "it that optimizer to train on; to evaluate, or to fine-tune with another, load with BlockLoader(..., slots=False)"
+        )
 
 
 def _check_fits(table: TableShard, source: SavedTable, slots: list[str], where: str) -> None:

@@ -98,6 +98,11 @@ class SavedBlocks:
         self.tables = {table.name: SavedTable(reader, table) for table in reader.tables()}
         self.tensors = {tensor.name: SavedTensor(reader, tensor) for tensor in reader.tensors()}
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all tables and tensors."""
+        return sorted((*self.tables, *self.tensors))
+
     def close(self) -> None:
         """Nothing more is read: saves may remove it. Harmless twice."""
         if self._reader is not None:

@@ -40,7 +40,7 @@ class BlockSaver:
         >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
         >>> item.import_rows([7], [[1.0, 2.0]])
         >>> saver = BlockSaver(path="ckpt", hashtables={"item": item})
-        >>> [block.tensor_name for block in saver.make_write_blocks()][:2]
+        >>> [block.tensor_name() for block in saver.make_write_blocks()][:2]
         ['item@id', 'item@embedding']
         >>> saver.save()
     """
@@ -56,9 +56,10 @@ class BlockSaver:
         filter_func: Callable[[list[WriteBlock]], list[WriteBlock]] = lambda blocks: blocks,
     ) -> None:
         """`hashtables`: tables (`module.tables["item"]`), `EmbCacheEmbedding(Bag)`s or whole cache modules, by name. The tables
-        of a module are called `<name>.<table>`. `tensors`: dense tensors by name, which only shard 0 saves. `parallel`: how
-        many threads write, and the most files of a shard. `filter_func` is given the blocks and returns those to save. Raises
-        `ConfigError`, `InputError`.
+        of a module are called `<name>.<table>`. `tensors`: a dict of dense tensors by name, which only shard 0 saves.
+        `split_sparse_dense_state_dict(model)` gives both of a model. `parallel`: how many threads write, and the most files of a
+        shard that hold blocks; one more holds checksums. `filter_func` is given the blocks and returns those to save. Raises
+        `ConfigError`, and `InputError` also for what a state dict has of tables among `tensors`.
         """
         self.shard_num: int = check_int("shard_num", shard_num, 1, 1 << 20)
         self.shard_index: int = check_int("shard_index", shard_index, 0, self.shard_num - 1)
@@ -129,8 +130,8 @@ class BlockSaver:
         picked: object = self.filter_func(list(given))
         if not isinstance(picked, list) or not all(isinstance(block, WriteBlock) for block in picked):
             raise InputError("filter_func did not return a list of the blocks that it was given: return those to save")
-        names = {block.tensor_name for block in given}
-        kept = [block.tensor_name for block in picked]
+        names = {block.tensor_name() for block in given}
+        kept = [block.tensor_name() for block in picked]
         if len(set(kept)) != len(kept) or not names.issuperset(kept):
             raise InputError(
                 "filter_func returned a block twice, or one that it was not given: return those to save, once"

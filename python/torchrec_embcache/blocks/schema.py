@@ -58,7 +58,7 @@ class WriteBlock:
         >>> import torch
         >>> from torchrec_embcache.serialize import BlockSaver
         >>> [block] = BlockSaver(path="ckpt", tensors={"over.bias": torch.zeros(2)}).make_write_blocks()
-        >>> block.tensor_name, block.dtype, block.shape, block.dense
+        >>> block.tensor_name(), block.dtype, block.shape, block.dense
         ('over.bias', 'F32', (2,), True)
     """
 
@@ -73,10 +73,21 @@ class WriteBlock:
         """Whether it is a dense tensor."""
         return self.slot is None
 
-    @property
     def tensor_name(self) -> str:
-        """As RecIS calls it: `table@slot`, or the tensor's name."""
+        """RecIS' name of it: `table@slot`, or the tensor's name."""
         return self.name if self.slot is None else f"{self.name}@{self.slot}"
+
+    def slice_info(self) -> str:
+        """RecIS' slice of it: "begin@end@total", the range of `uint64(id) mod total` that its ids are in; " " for a dense tensor.
+
+        Where the table's buckets are hashed (`bucket_hash`) the range is the whole one.
+        """
+        if not isinstance(self.source, TableShard):
+            return " "
+        total = self.source.total_num_buckets
+        begin, end = self.source.buckets if self.source.bucket_hash == "plain" else (0, total)
+        width = len(str(total))
+        return f"{begin:0{width}}@{end:0{width}}@{total}"
 
 
 @dataclass(frozen=True)
