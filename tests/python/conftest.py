@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of the longest files first, and leave the others in their order."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage look only at what tests make. Torch and what needs it have a million objects, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["in_place", "device_tier", "torch_kernels", "triton_kernels"])

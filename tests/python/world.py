@@ -3,6 +3,7 @@ killed.
 """
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import os
@@ -67,6 +68,7 @@ def _load(file: str) -> Any:
 
 def _serve(rank: int, size: int, store: str, tasks: Any, answers: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as in conftest.py
     with process_group(rank, size, store):
         while (task := tasks.get()) is not None:
             file, name, args = task
@@ -114,7 +116,9 @@ class Child:
 
 def _tell(file: str, name: str, say: Any, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    getattr(_load(file), name)(say.send, *args)
+    work = getattr(_load(file), name)
+    gc.freeze()  # as in conftest.py
+    work(say.send, *args)
 
 
 class World:
