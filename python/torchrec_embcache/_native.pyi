@@ -508,6 +508,7 @@ class Plan:
     # Until every row is in a slot of the tier that kernels run on (with a device tier: in `fetched`). `lent` may have, for each table, memory
     # [most_arriving, V] for rows on their way to its device tier; `fetched` gets the same.
     def wait(self, lent: Sequence[F32 | None] | None = None) -> None: ...
+    def check_room(self) -> None: ...  # CapacityError where a table has no room for the batch; in `wait` full tables drop rows. See `Plan::check_room`
     def wait_for_reads(self) -> None: ...  # for reads that were begun; `wait` does it too, and reads what was not begun. Call it before `exclusively`
     def is_ready(self) -> bool: ...  # whether no read that was begun is under way
     def is_placed(self) -> bool: ...  # whether every row is in its slot

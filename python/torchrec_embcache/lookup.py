@@ -152,6 +152,8 @@ class LookupGroup:
         plan, dropped = self.lookahead.take(ids, train=train, recomputed=recomputed)
         if plan is None:
             plan = self.plan_options(train).plan(lookup, ids, ahead=False)
+        else:
+            plan.check_room()
         if dropped:
             try:
                 warnings.warn(

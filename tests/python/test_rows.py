@@ -289,6 +289,30 @@ def test_a_full_last_tier_can_drop_rows_by_policy_and_counts_them():
         assert not bag.read_rows(torch.tensor([0])).found.any()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("on_ssd", [False, True])
+def test_a_refused_batch_of_a_table_that_drops_rows_drops_none(tmp_path, on_ssd, ahead):
+    tiers = TierBudgets(host_bytes="32KiB")
+    if on_ssd:
+        tiers = ssd_tiers(tmp_path / "ssd", host_bytes="32KiB", ssd_bytes="256KiB")
+    with make_bag(tiers=tiers, on_full="evict", on_evict="keep") as bag:
+        for number in range(60):
+            step(bag, [list(range(100 * number, 100 * number + 100))])
+        list(bag.drain_evicted())
+        before = bag.stats()
+        assert before.dropped_rows > 0
+        too_many = [list(range(10**6, 10**6 + before.rows + 1))]
+        if ahead:
+            bag.prefetch(*jagged(too_many))
+        with pytest.raises(CapacityError, match="ssd_bytes=" if on_ssd else "host_bytes="):
+            step(bag, too_many)
+        after = bag.stats()
+        assert (after.rows, after.dropped_rows, after.pinned_rows) == (before.rows, before.dropped_rows, 0)
+        assert not list(bag.drain_evicted())
+        step(bag, [too_many[0][1:]])
+        assert len(bag) == before.rows
+
+
 def test_stats_count_rows_bytes_hits_and_misses_of_each_tier(tmp_path):
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", host_bytes="8KiB"), policy="lru") as bag:
         for number in range(40):

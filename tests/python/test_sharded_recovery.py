@@ -12,7 +12,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tables import ssd_tiers
+from tables import bucket_of, ssd_tiers
 from torchrec_embcache import (
     CacheTable,
     EmbCacheEmbeddingBagCollection,
@@ -23,6 +23,7 @@ from torchrec_embcache import (
     TierBudgets,
     cache_modules,
 )
+from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import (
     CapacityError,
     ConfigError,
@@ -370,3 +371,50 @@ def _sharding_fails_on_one_rank(rank: int, world: int, root: str) -> Any:
 def test_a_module_that_cannot_be_sharded_leaves_no_directory_in_use(two_ranks, tmp_path):
     results = two_ranks.run(_sharding_fails_on_one_rank, str(tmp_path))
     assert together([after for _, after in results]) == results[0][0] == results[1][0]
+
+
+def _refused_by_one_rank(rank: int, world: int) -> Any:
+    """A batch with a few new ids for rank 0, and more new ids for rank 1 than its shard holds."""
+    buckets = 8
+    config = EmbCacheEmbeddingBagConfig(
+        name="t",
+        embedding_dim=4,
+        num_embeddings=10**9,
+        feature_names=["f"],
+        total_num_buckets=buckets,
+        tiers=TierBudgets(host_bytes="16KiB"),
+        on_full="evict",
+    )
+    module = EmbCacheEmbeddingBagCollection([config], name="bags")
+    model = sharded(torch.nn.Sequential(module), {"t": "row_wise"}, SGD)
+
+    def forward(ids: list[int]) -> torch.Tensor:
+        features = KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+        return model(features).wait().values()
+
+    def of_rank(owner: int, count: int) -> list[int]:
+        owned = range(*bucket_range(owner, world, buckets))
+        return [id_ for id_ in range(10**6, 10**6 + 10 * count) if bucket_of(id_, buckets) in owned][:count]
+
+    for first in range(0, 2000, 50):
+        forward(list(range(first, first + 50))).sum().backward()
+    (table,) = next(iter(cache_modules(model).values())).tables.values()
+    before, dropped = rows_of(model), table.stats().dropped_rows
+    assert dropped
+    try:
+        forward(of_rank(0, 5) + of_rank(1, 2000))
+    except CapacityError as error:
+        said = str(error)
+    else:
+        said = ""
+    assert rows_of(model) == before, f"rank {rank} has dropped rows"
+    assert (table.stats().dropped_rows, pinned_rows(model)) == (dropped, 0)
+    forward(of_rank(0, 5)).sum().backward()
+    return said, table.stats().dropped_rows - dropped
+
+
+def test_no_rank_drops_rows_for_a_batch_that_another_rank_refuses(two_ranks):
+    (first, dropped), (second, _) = two_ranks.run(_refused_by_one_rank)
+    assert "this batch and others in flight use" in first
+    assert "this batch and others in flight use" in second
+    assert dropped == 5, "the few ids of rank 0 get their rows once they come alone"

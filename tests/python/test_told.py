@@ -135,8 +135,8 @@ def test_each_row_that_leaves_is_told_once_with_its_bits(tmp_path, tiers, lookah
 def test_rows_that_a_full_table_drops_are_told_too(tmp_path, tiers):
     dice, hook = random.Random(tiers), Hook()
     given = {
-        "ram": TierBudgets(host_bytes="8KiB"),
-        "device": TierBudgets(host_bytes="4KiB", device_bytes="4KiB"),
+        "ram": TierBudgets(host_bytes="16KiB"),
+        "device": TierBudgets(host_bytes="16KiB", device_bytes="4KiB"),
         "ssd": TierBudgets(host_bytes="16KiB", ssd_bytes="128KiB", ssd_dir=tmp_path),
     }[tiers]
     policy = Policy([Ttl(steps=30)], every_steps=7)

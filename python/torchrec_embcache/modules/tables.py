@@ -170,6 +170,8 @@ class ModuleTables(Mapping[str, CacheTable]):
         lives = {config.name: lifecycle_of(config) for config in configs}
         #: Whether the admission of any of them counts clicks.
         self.counts_clicks = any(life.counts_clicks for life in lives.values())
+        #: Whether any of them drops rows when it is full.
+        self.drops_rows = any(config.on_full == "evict" for config in configs)
         self._shards = dict(shards)
         # Of all tables, also those on other ranks: ranks flush together, whatever each of them holds.
         self.flush_intervals = [

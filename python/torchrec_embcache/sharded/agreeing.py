@@ -35,6 +35,8 @@ class AgreesWithRanks:
     _env: ShardingEnv
     _owner: str
     _buckets_known: bool
+    #: Whether a table of the module drops rows when it is full, on some rank.
+    _drops_rows: bool = False
 
     def _agree(self, error: Exception | None) -> None:
         """Raise the error of any rank on all of them. Every rank comes here at the same point of a step."""
@@ -83,11 +85,12 @@ class AgreesWithRanks:
                 mine[name] = table.total_num_buckets, table.bucket_hash
         except Exception as caught:
             error = caught
-        everyone = all_gather((mine, error is None), self._env.process_group)
-        self._buckets_known = all(opened for _, opened in everyone)
+        everyone = all_gather((mine, error is None, self._cache.drops_rows), self._env.process_group)
+        self._buckets_known = all(opened for _, opened, _ in everyone)
+        self._drops_rows = any(drops for _, _, drops in everyone)
         if error is not None:
             raise error
-        for rank, (theirs, _) in enumerate(everyone):
+        for rank, (theirs, _, _) in enumerate(everyone):
             for name, said in theirs.items():
                 own = mine.get(name, said)
                 if said != own:

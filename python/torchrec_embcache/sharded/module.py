@@ -400,6 +400,13 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
                     train = self._trains()
                     for lookup, features in zip(self._lookups, dist_input, strict=True):
                         planned.append(lookup.plan(features, train=train, arrived_on=self._arrived_on()))
+            except Exception as caught:
+                error = caught
+            if self._drops_rows and self.training and torch.is_grad_enabled():
+                # No rank drops rows for a batch that another one refuses.
+                self._agree(error)
+            try:
+                if error is None:
                     for batch in planned:
                         batch.wait()
             except Exception as caught:

@@ -82,6 +82,10 @@ impl PyPlan {
         let mut rows = rows.collect::<PyResult<Vec<_>>>()?;
         py.detach(|| plan.wait_into(&mut rows)).map_err(to_python)
     }
+    fn check_room(&self, py: Python<'_>) -> PyResult<()> {
+        let plan = self.plan()?;
+        py.detach(|| plan.check_room()).map_err(to_python)
+    }
     fn wait_for_reads(&self, py: Python<'_>) -> PyResult<()> {
         let plan = self.plan()?;
         py.detach(|| plan.wait_for_reads()).map_err(to_python)

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{PlanMode, RowBlock};
-use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig};
+use embcache::cache::{Lookup, Plan, PlanMode, RowBlock};
+use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::MemoryEngine;
 use embcache::rows::RowHeader;
 use embcache::types::Id;
@@ -93,17 +93,24 @@ fn unseen_ids_that_an_evaluation_holds_take_no_room_of_a_full_table() {
     }
 }
 
+/// A table that drops rows when it is full.
+fn evicting(ssd: bool, device_rows: Option<u32>) -> Rig {
+    let wanted = TableConfig {
+        on_full: OnFull::Evict,
+        device_rows,
+        ssd: ssd.then(|| SsdConfig {
+            dir: PathBuf::from("/base/m/t/0-of-1"),
+            bytes: 96 << 10,
+            reopen: Reopen::Never,
+            resume_token: None,
+        }),
+        ..config(DIM, OptimizerKind::Sgd, 60)
+    };
+    Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table")
+}
+
 fn an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(ssd: bool, device_rows: Option<u32>) {
-    let mut wanted = config(DIM, OptimizerKind::Sgd, 60);
-    wanted.on_full = OnFull::Evict;
-    wanted.device_rows = device_rows;
-    wanted.ssd = ssd.then(|| SsdConfig {
-        dir: PathBuf::from("/base/m/t/0-of-1"),
-        bytes: 96 << 10,
-        reopen: Reopen::Never,
-        resume_token: None,
-    });
-    let rig = Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table");
+    let rig = evicting(ssd, device_rows);
     import(&rig, 0..3000, 0.25);
     let first = ids_of(&rig, |_| 0.25);
     let most = first.len() as Id;
@@ -138,4 +145,107 @@ fn an_import_into_a_full_table_on_ssd_keeps_the_rows_that_it_overwrites() {
 #[test]
 fn an_import_into_a_full_table_of_three_tiers_keeps_the_rows_that_it_overwrites() {
     an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(true, Some(40));
+}
+
+/// Tables of each number of tiers that drop rows, each full, and how many rows it holds.
+fn full_tables() -> impl Iterator<Item = (Rig, Id)> {
+    let tiers = [(false, None), (false, Some(40)), (true, None), (true, Some(40))];
+    tiers.into_iter().map(|(ssd, device_rows)| {
+        let rig = evicting(ssd, device_rows);
+        import(&rig, 0..3000, 0.25);
+        let most = rig.table.len().expect("a length") as Id;
+        assert!((60..2000).contains(&most), "{most} rows are there");
+        (rig, most)
+    })
+}
+
+/// The state of a table that a refused batch must not change.
+fn state_of(rig: &Rig) -> (Vec<Id>, u64) {
+    (ids_of(rig, |_| 0.25), rig.table.stats().expect("counters").dropped_rows)
+}
+
+#[test]
+fn a_batch_with_more_rows_than_the_table_holds_is_refused_and_drops_none() {
+    for (rig, most) in full_tables() {
+        let before = state_of(&rig);
+        let batch: Vec<Id> = (5000..5001 + most).collect();
+        let refused = rig.train(&batch, 1, 0).expect_err("one row too many");
+        assert_eq!(refused.kind(), Kind::Capacity, "{refused}");
+        assert!(refused.to_string().contains("this batch and others in flight use"), "{refused}");
+        assert_eq!(state_of(&rig), before);
+        // With some that the table has, one of which is found in RAM.
+        let known = before.0[..5].iter().chain(&before.0[before.0.len() - 5..]).copied();
+        let batch: Vec<Id> = known.chain(5000..4991 + most).collect();
+        assert_eq!(rig.train(&batch, 1, 0).expect_err("one row too many").kind(), Kind::Capacity);
+        assert_eq!(state_of(&rig), before);
+        rig.train(&batch[1..], 1, 0).expect("all others were dropped for it");
+        assert_eq!(rig.table.len().expect("a length") as Id, most);
+    }
+}
+
+#[test]
+fn a_batch_that_has_no_room_beside_those_in_flight_is_refused_and_drops_no_row() {
+    for (rig, most) in full_tables() {
+        let before = state_of(&rig);
+        let in_flight = rig.plan(&before.0[..40], PlanMode::TRAIN).expect("a plan");
+        rig.place(&in_flight).expect("its rows");
+        let batch: Vec<Id> = (5000..4961 + most).collect();
+        assert_eq!(rig.train(&batch, 1, 0).expect_err("one row too many").kind(), Kind::Capacity);
+        assert_eq!(state_of(&rig), before);
+        rig.train(&batch[1..], 1, 0).expect("all others were dropped for it");
+        in_flight.release();
+        rig.train(&batch, 1, 0).expect("there is room once the other batch is over");
+    }
+}
+
+#[test]
+fn rows_are_dropped_for_a_batch_that_is_fetched_ahead_only_when_it_comes() {
+    for (rig, most) in full_tables() {
+        let before = state_of(&rig);
+        let some: Vec<Id> = (5000..5030).collect();
+        drop(rig.plan(&some, PlanMode::TRAIN_AHEAD).expect("a plan that never comes"));
+        assert_eq!(state_of(&rig), before);
+        let ahead = rig.plan(&some, PlanMode::TRAIN_AHEAD).expect("a plan");
+        assert!(ahead.complete_ahead().expect("a plan"), "nothing else is left for later");
+        assert_eq!(state_of(&rig), before);
+        rig.finish(&ahead, some.len(), 1, 0).expect("a step");
+        assert_eq!(rig.table.stats().expect("counters").dropped_rows, before.1 + 30);
+        let too_many: Vec<Id> = (9000..9001 + most).collect();
+        let rows = rig.contents().expect("every row");
+        let ahead = rig.plan(&too_many, PlanMode::TRAIN_AHEAD).expect("its forward says so");
+        assert_eq!(rig.place(&ahead).expect_err("one row too many").kind(), Kind::Capacity);
+        assert!(rig.contents().expect("every row") == rows);
+    }
+}
+
+/// A plan of two tables: these ids of the first, and those of the second.
+fn plan_of_two(rigs: [&Rig; 2], first: &[Id], second: &[Id], mode: PlanMode) -> embcache::Result<Plan> {
+    let lookup = Lookup::new(&rigs.map(|rig| rig.table.clone()), &[0, 1]).expect("a lookup");
+    let ends = [0, first.len() as i64, (first.len() + second.len()) as i64];
+    lookup.plan(&[first, second].concat(), &ends, mode)
+}
+
+#[test]
+fn no_table_drops_rows_for_a_batch_that_another_table_refuses() {
+    for (evicts, other) in full_tables().zip(full_tables()) {
+        for threads in [1, 4] {
+            let (first, second) = (&evicts.0, &other.0);
+            let before = [state_of(first), state_of(second)];
+            let (some, too_many): (Vec<Id>, Vec<Id>) = ((5000..5030).collect(), (5000..5001 + other.1).collect());
+            for rigs in [[first, second], [second, first]] {
+                let is_first = std::ptr::eq(rigs[0], first);
+                let ids = if is_first { [&some, &too_many] } else { [&too_many, &some] };
+                let now = PlanMode { threads, ..PlanMode::TRAIN };
+                let refused = plan_of_two(rigs, ids[0], ids[1], now).expect_err("one row too many");
+                assert_eq!(refused.kind(), Kind::Capacity, "{refused}");
+                let ahead = PlanMode { ahead: true, ..now };
+                for checks_first in [false, true] {
+                    let plan = plan_of_two(rigs, ids[0], ids[1], ahead).expect("its forward says so");
+                    let refused = if checks_first { plan.check_room() } else { plan.wait() };
+                    assert_eq!(refused.expect_err("one row too many").kind(), Kind::Capacity);
+                }
+                assert_eq!([state_of(first), state_of(second)], before);
+            }
+        }
+    }
 }

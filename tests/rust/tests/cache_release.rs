@@ -278,10 +278,11 @@ fn rows_of_one_table_stay_as_they_are_when_there_is_no_room_for_another_tables()
     let before = [a.contents().expect("rows"), b.contents().expect("rows")];
     let lookup = Lookup::new(&[a.table.clone(), b.table.clone()], &[0, 1]).expect("a lookup");
     // Table b is full, and 77 is new to it.
-    let plan = lookup.plan(&[0, 1, 2, 3, 77], &[0, 4, 5], PlanMode::TRAIN).expect("a plan");
-    assert_eq!(plan.wait().expect_err("b is full").kind(), Kind::Capacity);
-    drop(plan);
-    assert_eq!([a.contents().expect("rows"), b.contents().expect("rows")], before);
+    for mode in [PlanMode::TRAIN, PlanMode::TRAIN_AHEAD] {
+        let placed = lookup.plan(&[0, 1, 2, 3, 77], &[0, 4, 5], mode).and_then(|plan| plan.wait());
+        assert_eq!(placed.expect_err("b is full").kind(), Kind::Capacity);
+        assert_eq!([a.contents().expect("rows"), b.contents().expect("rows")], before);
+    }
     let read = a.table.read_rows(&[0, 1, 2, 3]).expect("rows");
     assert_eq!(read.vectors, (0..4 * DIM).map(|place| place as f32 + 100.0).collect::<Vec<f32>>());
 }

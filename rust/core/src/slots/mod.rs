@@ -116,6 +116,11 @@ impl SlotMap {
         self.pinned
     }
 
+    /// At most how many slots have a pin. A slot that several groups have pinned counts once for each.
+    pub fn most_pinned(&self) -> u64 {
+        u64::from(self.pinned) + self.groups.iter().map(|(_, slots)| slots.len() as u64).sum::<u64>()
+    }
+
     /// The slot after the highest one that was ever taken, of the overflow too while there is any.
     pub fn high_water(&self) -> u32 {
         self.states.len() as u32

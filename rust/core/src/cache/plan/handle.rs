@@ -37,7 +37,7 @@ impl Plan {
         threads: Threads,
         tables: Vec<TablePlan>,
     ) -> Self {
-        let turns = Turns::new(PlanState { tables, stage: Stage::Started, pooled: None });
+        let turns = Turns::new(PlanState { tables, stage: Stage::Started, has_room: !mode.train, pooled: None });
         Self { shape, splits, mode, threads, turns }
     }
 
@@ -57,7 +57,19 @@ impl Plan {
             started
         });
         drop(batch);
-        started
+        started?;
+        // A batch that is fetched ahead is checked when it is waited for.
+        if self.mode.ahead { Ok(()) } else { state.check_room() }
+    }
+
+    /// Checks that every table has room for the rows of a training batch. [`Plan::wait`] does so too, and then full tables drop rows. A caller
+    /// that waits for several plans of one batch calls this for each of them first, so that no row is dropped for a batch that is refused.
+    ///
+    /// Errors: `Capacity`; those of the SSD tier. The plan is released then.
+    pub fn check_room(&self) -> Result<()> {
+        let turn = self.turn()?;
+        let mut state = turn.state();
+        if state.stage == Stage::Started { state.check_room() } else { Ok(()) }
     }
 
     /// Wait for the reads that were begun for this plan. [`Plan::wait`] does that too. Whoever will hold rows of a table exclusively calls this
@@ -94,6 +106,7 @@ impl Plan {
         if state.stage != Stage::Started {
             return Ok(());
         }
+        state.check_room()?;
         let lent = lent.iter_mut().map(Option::as_deref_mut).chain(std::iter::repeat_with(|| None));
         let place = |(table, lent): (&mut TablePlan, _)| table.place(self.mode, &turn, lent);
         if let Err(error) = for_each_table(state.tables.iter_mut().zip(lent), self.threads.tables, place) {

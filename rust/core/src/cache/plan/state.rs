@@ -43,6 +43,8 @@ pub(super) struct Pooled {
 pub(super) struct PlanState {
     pub(super) tables: Vec<TablePlan>,
     pub(super) stage: Stage,
+    /// Whether every table was found to have room for the batch.
+    pub(super) has_room: bool,
     pub(super) pooled: Option<Pooled>,
 }
 
@@ -59,6 +61,21 @@ impl PlanState {
         let ended = for_each_table(self.tables.iter_mut(), at_once, |table| table.end_step(turn));
         self.stage = Stage::Trained;
         ended
+    }
+
+    /// Checks that every table has room for a training batch, before rows of any of them are dropped for it.
+    ///
+    /// Errors: `Capacity`; those of the SSD tier. What the plan holds is given back then.
+    pub(super) fn check_room(&mut self) -> Result<()> {
+        let mut doubtful = self.tables.iter().filter(|table| !table.hold.has_room());
+        if !self.has_room
+            && let Err(error) = doubtful.try_for_each(|table| table.table.lock()?.check_room(&table.hold))
+        {
+            self.release();
+            return Err(error);
+        }
+        self.has_room = true;
+        Ok(())
     }
 
     /// Give back what the plan holds, without waiting for a table's lock.

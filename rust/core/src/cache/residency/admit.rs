@@ -64,14 +64,18 @@ impl Residency {
             }
             self.pin_all(hold, mode, batch)?;
         }
+        hold.has_begun = true;
+        let left = if self.device.is_some() { hold.ids.len() } else { hold.deferred.len() + hold.unplaced.len() };
+        hold.has_room = self.fits(left as u64);
         self.traffic.host.time_ns += started.elapsed().as_nanos() as u64;
         Ok(())
     }
 
-    /// Give host slots to the ids that an `ahead` plan has left for later, now with overflow where the budget ends, and to those that
-    /// waited for other batches to count them.
+    /// Give host slots to the ids that a plan has left for later, now with overflow where the budget ends and with room that other rows make,
+    /// and to those that waited for other batches to count them.
     pub(crate) fn admit_rest(&mut self, hold: &mut Hold, mode: PlanMode) -> Result<()> {
         let mut positions = std::mem::take(&mut hold.unplaced);
+        positions.append(&mut hold.deferred);
         // As long as nothing was committed or imported, no more is known of those that wait.
         if hold.waiting.since != self.base.version() {
             positions.append(&mut std::mem::take(&mut hold.waiting).positions);
@@ -147,7 +151,7 @@ impl Residency {
         }
         if mode.train && unborn > 0 {
             self.pledge(hold, unborn);
-            if !mode.ahead {
+            if hold.has_begun {
                 self.check_capacity(0, &hold.ids)?;
             }
         }
@@ -226,7 +230,8 @@ impl Residency {
         (kept, kept_on_ssd)
     }
 
-    /// Give host slots to ids that are not in RAM, all of which get one.
+    /// Give host slots to ids that are not in RAM, all of which get one. A plan that begins defers rows for which others have to go: none goes
+    /// before it is known that all tables have room for the batch.
     fn admit_all(
         &mut self,
         hold: &mut Hold,
@@ -235,19 +240,18 @@ impl Residency {
         mode: PlanMode,
         batch: &mut FetchBatch,
     ) -> Result<()> {
-        let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
         let births = on_ssd.iter().filter(|&&there| !there).count() as u64;
-        if mode.train
-            && births > 0
-            && let Err(error) = self.check_capacity(births, &hold.ids)
-        {
-            if !mode.ahead {
-                return Err(error);
+        if mode.train && births > 0 {
+            if hold.has_begun {
+                self.check_capacity(births, &hold.ids)?;
+            } else if !self.fits(births) {
+                let (reads, new): (Vec<_>, Vec<_>) = positions.iter().zip(on_ssd).partition(|(_, there)| **there);
+                hold.deferred.extend(new.into_iter().map(|(position, _)| position));
+                let reads: Vec<u32> = reads.into_iter().map(|(&position, _)| position).collect();
+                return self.admit_all(hold, &reads, &vec![true; reads.len()], mode, batch);
             }
-            // The forward of this batch says so, if it is still true then.
-            hold.unplaced.extend_from_slice(positions);
-            return Ok(());
         }
+        let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
         self.bear_beside(mode.threads, births, |this, bear| {
             let parts = positions.chunks(ROWS_PER_SUBMISSION).zip(ids.chunks(ROWS_PER_SUBMISSION));
             for ((positions, ids), on_ssd) in parts.zip(on_ssd.chunks(ROWS_PER_SUBMISSION)) {

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use super::Residency;
 use super::find::is_in_ram;
+use super::hold::Hold;
 use crate::cache::rows::Chunk;
 use crate::config::OnFull;
 use crate::error::{Error, Kind, Result};
@@ -53,78 +54,168 @@ impl Residency {
         )
     }
 
+    /// Returns whether there is room for `more` rows and for those that batches in flight may add, while all others stay.
+    pub(super) fn fits(&self, more: u64) -> bool {
+        self.counts.rows() + self.counts.may_be_born() + more <= self.capacity_rows() && !self.is_index_full(more)
+    }
+
+    fn is_index_full(&self, more: u64) -> bool {
+        more > 0 && self.host_rows_beside_index() == 0
+    }
+
+    /// Checks that there is room for a training batch that has begun. Where rows may be dropped for it, none is dropped yet.
+    ///
+    /// Errors: `Capacity`; those of [`Residency::finish_sweep`].
+    pub(crate) fn check_room(&mut self, hold: &Hold) -> Result<()> {
+        let homeless: Vec<u32> = match &self.device {
+            None => hold.deferred.iter().chain(&hold.unplaced).copied().collect(),
+            Some(_) => (0..).zip(&hold.device).filter(|(_, slot)| **slot == NO_SLOT).map(|(at, _)| at).collect(),
+        };
+        let more = self.new_rows_among(hold, &homeless).1 as u64;
+        if self.fits(more) {
+            return Ok(());
+        }
+        match self.base.config.on_full {
+            OnFull::Evict => self.check_droppable(more, &hold.ids),
+            // To end the sweep, rows may have to be read from the device. That is done when the batch is placed.
+            OnFull::Error if self.device.is_some() && self.has_sweep() => Ok(()),
+            OnFull::Error => self.check_capacity(more, &hold.ids),
+        }
+    }
+
     /// Check that `more` rows can be born beside those that may be. Where the table may drop rows, others than `needed` are dropped by
-    /// policy to make room.
+    /// policy to make room. None is dropped where there would be too little room without all of them.
     ///
     /// Errors: `Capacity`; those of the SSD tier when rows are dropped; those of [`Residency::finish_sweep`].
     pub(super) fn check_capacity(&mut self, more: u64, needed: &[Id]) -> Result<()> {
-        let capacity = self.capacity_rows();
-        let index_full = |now: &Self| more > 0 && now.host_rows_beside_index() == 0;
-        let fits = |now: &Self| now.counts.rows() + now.counts.may_be_born() + more <= capacity && !index_full(now);
-        if fits(self) {
+        if self.fits(more) {
             return Ok(());
         }
         // Rows that are to go anyway make room first.
         self.finish_sweep()?;
-        if fits(self) {
+        if self.fits(more) {
             return Ok(());
         }
-        let index_full = index_full(self);
         match self.base.config.on_full {
-            OnFull::Error if index_full => Err(self.index_full()),
-            OnFull::Error => Err(self.table_full(capacity, more)),
-            OnFull::Evict => self.drop_until_fits(capacity, more, needed),
+            OnFull::Error if self.is_index_full(more) => Err(self.index_full()),
+            OnFull::Error => Err(self.table_full(more)),
+            OnFull::Evict => {
+                self.check_droppable(more, needed)?;
+                let before = self.counts.dropped();
+                self.drop_until_fits(more, needed).map_err(|error| self.after_drops(before, error))
+            }
         }
     }
 
-    fn table_full(&self, capacity: u64, more: u64) -> Error {
+    /// The last tier with its budget, and how to have more room there, for messages.
+    fn last_tier(&self) -> (String, &'static str) {
         let config = &self.base.config;
-        let (tier, cure) = match &config.ssd {
+        match &config.ssd {
             Some(ssd) => (format!("its SSD tier (ssd_bytes={})", ssd.bytes), "raise ssd_bytes"),
             None => (
                 format!("it has no SSD tier, and RAM (host_bytes={})", config.host_bytes),
                 "add an SSD tier with TierBudgets(ssd_bytes=..., ssd_dir=...), raise host_bytes",
             ),
-        };
+        }
+    }
+
+    fn table_full(&self, more: u64) -> Error {
+        let ((tier, cure), capacity, rows) = (self.last_tier(), self.capacity_rows(), self.counts.rows());
         Error::new(
             Kind::Capacity,
             format!(
-                "table {:?} is full: {tier} holds {capacity} rows, {} are there and {more} new ones are to be added; {cure}, or \
+                "table {:?} is full: {tier} holds {capacity} rows, {rows} are there and {more} new ones are to be added; {cure}, or \
                  set on_full=\"evict\" to drop rows by policy",
-                config.name,
-                self.counts.rows()
+                self.base.config.name,
             ),
         )
     }
 
-    /// Drop rows until `more` fit, or until no more can be dropped.
-    fn drop_until_fits(&mut self, capacity: u64, more: u64, needed: &[Id]) -> Result<()> {
+    /// Checks that there is room for `more` rows and for those that batches in flight may add, together with `stay` others.
+    fn check_together(&self, stay: u64, more: u64) -> Result<()> {
+        let (capacity, new) = (self.capacity_rows(), self.counts.may_be_born() + more);
+        if stay + new <= capacity {
+            return Ok(());
+        }
+        let (tier, cure) = self.last_tier();
+        Err(Error::new(
+            Kind::Capacity,
+            format!(
+                "table {:?}: {tier} holds {capacity} rows, and there is no room for {new} new ones, because this batch and others in \
+                 flight use {stay} of its rows; {cure}, or use smaller batches",
+                self.base.config.name,
+            ),
+        ))
+    }
+
+    /// Checks that there is room for `more` rows once all rows are dropped that may be.
+    fn check_droppable(&mut self, more: u64, needed: &[Id]) -> Result<()> {
+        let device = self.device.as_ref().map_or(0, |tier| tier.slots.most_pinned());
+        let most = self.host.slots.most_pinned() + device + needed.len() as u64;
+        if self.check_together(most, more).is_ok() {
+            return Ok(());
+        }
+        let stay = self.rows_that_stay(needed);
+        self.check_together(stay, more)
+    }
+
+    /// Returns how many rows cannot be dropped: those of `needed`, those that plans use, and those that are on their way from one tier to another.
+    fn rows_that_stay(&mut self, needed: &[Id]) -> u64 {
+        let in_ram = |id: Id| is_in_ram(&self.host, self.device.as_ref(), id);
+        let elsewhere: Vec<Id> = needed.iter().copied().filter(|&id| !in_ram(id)).collect();
+        let mut there = vec![false; elsewhere.len()];
+        if let Some(ssd) = &self.base.ssd {
+            ssd.maybe_contains(&elsewhere, &mut there);
+        }
+        let mut stay = there.into_iter().filter(|there| *there).count();
+        let needed: HashSet<Id> = needed.iter().copied().collect();
+        let occupied: Vec<CacheSlot> = self.host.slots.occupied_from(0).collect();
+        for slot in occupied {
+            let state = self.host.slots.state(slot);
+            // A row whose newest copy is on the device counts there.
+            let is_row = !state.has(RowState::PROVISIONAL.with(RowState::SHADOW));
+            let stays = |host: &mut HostTier| {
+                !state.is_current() || host.slots.is_pinned(slot) || needed.contains(&host.id(slot))
+            };
+            stay += usize::from(is_row && stays(&mut self.host));
+        }
+        let (host, Some(device)) = (&self.host, &mut self.device) else { return stay as u64 };
+        let occupied: Vec<CacheSlot> = device.slots.occupied_from(0).collect();
+        for slot in occupied {
+            let (state, id) = (device.slots.state(slot), device.id(slot));
+            let is_in_host = host.slots.get(id) != NO_SLOT;
+            // A row that comes from the host tier counts there until it has arrived.
+            let is_row = !state.has(RowState::PROVISIONAL) && !(state.has(RowState::LOADING) && is_in_host);
+            let stays = is_in_host || !state.is_current() || device.slots.is_pinned(slot) || needed.contains(&id);
+            stay += usize::from(is_row && stays);
+        }
+        stay as u64
+    }
+
+    /// Returns the error of a call that has dropped rows in vain, where `before` rows had been dropped when it began.
+    pub(super) fn after_drops(&self, before: u64, error: Error) -> Error {
+        match self.counts.dropped() - before {
+            0 => error,
+            dropped => error.context(format!(
+                "table {:?}: {dropped} rows were dropped to make room, and the rows that need it did not come",
+                self.base.config.name
+            )),
+        }
+    }
+
+    /// Drop rows until `more` fit, or until no more can be dropped. Without an SSD tier, rows past the budget are in the overflow until others
+    /// go. With one, rows past its capacity could not be written down.
+    fn drop_until_fits(&mut self, more: u64, needed: &[Id]) -> Result<()> {
         loop {
             let rows = self.counts.rows();
             let wanted = rows + self.counts.may_be_born() + more;
-            self.drop_rows(wanted.saturating_sub(capacity).max(1), needed)?;
-            let checked = self.check_dropped(capacity, more);
+            self.drop_rows(wanted.saturating_sub(self.capacity_rows()).max(1), needed)?;
+            let checked = if self.base.ssd.is_some() { self.check_together(self.counts.rows(), more) } else { Ok(()) };
             // Where the disk failed after some rows were dropped already, the next round says so.
             if checked.is_ok() || self.counts.rows() == rows {
                 return checked;
             }
         }
-    }
-
-    /// Check, after rows were dropped, that the rows which batches in flight use leave room for `more`. Those cannot be dropped. Without an
-    /// SSD tier, rows past the budget are in the overflow until others go. With one, rows past its capacity could not be written down.
-    fn check_dropped(&self, capacity: u64, more: u64) -> Result<()> {
-        let (rows, new) = (self.counts.rows(), self.counts.may_be_born() + more);
-        let config = &self.base.config;
-        let Some(ssd) = config.ssd.as_ref().filter(|_| rows + new > capacity) else { return Ok(()) };
-        Err(Error::new(
-            Kind::Capacity,
-            format!(
-                "table {:?}: ssd_bytes={} holds {capacity} rows, and there is no room for {new} new ones beside the {rows} of its rows \
-                 that this batch and others in flight use: raise ssd_bytes, or use smaller batches",
-                config.name, ssd.bytes
-            ),
-        ))
     }
 
     /// Drop up to `rows` rows from the table by policy: first those that are on SSD alone, the oldest first, then those in RAM. Rows that

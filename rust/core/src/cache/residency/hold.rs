@@ -91,8 +91,14 @@ pub(crate) struct Hold {
     pub(super) device: Vec<CacheSlot>,
     /// Reads that rows of this plan wait for.
     pub(super) loads: Vec<Arc<Loading>>,
+    /// Whether the plan has begun. What it has left for later is done when it is placed.
+    pub(super) has_begun: bool,
+    /// Whether the table had room then for all new rows of the plan, while all of its own stay.
+    pub(super) has_room: bool,
     /// Positions that an `ahead` plan has left for later.
     pub(super) unplaced: Vec<u32>,
+    /// Positions of ids without a row that are deferred until the plan is placed, because other rows have to go for theirs.
+    pub(super) deferred: Vec<u32>,
     /// Ids that are not admitted as far as was known.
     pub(super) waiting: Waiting,
     /// What the ids ask for, where the table refuses some.
@@ -183,7 +189,7 @@ impl Hold {
 
     /// How many rows are born if the plan is trained.
     pub(crate) fn pledged(&self) -> u64 {
-        self.pledged
+        self.pledged + self.deferred.len() as u64
     }
 
     /// The positions of ids that have no row and get none as far as is known when the plan has begun, rising. Ids that are left for later
@@ -205,7 +211,12 @@ impl Hold {
         left_out
     }
 
-    /// Whether every id has its slot, or its read under way.
+    /// Returns whether the table had room for the rows of the plan when it began, so that no other has to go for them.
+    pub(crate) fn has_room(&self) -> bool {
+        self.has_room
+    }
+
+    /// Whether every id has its slot, or its read under way, or is deferred.
     pub(crate) fn is_complete(&self) -> bool {
         self.unplaced.is_empty()
     }

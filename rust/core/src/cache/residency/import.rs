@@ -93,11 +93,14 @@ impl Residency {
         let (headers, vectors) = (&block.headers[*done..], &block.vectors[*done * floats..]);
         let parts = headers.chunks(at_once).zip(vectors.chunks(at_once * floats));
         for ((headers, vectors), some) in parts.zip(ids[*done..].chunks(at_once)) {
-            let begun = *done > 0;
+            let (begun, dropped) = (*done > 0, self.counts.dropped());
             let imported = self
                 .find_with_room(some, begun)
                 .and_then(|found| self.ask_for_found(&found).map(|()| found))
-                .and_then(|found| self.put(Part { headers, vectors, ids: some, found: &found, begun }, no_writes));
+                .and_then(|found| {
+                    let put = self.put(Part { headers, vectors, ids: some, found: &found, begun }, no_writes);
+                    put.map_err(|error| self.after_drops(dropped, error))
+                });
             imported.map_err(|error| self.in_part(error, *done, ids.len(), "imported"))?;
             *done += some.len();
         }

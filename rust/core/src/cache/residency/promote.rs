@@ -198,6 +198,14 @@ impl Residency {
         if all_come || self.device_mut().slots.free_slots() as usize >= homeless.len() {
             return self.make_device_room_if_possible(homeless.len() as u32, mode);
         }
+        let (absent, births) = self.new_rows_among(hold, homeless);
+        let births = if mode.train { births } else { 0 };
+        self.make_device_room_if_possible((homeless.len() - absent + births) as u32, mode)
+    }
+
+    /// Returns how many of the ids at `homeless`, which have no slot where kernels run, have no row, and how many of these get one as far as is
+    /// known.
+    pub(super) fn new_rows_among(&self, hold: &Hold, homeless: &[u32]) -> (usize, usize) {
         let (ids, slots) = self.host_slots(hold, homeless);
         let elsewhere = homeless.iter().zip(&ids).zip(&slots).filter(|(_, slot)| **slot == NO_SLOT);
         let (elsewhere, ids): (Vec<u32>, Vec<Id>) = elsewhere.map(|((&position, &id), _)| (position, id)).unzip();
@@ -205,14 +213,13 @@ impl Residency {
         if let Some(ssd) = &self.base.ssd {
             ssd.maybe_contains(&ids, &mut there);
         }
-        let unborn = elsewhere.iter().zip(&there).filter(|(_, there)| !**there).map(|(&position, _)| position);
-        let unborn = unborn.collect::<Vec<u32>>();
-        let births = if mode.train {
-            self.admits(hold, unborn.iter().copied()).1.into_iter().filter(|admitted| *admitted).count()
-        } else {
-            0
-        };
-        self.make_device_room_if_possible((homeless.len() - unborn.len() + births) as u32, mode)
+        let absent = elsewhere.iter().zip(&there).filter(|(_, there)| !**there).map(|(&position, _)| position);
+        let absent = absent.collect::<Vec<u32>>();
+        if !self.base.config.admission.refuses() {
+            return (absent.len(), absent.len());
+        }
+        let births = self.admits(hold, absent.iter().copied()).1.into_iter().filter(|admitted| *admitted).count();
+        (absent.len(), births)
     }
 
     /// As [`Residency::make_device_room`]. An evaluation reads on after a failed write, in the overflow.

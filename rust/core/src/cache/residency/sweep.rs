@@ -172,7 +172,7 @@ impl Residency {
         let is_beside = under_way.is_carried && under_way.is_in_ram() && !slice.is_to_the_end();
         if has_passed || under_way.later.len() > MOST_LATER {
             // A row that lives when it is judged is never taken by this sweep, so that it does not matter when that is.
-            self.bury_left_for_later()?;
+            self.judge_left_for_later()?;
         }
         if has_passed {
             return Ok(());
@@ -205,7 +205,7 @@ impl Residency {
             return Ok(());
         }
         // Rows that wait in RAM come before those on SSD, where they may have gone since they were passed.
-        self.bury_left_for_later()?;
+        self.judge_left_for_later()?;
         let under_way = self.under_way();
         if !under_way.ram_passed {
             under_way.ram_passed = true;
@@ -337,8 +337,8 @@ impl Residency {
         Ok(true)
     }
 
-    /// Judge the rows that the sweep under way has left for later.
-    fn bury_left_for_later(&mut self) -> Result<()> {
+    /// Judges the rows that the sweep under way has left for later.
+    fn judge_left_for_later(&mut self) -> Result<()> {
         let UnderWay { judge, later, .. } = self.under_way();
         let (by, ids) = (Arc::clone(judge), later.clone());
         let judged = ids.len();
