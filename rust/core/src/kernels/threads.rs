@@ -351,7 +351,7 @@ mod tests {
         }
         let size = workers(38, 38).expect("threads").size();
         assert_eq!(workers(1, 1).expect("threads").size(), size, "the pool is kept");
-        assert_eq!(size, 38, "the largest number that a test asks for");
+        assert!(size >= 38, "{size} threads for a call that asked for 38 helpers");
     }
 
     #[test]
