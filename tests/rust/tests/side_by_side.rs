@@ -143,12 +143,12 @@ fn helping_threads() -> usize {
 #[test]
 fn batches_of_all_sizes_share_as_many_threads_as_one_of_them_asks_for() {
     const THREADS: usize = 48;
-    let tables = 3;
+    let tables: usize = 3;
     let open =
         |_| Rig::open(config(64, OptimizerKind::Sgd, 60_000), Arc::new(MemoryEngine::default())).expect("a table");
     let rigs: Vec<Rig> = (0..tables).map(open).collect();
     let lookup = lookup(&rigs);
-    let mut size = 64;
+    let mut size: usize = 64;
     while size < 30_000 {
         let ids: Vec<Id> = (0..tables).flat_map(|_| 0..size as Id).collect();
         let splits: Vec<i64> = (0..=tables).map(|table| (table * size) as i64).collect();
