@@ -78,6 +78,21 @@ class Published:
     left: list[str]  # which older checkpoints could not be removed, and why
 
 @final
+class Copied:
+    """What a copy of a checkpoint did."""
+
+    names: list[str]  # of the checkpoints that were not there yet, oldest first
+    bytes: int  # of their files
+    is_newest: bool  # whether loads there find it
+
+@final
+class Pruned:
+    """What a removal of checkpoints did."""
+
+    removed: list[str]  # names, oldest first
+    left: list[str]  # which could not be removed, and why
+
+@final
 class WrittenPart:
     """A part that one rank wrote. Pickled."""
 
@@ -129,7 +144,7 @@ class SavedTable:
 
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def sweep_parts(directory: Directory) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
-def sweep_checkpoints(directory: Directory, keep: int) -> list[str]: ...  # removes those that do not stay, where `keep` of the newest do; what could not be removed
+def prune_checkpoints(directory: Directory, keep: int) -> Pruned: ...  # all but the newest and what they build on; PathError when there is none
 def latest_checkpoint(directory: Directory) -> str: ...  # what CheckpointReader takes; PathError when there is none
 def newest_checkpoint(directory: Directory) -> NewestCheckpoint | None: ...  # None when there is none
 
@@ -414,6 +429,7 @@ class CheckpointRows:
     """A checkpoint whose rows are read without tables."""
 
     def __new__(cls, directory: Directory, latest: str) -> CheckpointRows: ...
+    def release(self) -> None: ...  # saves may remove it, and nothing more is read
     def manifest(self) -> str: ...  # JSON
     def links(self) -> list[str]: ...  # JSON: the manifests of it and of all that it builds on, newest first
     def read(
@@ -428,6 +444,7 @@ class CheckpointRows:
     ) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks, then the counts of each bucket given to `counts` (both None: all only verified); what they raise is raised
     def life_of(self, module: str, table: str, id: int) -> list[LinkOfId]: ...  # noqa: A002  # of each checkpoint, newest first; MismatchError
     def reshard(self, to: Directory, random: int, world_size: int, *, counters: bool = True) -> Published: ...  # written again there
+    def copy(self, to: Directory) -> Copied: ...  # to another directory, and verified there; CorruptionError, StateError, InUseError
     def make_for_serving(
         self, to: Directory, random: int, precision: str, keep: int
     ) -> Published: ...  # written there without slots; "fp32", "fp16", "bf16" or "int8", else ConfigError; InputError names a row that it cannot hold

@@ -1,4 +1,4 @@
-"""`embcache`: look at checkpoints, check, compare, merge, convert, divide, index; look at tables that run, size and draw them.
+"""`embcache`: look at checkpoints, check, compare, copy, merge, convert, divide, index; watch, size and draw tables that run.
 
 `embcache --help` has the commands.
 
@@ -17,6 +17,7 @@ from torchrec_embcache import __version__
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError
 
 from .advise import add_advise
+from .backup import add_backup
 from .checkpoints import compact, inspect, reshard, verify
 from .compare import diff
 from .convert import Settings, convert
@@ -198,6 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("id", type=_row_id, help="a signed or unsigned 64-bit number; 0x... is hexadecimal")
 
     _add_rewriting(command, checkpoint)
+    add_backup(command, checkpoint)
     _add_index(command, checkpoint)
     for add in (add_advise, add_plot, _add_top, _add_convert):
         add(command)

@@ -16,12 +16,24 @@ from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
 from torchrec_embcache.paths import Directory, is_there, open_to_load, open_to_save
 from torchrec_embcache.saver import Saver
+from torchrec_embcache.sessions.load import open_newest
+from torchrec_embcache.sessions.ranks import OneRank
 
-from .report import FOUND, Grid, Report, date_of
+from .report import FOUND, Grid, Report, date_of, date_text
 from .rules import sweeps_of, times_in
 from .tiers import BESIDE_ROWS, inspect_tiers, shards_below
 
-__all__ = ["CHECKPOINT_NAME", "Opened", "compact", "inspect", "reshard", "verify"]
+__all__ = [
+    "CHECKPOINT_NAME",
+    "Opened",
+    "another_directory",
+    "checkpoints_grid",
+    "checkpoints_in",
+    "compact",
+    "inspect",
+    "reshard",
+    "verify",
+]
 
 #: What `inspect` shows of a table.
 _COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_buckets")
@@ -43,14 +55,17 @@ class Opened:
 
     @classmethod
     def at(cls, path: str) -> "Opened":
-        """`path` is a directory of checkpoints, of which `LATEST` names one, or one checkpoint in it."""
+        """`path` is a directory of checkpoints, of which `LATEST` names one, or one checkpoint in it.
+
+        While this is there no save removes the checkpoint, nor what it builds on.
+        """
         directory = open_to_load(path)
         name = os.path.basename(directory.path)
         if CHECKPOINT_NAME.fullmatch(name) and not directory.has("LATEST"):
             directory = open_to_load(os.path.dirname(directory.path))
+            rows = _native.CheckpointRows(directory, name)
         else:
-            name = _native.latest_checkpoint(directory)
-        rows = _native.CheckpointRows(directory, name)
+            directory, name, rows = open_newest(OneRank(), lambda: _newest_in(directory), _native.CheckpointRows)
         return cls(directory, name, rows, json.loads(rows.manifest()))
 
     @property
@@ -92,7 +107,17 @@ class Opened:
         return bool(self.manifest["kind"] == "serving")
 
 
-def _checkpoints(directory: Directory) -> Iterator[dict[str, Any]]:
+def _newest_in(directory: Directory) -> tuple[Directory, str]:
+    return directory, _native.latest_checkpoint(directory)
+
+
+def _time_of(manifest: dict[str, Any], file: str) -> str:
+    """When a checkpoint was saved: the time in its manifest, or that of the file where the manifest has none."""
+    saved = manifest.get("saved_unix_ms")
+    return date_of(file) if saved is None else date_text(saved / 1000)
+
+
+def checkpoints_in(directory: Directory) -> Iterator[dict[str, Any]]:
     """Every checkpoint of a directory, oldest first, the unfinished ones too."""
     root = directory.path
     try:
@@ -114,7 +139,7 @@ def _checkpoints(directory: Directory) -> Iterator[dict[str, Any]]:
             yield found | {"kind": None, "error": str(error)}
             continue
         yield found | {
-            "saved": date_of(os.path.join(root, name, "manifest.json")),
+            "saved": _time_of(manifest, os.path.join(root, name, "manifest.json")),
             "kind": manifest["kind"],
             "parent": manifest["parent"]["name"] if manifest["parent"] else None,
             "made_from": manifest["made_from"]["name"] if "made_from" in manifest else None,
@@ -123,13 +148,34 @@ def _checkpoints(directory: Directory) -> Iterator[dict[str, Any]]:
         }
 
 
+def checkpoints_grid(root: str, found: list[dict[str, Any]]) -> Grid:
+    """What `checkpoints_in` gave, as a table."""
+    return Grid(
+        f"Checkpoints in {root}",
+        ("name", "kind", "parent", "ranks", "rows", "bytes", "saved", ""),
+        [
+            (
+                entry["name"],
+                entry["kind"] or "not whole",
+                entry.get("parent") or "",
+                entry.get("ranks", 0),
+                entry.get("rows", 0),
+                entry["bytes"],
+                entry.get("saved") or "",
+                "LATEST" if entry["latest"] else "",
+            )
+            for entry in found
+        ],
+    )
+
+
 def inspect(path: str) -> Report:
     """The checkpoints of a directory, and the tables of the newest (or of the one that `path` is); the tables of an `ssd_dir`."""
     directory = Path(open_to_load(path).path)
     if not is_there(directory / "LATEST") and (shards := shards_below(directory)):
         return inspect_tiers(directory, shards)
     opened = Opened.at(str(directory))
-    found = list(_checkpoints(opened.directory))
+    found = list(checkpoints_in(opened.directory))
     tables, links = opened.tables, opened.links[::-1]
     for table, pending, times in zip(tables, opened.pending, opened.times_of_steps, strict=True):
         table["pending"], table["times_of_steps"] = pending, times
@@ -146,23 +192,7 @@ def inspect(path: str) -> Report:
     titles = {"pending": "pending since parent" if opened.is_delta else "pending", **_BESIDE_ROWS}
     shown = [titles.get(name, name) for name in columns]
     grids = [
-        Grid(
-            f"Checkpoints in {opened.root}",
-            ("name", "kind", "parent", "ranks", "rows", "bytes", "saved", ""),
-            [
-                (
-                    entry["name"],
-                    entry["kind"] or "not whole",
-                    entry.get("parent") or "",
-                    entry.get("ranks", 0),
-                    entry.get("rows", 0),
-                    entry["bytes"],
-                    entry.get("saved") or "",
-                    "LATEST" if entry["latest"] else "",
-                )
-                for entry in found
-            ],
-        ),
+        checkpoints_grid(opened.root, found),
         Grid(
             f"Tables of {opened.name}",
             shown,
@@ -279,16 +309,22 @@ def verify(path: str) -> Report:
     return Report(data, [grid], lines, 0 if whole else FOUND, notes=notes)
 
 
+def another_directory(target: str, opened: Opened) -> Directory:
+    """The directory `target`, to save to. `PathError` where it is that of the checkpoint."""
+    directory = open_to_save(target)
+    if os.path.samefile(directory.path, opened.root):
+        raise PathError(f"{target} holds the checkpoint itself: give another directory")
+    return directory
+
+
 def reshard(source: str, target: str, world_size: int, *, counters: bool = True) -> Report:
     """Write a checkpoint again to the directory `target`, divided as `world_size` ranks would have saved it.
 
     `counters`: False leaves out the counts of ids that wait for rows.
     """
     opened = Opened.at(source)
-    directory = open_to_save(target)
+    directory = another_directory(target, opened)
     root = directory.path
-    if os.path.samefile(root, opened.root):
-        raise PathError(f"{target} holds the checkpoint itself: give another directory")
     published = opened.rows.reshard(directory, secrets.randbits(64), world_size, counters=counters)
     name, left = published.id.name, list(published.left)
     if opened.manifest.get("dense") is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrec_embcache.exceptions import UnsupportedError
 
-__all__ = ["FAILED", "FOUND", "OK", "Grid", "Report", "date_of"]
+__all__ = ["FAILED", "FOUND", "OK", "Grid", "Report", "date_of", "date_text"]
 
 OK = 0
 #: The exit status where damage (`verify`) or differences (`diff`) were found.
@@ -23,8 +23,12 @@ _WIDE = 1_000  # characters
 
 def date_of(file: str | os.PathLike[str]) -> str:
     """When a file was written last, in UTC, to the second."""
-    written = datetime.fromtimestamp(os.lstat(file).st_mtime, UTC)
-    return written.strftime("%Y-%m-%d %H:%M:%SZ")
+    return date_text(os.lstat(file).st_mtime)
+
+
+def date_text(seconds: float) -> str:
+    """A time in seconds since 1970, in UTC, to the second."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 @dataclass(frozen=True)

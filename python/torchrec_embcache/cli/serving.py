@@ -3,10 +3,9 @@
 import os
 import secrets
 
-from torchrec_embcache.exceptions import ConfigError, PathError, UnsupportedError
-from torchrec_embcache.paths import open_to_save
+from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 
-from .checkpoints import Opened
+from .checkpoints import Opened, another_directory
 from .convert import Settings
 from .report import Grid, Report
 
@@ -38,10 +37,8 @@ def for_serving(source: str, target: str, precision: str, keep: int) -> Report:
     if keep < 1:
         raise ConfigError(f"--keep {keep}: give 1 or more")
     opened = Opened.at(source)
-    directory = open_to_save(target)
+    directory = another_directory(target, opened)
     root = directory.path
-    if os.path.samefile(root, opened.root):
-        raise PathError(f"{target} holds the checkpoint itself: give another directory")
     published = opened.rows.make_for_serving(directory, secrets.randbits(64), precision, keep)
     made = Opened.at(os.path.join(root, published.id.name))
     notes = list(published.left)

@@ -98,8 +98,12 @@ class TablesUnderLoad:
             table.set_unusable(unusable)
 
 
-def _open_together(
-    ranks: Ranks, find: Callable[[], tuple[Directory, str]], open_it: Callable[[Directory, str], T], *, newest: bool
+def open_newest(
+    ranks: Ranks,
+    find: Callable[[], tuple[Directory, str]],
+    open_it: Callable[[Directory, str], T],
+    *,
+    newest: bool = True,
 ) -> tuple[Directory, str, T]:
     """The directory, the name, and what `open_it` gives for both. Collective.
 
@@ -204,7 +208,7 @@ class LoadSession:
             finish_saves_to(directory.path)
             return directory, self._checkpoint or _native.latest_checkpoint(directory)
 
-        self.directory, _, self._opened = _open_together(
+        self.directory, _, self._opened = open_newest(
             self._ranks, find, _native.CheckpointReader, newest=self._checkpoint is None
         )
         self._saved = {(entry.module, entry.table): entry for entry in self.reader.tables()}
@@ -404,7 +408,7 @@ class Merge:
             latest = _native.latest_checkpoint(directory)
             return open_to_save(path, checks), latest
 
-        self.directory, self.newest, self.chain = _open_together(self._ranks, find, open_chain, newest=True)
+        self.directory, self.newest, self.chain = open_newest(self._ranks, find, open_chain, newest=True)
 
     def write(self, name: str, tracker: Tracker) -> RankPart:
         """Write this rank's share of the rows into the checkpoint `name`."""

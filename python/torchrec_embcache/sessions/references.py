@@ -35,7 +35,7 @@ def release(path: str, file: str, *, keep: int, but: str | None = None, newest_s
         for name in old[: -1 if newest_stays else None]:
             with folder.below(name) as saved:
                 saved.remove(_REFERENCE)
-    return _native.sweep_checkpoints(open_to_save(path), keep) if old else []
+    return _native.prune_checkpoints(open_to_save(path), keep).left if old else []
 
 
 def _references(folder: Folder) -> dict[str, str]:

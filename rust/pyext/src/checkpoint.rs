@@ -4,9 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use embcache::checkpoint::{
-    Checkpoint, CheckpointName, Latest, RankDigest, RankWriter, Save, SaveOptions, sweep_checkpoints,
-};
+use embcache::checkpoint::{Checkpoint, CheckpointName, Latest, RankDigest, RankWriter, Save, SaveOptions, prune};
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
@@ -14,7 +12,7 @@ use crate::checkpoint_rows::GivenRows;
 use crate::directory::PyDirectory;
 use crate::error::to_python;
 use crate::records::{
-    PyAncestor, PyCheckpointId, PyDigest, PyNewestCheckpoint, PyPublished, PyTableWritten, PyWrittenPart,
+    PyAncestor, PyCheckpointId, PyDigest, PyNewestCheckpoint, PyPruned, PyPublished, PyTableWritten, PyWrittenPart,
 };
 use crate::table::PyTable;
 
@@ -44,12 +42,11 @@ pub(crate) fn newest_checkpoint(py: Python<'_>, directory: &PyDirectory) -> PyRe
     newest.map_err(to_python)
 }
 
-/// Remove the checkpoints in a directory that do not stay, where `keep` of the newest do. Returns why some could not be removed.
+/// Remove every checkpoint of a directory but the newest `keep` and all that they build on.
 #[pyfunction]
-#[pyo3(name = "sweep_checkpoints")]
-pub(crate) fn sweep_directory(py: Python<'_>, directory: &PyDirectory, keep: usize) -> PyResult<Vec<String>> {
-    let left = py.detach(|| sweep_checkpoints(&directory.inner, keep)).map_err(to_python)?;
-    Ok(left.iter().map(Error::to_string).collect())
+#[pyo3(signature = (directory, keep))]
+pub(crate) fn prune_checkpoints(py: Python<'_>, directory: &PyDirectory, keep: usize) -> PyResult<PyPruned> {
+    py.detach(|| prune(&directory.inner, keep)).map(Into::into).map_err(to_python)
 }
 
 /// The coordinator's part of a save.

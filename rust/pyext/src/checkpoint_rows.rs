@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use embcache::checkpoint::{
-    Chain, Checkpoint, IdState, LinkOfId, RowSink, RowSource, TableSpec, make_for_serving, reshard,
+    Chain, Checkpoint, IdState, LinkOfId, RowSink, RowSource, TableSpec, copy, make_for_serving, reshard,
 };
 use embcache::lifecycle::PendingId;
 use embcache::rows::RowHeader;
@@ -16,7 +16,7 @@ use crate::buffers::{headers_from_python, slice, slice2};
 use crate::checkpoint_load::open_chain;
 use crate::directory::PyDirectory;
 use crate::error::{input, to_python};
-use crate::records::PyPublished;
+use crate::records::{PyCopied, PyPublished};
 use crate::rows::{PyRowBlock, PyRowMetadata};
 use crate::settings::precision_from;
 
@@ -216,6 +216,11 @@ impl PyRows {
         open_chain(py, directory, latest).map(|inner| Self { inner })
     }
 
+    /// Let saves remove the checkpoint. Nothing more may be read of it.
+    fn release(&self) {
+        self.inner.let_go();
+    }
+
     fn manifest(&self) -> PyResult<String> {
         let bytes = self.inner.manifest().to_json().map_err(to_python)?;
         String::from_utf8(bytes).map_err(|error| input(error.to_string()))
@@ -292,6 +297,10 @@ impl PyRows {
     ) -> PyResult<PyPublished> {
         let written = py.detach(|| reshard(&self.inner, &to.inner, random, world_size, counters));
         written.map(Into::into).map_err(to_python)
+    }
+
+    fn copy(&self, py: Python<'_>, to: &PyDirectory) -> PyResult<PyCopied> {
+        py.detach(|| copy(&self.inner, &to.inner)).map(Into::into).map_err(to_python)
     }
 
     #[pyo3(signature = (to, random, precision, keep))]

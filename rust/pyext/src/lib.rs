@@ -67,7 +67,7 @@ mod _native {
     #[pymodule_export]
     use super::census::{PyCensus, PySpan, PySpanCounted, PyStanding};
     #[pymodule_export]
-    use super::checkpoint::{PySave, PyWriter, latest_checkpoint, newest_checkpoint, sweep_directory};
+    use super::checkpoint::{PySave, PyWriter, latest_checkpoint, newest_checkpoint, prune_checkpoints};
     #[pymodule_export]
     use super::checkpoint_load::{PyCompaction, PyReader};
     #[pymodule_export]
@@ -90,8 +90,8 @@ mod _native {
     use super::plan::PyPlan;
     #[pymodule_export]
     use super::records::{
-        PyAncestor, PyChangeCounts, PyCheckpointId, PyDigest, PyNewestCheckpoint, PyPublished, PySavedTable,
-        PyStreamRange, PyTableToSave, PyTableWritten, PyWrittenPart,
+        PyAncestor, PyChangeCounts, PyCheckpointId, PyCopied, PyDigest, PyNewestCheckpoint, PyPruned, PyPublished,
+        PySavedTable, PyStreamRange, PyTableToSave, PyTableWritten, PyWrittenPart,
     };
     #[pymodule_export]
     use super::rows::{

@@ -159,6 +159,35 @@ impl From<checkpoint::Published> for PyPublished {
     }
 }
 
+/// What a copy of a checkpoint did.
+#[pyclass(frozen, get_all, name = "Copied", module = "torchrec_embcache._native")]
+pub(crate) struct PyCopied {
+    names: Vec<String>,
+    bytes: u64,
+    is_newest: bool,
+}
+
+impl From<checkpoint::Copied> for PyCopied {
+    fn from(copied: checkpoint::Copied) -> Self {
+        let names = copied.names.iter().map(ToString::to_string).collect();
+        Self { names, bytes: copied.bytes, is_newest: copied.is_newest }
+    }
+}
+
+/// What a removal of checkpoints did.
+#[pyclass(frozen, get_all, name = "Pruned", module = "torchrec_embcache._native")]
+pub(crate) struct PyPruned {
+    removed: Vec<String>,
+    left: Vec<String>,
+}
+
+impl From<checkpoint::Pruned> for PyPruned {
+    fn from(pruned: checkpoint::Pruned) -> Self {
+        let removed = pruned.removed.iter().map(ToString::to_string).collect();
+        Self { removed, left: pruned.left.iter().map(Error::to_string).collect() }
+    }
+}
+
 /// A part that one rank wrote, for the coordinator to take over.
 #[pyclass(frozen, get_all, from_py_object, name = "WrittenPart", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug)]

@@ -23,6 +23,13 @@ pub fn link_or_copy(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Resu
         Err(error) if wants_copy(&error) => {}
         linked => return linked.map(|()| true),
     }
+    copy_file(engine, file, to)?;
+    Ok(false)
+}
+
+/// Copy an open file, maybe of another engine, to `to`, which must be free. The copy's bytes are durable, its name is not yet. Nobody may
+/// write to the file meanwhile.
+pub(crate) fn copy_file(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Result<()> {
     let len = file.len()?;
     let copy = engine.open(to, Open::Create { preallocate: len })?;
     let mut piece = AlignedBuf::zeroed(COPY_BYTES.min(len as usize).next_multiple_of(ALIGNMENT).max(ALIGNMENT));
@@ -36,8 +43,7 @@ pub fn link_or_copy(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Resu
         at += bytes as u64;
     }
     copy.set_len(len)?;
-    copy.sync()?;
-    Ok(false)
+    copy.sync()
 }
 
 #[cfg(test)]

@@ -33,6 +33,7 @@ pub use aligned::{ALIGNMENT, AlignedBuf, BufPool, PooledBuf};
 pub use beneath::BeneathEngine;
 pub use disk::DiskEngine;
 pub use fault::{Fault, FaultEngine, Operation};
+pub(crate) use link::copy_file;
 pub use link::link_or_copy;
 pub use lock::{DirLock, Hold, LOCK_FILE};
 pub use mapped::{Access, FileMapping};

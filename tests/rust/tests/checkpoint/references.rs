@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::checkpoint::{Latest, REFERENCE_FILE, SaveOptions, sweep_checkpoints};
+use embcache::checkpoint::{Latest, REFERENCE_FILE, SaveOptions, prune};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{IoEngine, publish};
 use embcache_tests::directory_in;
@@ -29,6 +29,6 @@ fn a_checkpoint_that_a_file_refers_to_stays_with_what_it_builds_on() {
     assert_eq!(load_chain(&engine, root, 1, delta.latest, None).expect("loaded"), tables(1));
 
     engine.remove_file(&reference).expect("removed");
-    assert!(sweep_checkpoints(&directory_in(&engine, root), 1).expect("swept").is_empty());
+    assert!(prune(&directory_in(&engine, root), 1).expect("pruned").left.is_empty());
     assert!(!there(&full.latest) && !there(&delta.latest) && there(&fourth.latest));
 }

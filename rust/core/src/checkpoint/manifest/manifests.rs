@@ -91,6 +91,9 @@ pub struct Manifest {
     pub name: String,
     /// Its number.
     pub seq: u64,
+    /// When it was published, in milliseconds since 1970, by the clock of the machine that did. `None` of a manifest without a time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub saved_unix_ms: Option<u64>,
     /// What it holds.
     pub kind: CheckpointKind,
     /// What a delta builds on; none of others.

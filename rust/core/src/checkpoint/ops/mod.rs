@@ -4,6 +4,7 @@ pub(crate) mod beside;
 pub(crate) mod chain;
 pub(crate) mod check;
 pub(crate) mod compact;
+pub(crate) mod copy;
 pub(crate) mod life;
 pub(crate) mod part;
 pub(crate) mod reshard;

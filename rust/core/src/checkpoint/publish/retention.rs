@@ -110,10 +110,29 @@ pub(crate) fn sweep(root: &Directory, keep: usize) -> Result<Vec<Error>> {
     Ok(left)
 }
 
-/// Remove the checkpoints in `root` that do not stay, where `keep` of the newest do. Returns why some could not be removed.
-pub fn sweep_checkpoints(root: &Directory, keep: usize) -> Result<Vec<Error>> {
+/// What a removal of checkpoints did.
+#[derive(Debug)]
+pub struct Pruned {
+    /// The checkpoints that were removed, oldest first.
+    pub removed: Vec<CheckpointName>,
+    /// Why some could not be removed.
+    pub left: Vec<Error>,
+}
+
+/// Remove every checkpoint of `root` but the `keep` newest and all that they build on. What unfinished saves have left is removed too.
+/// What a save writes, and what is read, with all that it builds on, stays.
+///
+/// Errors: `Path` where there is no checkpoint, `Corruption` where `LATEST` is damaged, `Storage`.
+pub fn prune(root: &Directory, keep: usize) -> Result<Pruned> {
     root.check_to_save()?;
-    sweep(root, keep)
+    Latest::read(root)?;
+    let mut removed = root.named::<CheckpointName>()?;
+    removed.sort_unstable();
+    let mut left = sweep(root, keep)?;
+    left.extend(sweep_parts(root)?);
+    let stay: BTreeSet<CheckpointName> = root.named()?.into_iter().collect();
+    removed.retain(|name| !stay.contains(name));
+    Ok(Pruned { removed, left })
 }
 
 /// Remove the parts in `root` that nobody holds. Returns why some could not be removed.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::retention::{sweep, sweep_parts};
 use crate::checkpoint::directory::Directory;
@@ -81,6 +82,12 @@ impl Drop for Early {
         // An error does not matter: nothing that needs these names was published.
         let _ = self.wait();
     }
+}
+
+/// The time, in milliseconds since 1970; `None` where the clock says an earlier one.
+fn unix_ms() -> Option<u64> {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+    u64::try_from(since.as_millis()).ok()
 }
 
 /// What publishing a checkpoint did.
@@ -183,6 +190,7 @@ impl Save {
             version: VERSION,
             name: self.name.to_string(),
             seq: self.name.seq,
+            saved_unix_ms: unix_ms(),
             kind,
             parent: parent.clone(),
             merged: merged.clone(),

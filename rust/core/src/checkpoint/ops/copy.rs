@@ -1,0 +1,166 @@
+//! Copies a checkpoint, with all that it builds on, to another directory.
+
+use super::chain::Chain;
+use crate::checkpoint::directory::Directory;
+use crate::checkpoint::manifest::dense::{CHUNK_BYTES, DENSE_DIR, DENSE_FILE, Extent};
+use crate::checkpoint::manifest::holds::{hold_to_sweep, lock_root, make_held};
+use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, Latest};
+use crate::checkpoint::manifest::manifests::MAX_MANIFEST_BYTES;
+use crate::checkpoint::manifest::names::{MANIFEST_FILE, rank_file, table_dir};
+use crate::checkpoint::manifest::read::read_manifest;
+use crate::checkpoint::rows::reader::Checkpoint;
+use crate::error::{Error, Kind, Result};
+use crate::io::{DirLock, LOCK_FILE, Open, copy_file, publish, read_file};
+
+/// Bytes of a stream of extents that are read at a time.
+const WINDOW_BYTES: u64 = 64 * CHUNK_BYTES as u64;
+
+/// What a copy did.
+#[derive(Debug)]
+pub struct Copied {
+    /// The checkpoints that were copied, oldest first. Those that were there already are left out.
+    pub names: Vec<CheckpointName>,
+    /// Bytes of their files.
+    pub bytes: u64,
+    /// Whether the copy is the newest checkpoint of the directory.
+    pub is_newest: bool,
+}
+
+/// A checkpoint that is copied, and held until the copy is the newest one.
+#[derive(Debug)]
+struct Copy {
+    name: CheckpointName,
+    dir: Directory,
+    bytes: u64,
+    _lock: DirLock,
+}
+
+/// Copy a checkpoint and all that it builds on to another directory, byte for byte and under the same names. The index of a server is left
+/// out. What is there already is not copied again. Then every byte of the copy is held against its checksums, and the copy becomes the
+/// newest checkpoint there, unless one with a higher number is. After an error nothing of the copy stays.
+///
+/// While `from` is held no save removes what is copied. No save to `to` removes the copy before it is the newest one.
+///
+/// Errors: `Corruption` of what is copied, `State` where `to` has another checkpoint of one of the names, `InUse` where another process
+/// copies the same checkpoint, `Storage`.
+pub fn copy(from: &Chain, to: &Directory) -> Result<Copied> {
+    to.check_to_save()?;
+    let mut copies = Vec::new();
+    let copied = copy_links(from, to, &mut copies).and_then(|()| make_newest(from, to));
+    match copied {
+        Ok(is_newest) => {
+            for copy in &copies {
+                // A sweep asks for the lock, and makes its file where it is missing.
+                let _ = copy.dir.engine().remove_file(&copy.dir.join(LOCK_FILE));
+            }
+            let bytes = copies.iter().map(|copy| copy.bytes).sum();
+            Ok(Copied { names: copies.iter().map(|copy| copy.name).collect(), bytes, is_newest })
+        }
+        Err(error) => {
+            for copy in copies.iter().rev() {
+                // The next sweep removes what stays.
+                let _ = copy.dir.remove();
+            }
+            Err(error)
+        }
+    }
+}
+
+fn copy_links(from: &Chain, to: &Directory, copies: &mut Vec<Copy>) -> Result<()> {
+    for link in from.links().iter().rev() {
+        let name: CheckpointName = link.manifest().name.parse()?;
+        let dir = to.below(name);
+        if dir.has(MANIFEST_FILE)? {
+            if read_manifest(&dir)?.1 == link.identity() {
+                continue;
+            }
+            let what = format!("{} has another checkpoint {name}: give another directory", to.path().display());
+            return Err(Error::new(Kind::State, what).at(dir.path()));
+        }
+        if to.has(&name.to_string())? {
+            // What a copy or a save has left that ended before its end.
+            let Some(_unused) = hold_to_sweep(to, &dir)? else {
+                let what = format!("{} is being written by another process: wait for its end", dir.path().display());
+                return Err(Error::new(Kind::InUse, what).at(dir.path()));
+            };
+            dir.remove()?;
+        }
+        let (dir, lock) = make_held(to, name)?;
+        let copied = copy_files(link, &dir);
+        copies.push(Copy { name, dir, bytes: *copied.as_ref().unwrap_or(&0), _lock: lock });
+        copied?;
+    }
+    to.sync()
+}
+
+/// Copy the files of one checkpoint, its manifest last. Returns their bytes.
+fn copy_files(link: &Checkpoint, to: &Directory) -> Result<u64> {
+    let (from, manifest) = (link.directory(), link.manifest());
+    let world = manifest.ranks.len() as u32;
+    let mut bytes = 0;
+    let mut copy = |from: &Directory, to: &Directory, name: &std::path::Path| {
+        let file = from.engine().open(&from.join(name), Open::Read)?;
+        bytes += file.len()?;
+        copy_file(to.engine(), &*file, &to.join(name))
+    };
+    for rank in 0..world {
+        copy(from, to, rank_file(rank, world).as_ref())?;
+    }
+    let mut folders: Vec<String> =
+        manifest.tables.iter().map(|entry| table_dir(&entry.spec.module, &entry.spec.table)).collect();
+    if manifest.dense.is_some() {
+        copy(from, to, DENSE_FILE.as_ref())?;
+        folders.push(DENSE_DIR.to_owned());
+    }
+    for folder in folders {
+        if !from.has(&folder)? {
+            continue; // a table without rows
+        }
+        let (from, to) = (from.below(&folder), to.below(&folder));
+        to.make()?;
+        for path in from.engine().list(from.path())? {
+            copy(&from, &to, path.file_name().unwrap_or_default().as_ref())?;
+        }
+        to.sync()?;
+    }
+    to.sync()?;
+    let manifest = read_file(from.engine(), &from.join(MANIFEST_FILE), MAX_MANIFEST_BYTES)?;
+    publish(to.engine(), &to.join(MANIFEST_FILE), &manifest)?;
+    Ok(bytes + manifest.len() as u64)
+}
+
+/// Verify the copy and make it the newest checkpoint, unless one with a higher number is. Returns whether it is the newest.
+fn make_newest(from: &Chain, to: &Directory) -> Result<bool> {
+    let latest = Latest { name: from.manifest().name.parse()? };
+    let copy = Chain::open(to, latest)?;
+    verify(&copy)?;
+    let _naming = lock_root(to)?;
+    match Latest::find(to)? {
+        Some(newest) if newest.name == latest.name => Ok(true),
+        Some(newest) if newest.name.seq >= latest.name.seq => Ok(false),
+        _ => {
+            publish(to.engine(), &to.join(LATEST_FILE), format!("{latest}\n").as_bytes())?;
+            Ok(true)
+        }
+    }
+}
+
+/// Read every byte of a checkpoint and of all that it builds on, and hold it against its checksums.
+fn verify(chain: &Chain) -> Result<()> {
+    for entry in &chain.manifest().tables {
+        let spec = &entry.spec;
+        chain.table_reader(&spec.module, &spec.table, 0..spec.total_num_buckets)?.verify()?;
+    }
+    let mut window = vec![0; WINDOW_BYTES as usize];
+    for link in chain.links().iter().filter(|link| link.manifest().dense.is_some()) {
+        link.dense_metadata()?;
+        let reader = link.extent_reader();
+        for (rank, stream_bytes) in reader.stream_bytes().into_iter().enumerate() {
+            for offset in (0..stream_bytes).step_by(window.len()) {
+                let bytes = WINDOW_BYTES.min(stream_bytes - offset);
+                reader.read(rank as u32, Extent { offset, bytes }, &mut window[..bytes as usize])?;
+            }
+        }
+    }
+    Ok(())
+}
