@@ -351,7 +351,7 @@ class Table:
         on_full: Literal["error", "evict"],
         segments: LinkedSegments | None = None,  # become its contents, in place of whatever is in ssd_dir
         unfinished: int | None = None,  # with reopen="auto": the newest state there, where no flush of several tables completed it
-        ssd_root: str | None = None,  # the user's directory, which is checked, and held open as long as the table is
+        ssd_root: FlushRoot | None = None,  # the user's directory, held open as long as the table is
         admission: RowAdmission | None = None,  # None: every id gets a row
         not_admitted: Literal["zeros", "initial", "shared"] | float | None = None,  # None: "initial"
         missing_read: Literal["zeros", "initial", "shared"] | float | None = None,  # None: as `not_admitted`
@@ -413,9 +413,9 @@ class Table:
     def forget_published(self, token: int) -> None: ...  # does nothing where no state has this token
     def close(self) -> None: ...  # stops background work; does not flush
     @staticmethod
-    def remove_shard(ssd_dir: str, ssd_root: str | None = None) -> None: ...  # a table's own directory, with all in it; InUseError, StateError where other files lie there
+    def remove_shard(ssd_dir: str, ssd_root: str, path_checks: Literal["strict", "trusted"]) -> None: ...  # a table's own directory, with all in it; InUseError, StateError where other files lie there
     @staticmethod
-    def published(ssd_dir: str, ssd_root: str | None = None) -> list[int]: ...  # tokens of the states there, whole or not, oldest first
+    def published(ssd_dir: str, ssd_root: str, path_checks: Literal["strict", "trusted"]) -> list[int]: ...  # tokens of the states there, whole or not, oldest first
 
 @final
 class Export:
@@ -428,7 +428,7 @@ class Export:
 class FlushRoot:
     """A directory that the directories of tables lie in (`ssd_dir`), with the marks of their flushes; `publish.py` has the order of calls."""
 
-    def __new__(cls, ssd_dir: str) -> FlushRoot: ...
+    def __new__(cls, ssd_dir: str, path_checks: Literal["strict", "trusted"]) -> FlushRoot: ...
     def name(self, random: int) -> int: ...  # its name; `random` (64 bits) becomes it where there is none. Marks there are durable then
     def is_named(self, name: int) -> bool: ...
     def prepare(self, token: int, coordinator: str, name: int) -> None: ...  # that root, by absolute path and name, says whether `token` is complete
@@ -572,7 +572,8 @@ def io_engine_name() -> str: ...  # the engine this process uses
 def drain_log() -> None: ...  # hands the events of the core so far to Python's logging; reads its levels first
 def table_key(name: str) -> int: ...
 def row_bytes(dim: int, optimizer: Optimizer, policy: Policy) -> RowBytes: ...
-def check_ssd_dir(ssd_dir: str) -> str: ...  # absolute; PathError, StoragePermissionError: missing, a link, of another, too open, not writable
+def given_path(field: str, path: str) -> str: ...  # absolute; PathError: no text for a path, or one of another storage
+def check_ssd_dir(ssd_dir: str, path_checks: Literal["strict", "trusted"]) -> str: ...  # absolute; PathError, StoragePermissionError: missing, a link, of another, too open, not writable
 def table_dir(ssd_dir: str, module: str, table: str, rank: int, world_size: int) -> str: ...  # a table's own directory, names encoded
 def sweep_tables(tables: list[Table], rules: list[SweepRule | None]) -> None: ...  # `Table.sweep` of each with its rule, which no Ctrl-C cuts in two
 def has_room_for_threads() -> bool: ...  # memory for threads: one that begins and gets none for what is its own ends the process

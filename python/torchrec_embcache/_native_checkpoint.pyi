@@ -41,14 +41,14 @@ class ChangeCounts:
 class Directory:
     """A directory that passed the checks of path, owner and permission bits, and is held by its descriptor.
 
-    What works in it works in the directory that was checked, whatever its path names by then. With basic checks the links in the path
-    are followed once, when it is made.
+    What works in it works in the directory that was checked, whatever its path names by then. Except with strict checks the links in
+    the path are followed once, when it is made.
     """
 
     @staticmethod
-    def to_save(path: str, checks: Literal["strict", "basic"]) -> Directory: ...  # made (mode 0750) when missing; PathError, StoragePermissionError
+    def to_save(path: str, checks: Literal["strict", "basic", "trusted"]) -> Directory: ...  # made (mode 0750) when missing; PathError, StoragePermissionError
     @staticmethod
-    def to_load(path: str, checks: Literal["strict", "basic"]) -> Directory: ...  # it need not be writable
+    def to_load(path: str, checks: Literal["strict", "basic", "trusted"]) -> Directory: ...  # it need not be writable
     path: str  # absolute, without links
     def has(self, name: str) -> bool: ...  # whether something lies there; a link is not followed
     def open_descriptor(self) -> int: ...  # of the directory, the caller's to close

@@ -5,18 +5,20 @@ import numbers
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from .exceptions import ConfigError, PathError
+from .exceptions import ConfigError
+from .paths import given_path
 
 __all__ = [
     "DEFAULT_TOTAL_NUM_BUCKETS",
     "OnFull",
     "Policy",
     "Reopen",
+    "SsdPathChecks",
+    "SsdRoot",
     "TierBudgets",
     "Unseen",
-    "absolute_path",
     "as_float",
     "bucket_range",
     "check_choice",
@@ -30,6 +32,7 @@ Policy = Literal["lru", "lfu", "s3fifo"]
 OnFull = Literal["error", "evict"]
 Unseen = Literal["initial", "zeros"]
 Reopen = Literal["resume", "discard", "auto"]
+SsdPathChecks = Literal["strict", "trusted"]
 
 # A prime number, so that ids whose low bits are alike are spread too. It is fixed for the life of a table.
 DEFAULT_TOTAL_NUM_BUCKETS = 4093
@@ -91,24 +94,6 @@ def parse_interval(field: str, value: object) -> int | float:
     )
 
 
-def absolute_path(field: str, path: str) -> str:
-    """`path` as an absolute path, from the current directory of the process. So it means the same when that changes.
-
-    `PathError` names `field` where the path begins with "~", which only a shell replaces, or where the current directory is gone.
-    """
-    if path.startswith("~"):
-        raise PathError(
-            f"{field}={path!r} begins with '~', which only a shell replaces by a home directory: give "
-            "pathlib.Path.expanduser() of it, or './~...' for a directory of that name"
-        )
-    try:
-        return os.path.join(os.getcwd(), path)
-    except OSError as cause:
-        raise PathError(
-            f"{field}={path!r} is relative, and the current directory is gone ({cause}): give an absolute path"
-        ) from cause
-
-
 def check_choice(field: str, value: object, choices: Any) -> None:
     """`ConfigError` unless `value` is one of the strings of the Literal `choices`."""
     names = get_args(choices)
@@ -150,6 +135,13 @@ def check_name(field: str, value: object) -> str:
     return value
 
 
+class SsdRoot(NamedTuple):
+    """A user's `ssd_dir`, and the rules that it is held to."""
+
+    path: str
+    checks: SsdPathChecks
+
+
 @dataclass(frozen=True, kw_only=True)
 class TierBudgets:
     """How many bytes of each tier a table may use on this rank.
@@ -163,6 +155,8 @@ class TierBudgets:
         host_bytes: the host tier. Mandatory.
         ssd_bytes: the SSD tier, all its files together. It needs `ssd_dir`; without both there is no SSD tier.
         ssd_dir: an existing directory that only this user can write to. A relative path is made absolute at this call.
+        path_checks: "trusted" accepts an `ssd_dir` of any owner and mode, and parents that others may write to, as volumes of pods
+            have them. Everybody who can write there is trusted.
         reopen: what is done with files of the table that are there already. "resume" goes on from the last flush, "discard" removes
             them, and "auto" goes on from the last flush and starts anew where there is none. The last two also remove what a run
             with another number of ranks left of the table. None: a directory that holds files is refused.
@@ -174,7 +168,7 @@ class TierBudgets:
 
     Raises:
         ConfigError: a value is out of range, or one of `ssd_bytes` and `ssd_dir` is missing.
-        PathError: `ssd_dir` begins with "~".
+        PathError: `ssd_dir` begins with "~", has a scheme such as "s3://", or has more than 1,024 characters.
 
     Examples:
         >>> from torchrec_embcache import TierBudgets
@@ -194,6 +188,7 @@ class TierBudgets:
     reopen: Reopen | None = None
     flush_every: int | str | None = None
     sizing: bool = False
+    path_checks: SsdPathChecks = "strict"
 
     def __post_init__(self) -> None:
         for field in ("device_bytes", "host_bytes", "ssd_bytes"):
@@ -201,15 +196,13 @@ class TierBudgets:
         if self.host_bytes == 0:
             raise ConfigError("TierBudgets.host_bytes=0: the host tier is mandatory, give it at least a few MiB")
         if self.ssd_dir is not None:
-            try:
-                path = os.fspath(self.ssd_dir)
-            except TypeError:
-                path = None
+            path = os.fspath(self.ssd_dir) if isinstance(self.ssd_dir, os.PathLike) else self.ssd_dir
             if not isinstance(path, str) or not path or "\0" in path:
                 raise ConfigError(
                     f"TierBudgets.ssd_dir={self.ssd_dir!r} is not a path: give a directory as a str or a Path"
                 )
-            object.__setattr__(self, "ssd_dir", absolute_path("TierBudgets.ssd_dir", path))
+            object.__setattr__(self, "ssd_dir", given_path("TierBudgets.ssd_dir", path))
+        check_choice("TierBudgets.path_checks", self.path_checks, SsdPathChecks)
         if self.reopen is not None:
             check_choice("TierBudgets.reopen", self.reopen, Reopen)
         if not isinstance(self.sizing, bool):
@@ -250,6 +243,11 @@ class TierBudgets:
         """The tiers and their budgets in one line for people, such as "host 256 MiB, ssd 20 GiB in cache"."""
         parts = [("device", self.device, ""), ("host", self.host, ""), ("ssd", self.ssd, f" in {self.ssd_dir}")]
         return ", ".join(f"{tier} {bytes_text(size)}{where}" for tier, size, where in parts if size)
+
+    @property
+    def ssd_root(self) -> SsdRoot:
+        """`ssd_dir` with the rules that it is held to. There must be an SSD tier."""
+        return SsdRoot(str(self.ssd_dir), self.path_checks)
 
     @property
     def ssd(self) -> int:

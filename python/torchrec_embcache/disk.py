@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from . import _native, publish
-from .config import TierBudgets, bytes_text
+from .config import SsdRoot, TierBudgets, bytes_text
 from .exceptions import EmbCacheError, EmbCacheWarning
 
 __all__ = ["OpenTable", "look_after", "remove_superseded", "say_unflushed"]
@@ -144,7 +144,7 @@ def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, 
         if name == own or not (only_rank or rank % table.world_size == table.rank):
             continue
         if ranks != table.world_size and remove:
-            _remove(os.path.join(parent, name), str(table.tiers.ssd_dir))
+            _remove(os.path.join(parent, name), table.tiers.ssd_root)
         elif ranks != table.world_size and table.tiers.reopen == "auto":
             later.append(name)
         elif ranks != table.world_size or only_rank:
@@ -181,10 +181,10 @@ def _shards_in(parent: str) -> list[str]:
         return []
 
 
-def _remove(path: str, ssd_dir: str) -> None:
+def _remove(path: str, root: SsdRoot) -> None:
     try:
-        published = bool(_native.Table.published(path, ssd_dir))
-        _native.Table.remove_shard(path, ssd_dir)
+        published = bool(_native.Table.published(path, *root))
+        _native.Table.remove_shard(path, *root)
     except EmbCacheError as error:
         if os.path.isdir(path):  # else another process has removed it
             _log.warning("%s was left by a run with another number of ranks, and stays: %s", path, error)

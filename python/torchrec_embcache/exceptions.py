@@ -198,14 +198,15 @@ class StorageError(EmbCacheError, OSError):
 
 
 class PathError(EmbCacheError, ValueError):
-    """A path is refused: it is not there or too long, or has a symbolic link, a sensitive word or a system directory in it.
+    """A path is refused: it is not there or too long, has a scheme such as "s3://", or has a symbolic link, a sensitive word or a
+    system directory in it.
 
     Examples:
         >>> from torchrec_embcache import TierBudgets
         >>> TierBudgets(host_bytes="1GiB", ssd_bytes="10GiB", ssd_dir="~/cache")
         Traceback (most recent call last):
             ...
-        torchrec_embcache.exceptions.PathError: TierBudgets.ssd_dir='~/cache' begins with '~', which only a shell replaces ...
+        torchrec_embcache.exceptions.PathError: TierBudgets.ssd_dir '~/cache' begins with '~', which only a shell replaces ...
     """
 
 

@@ -70,7 +70,7 @@ def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
     known: list[int] = []
 
     def roots() -> list[publish.Root]:
-        return publish.known_roots(str(table.tiers.ssd_dir) for table in tables)
+        return publish.known_roots(table.tiers.ssd_root for table in tables)
 
     def look() -> None:
         for table in tables:
@@ -99,7 +99,7 @@ def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
     coordinators = {mark.coordinator for others in gather(marks) for mark in others}
     if len(coordinators) > 1:
         # Agreed on, because a warning may be made an error.
-        agree(lambda: _warn_of_coordinators(sorted(path for path, _ in coordinators)) if me == 0 else None)
+        agree(lambda: _warn_of_coordinators(sorted(root.path for root, _ in coordinators)) if me == 0 else None)
     versions: list[int] = []
     each(lambda table: versions.append(table.flush_as(token)), tables)
     each(lambda mark: mark.prepare(token), marks)

@@ -1,40 +1,82 @@
 """Directories of checkpoints as users give them, and the rules that they are held to."""
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Literal
 
 from . import _native
-from .config import absolute_path
 from .exceptions import PathError, StorageError, StoragePermissionError
 
-__all__ = ["Directory", "PathChecks", "given_path", "is_there", "open_to_load", "open_to_save"]
+__all__ = [
+    "Directory",
+    "GivenPath",
+    "PathChecks",
+    "default_checks",
+    "given_path",
+    "is_there",
+    "open_to_load",
+    "open_to_save",
+    "with_default_checks",
+]
 
-PathChecks = Literal["strict", "basic"]
+PathChecks = Literal["strict", "basic", "trusted"]
 
 # A directory that passed the checks, held by its descriptor.
 Directory = _native.Directory
 
+# The checks of directories that are opened without others. The command line sets them for one command.
+_default: ContextVar[PathChecks] = ContextVar("path_checks", default="basic")
 
-def given_path(field: str, path: object) -> str:
-    """A user's path as absolute text; `PathError` where it is no text, or begins with "~". The checks refuse the empty path."""
+
+def default_checks() -> PathChecks:
+    """The checks of directories that are opened without others: basic ones, unless `with_default_checks` has set others."""
+    return _default.get()
+
+
+@contextlib.contextmanager
+def with_default_checks(checks: PathChecks) -> Iterator[None]:
+    """Open directories by these checks, where no others are given, until the block is left."""
+    before = _default.set(checks)
+    try:
+        yield
+    finally:
+        _default.reset(before)
+
+
+class GivenPath(str):
+    """An absolute path whose text was checked when the user gave it, or that was made of such a path and may be longer."""
+
+    __slots__ = ()
+
+
+def given_path(field: str, path: object) -> GivenPath:
+    """Return a user's path as an absolute path, from the current directory of the process: it means the same when that changes.
+
+    `PathError` names `field` where the path is no text, has not 1 to 1,024 characters, begins with "~", or has a scheme such as
+    "s3://"; and where it is relative and the current directory is gone.
+    """
+    if isinstance(path, GivenPath):
+        return path
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise PathError(f"{field}={path!r} is not text: give a str")
-    return absolute_path(field, text) if text else ""
+    return GivenPath(_native.given_path(field, text))
 
 
-def open_to_save(path: object, checks: PathChecks = "basic") -> Directory:
+def open_to_save(path: object, checks: PathChecks | None = None) -> Directory:
     """Check the directory at a user's path, make it when it is missing, and hold it. `PathError`, `StoragePermissionError`.
 
-    With basic checks the links in `path` are followed, now and not again. Basic checks are the default everywhere but in `Saver`.
+    The links in `path` are followed, now and not again, except with strict checks. `default_checks` are the default.
     """
-    return _native.Directory.to_save(given_path("path", path), checks)
+    return _native.Directory.to_save(given_path("path", path), checks or default_checks())
 
 
-def open_to_load(path: object, checks: PathChecks = "basic") -> Directory:
+def open_to_load(path: object, checks: PathChecks | None = None) -> Directory:
     """Check the directory at a user's path, which need not be writable, and hold it. `PathError`, `StoragePermissionError`."""
-    return _native.Directory.to_load(given_path("path", path), checks)
+    return _native.Directory.to_load(given_path("path", path), checks or default_checks())
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ._native import FlushRoot, Table
+from .config import SsdRoot
 from .exceptions import PathError, StateError, StorageError, StoragePermissionError
 
 __all__ = [
@@ -40,8 +41,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# A root: absolute path and name.
-Root = tuple[str, int]
+# A root and its name.
+Root = tuple[SsdRoot, int]
 
 
 # Bits of the random step.
@@ -64,7 +65,7 @@ def new_token(known: Iterable[int]) -> int:
 
 def known_to(roots: Iterable[Root]) -> list[int]:
     """The tokens that the marks in these roots name, whether or not a table still has their states. `StorageError`."""
-    return [token for path, _ in roots for token in FlushRoot(path).tokens()]
+    return [token for root, _ in roots for token in FlushRoot(*root).tokens()]
 
 
 def is_shared(token: int) -> bool:
@@ -72,17 +73,19 @@ def is_shared(token: int) -> bool:
     return bool(token & 1)
 
 
-def known_roots(ssd_dirs: Iterable[str]) -> list[Root]:
+def known_roots(roots: Iterable[SsdRoot]) -> list[Root]:
     """The roots of a rank's tables with their names, in the order of their paths. `StorageError`."""
-    paths = sorted({os.path.abspath(ssd_dir) for ssd_dir in ssd_dirs})
-    return [(path, FlushRoot(path).name(secrets.randbits(64))) for path in paths]
+    # Of a path that tables were given with different checks, one is enough: each table was checked when it was made.
+    checks = {os.path.abspath(root.path): root.checks for root in roots}
+    found = [SsdRoot(path, checks[path]) for path in sorted(checks)]
+    return [(root, FlushRoot(*root).name(secrets.randbits(64))) for root in found]
 
 
 @dataclass(frozen=True)
 class Mark:
     """What a rank does to one of its roots, of which it is the first rank."""
 
-    path: str
+    root: SsdRoot
     name: int
     coordinator: Root
 
@@ -94,7 +97,8 @@ class Mark:
     def prepare(self, token: int) -> None:
         """Name the coordinator. `StorageError`."""
         if not self.decides:
-            FlushRoot(self.path).prepare(token, *self.coordinator)
+            (path, _), name = self.coordinator
+            FlushRoot(*self.root).prepare(token, path, name)
 
     def decide(self, token: int) -> None:
         """Mark the flush as complete, in the coordinator's root. After a `StorageError` a resume takes this flush or the one
@@ -102,7 +106,7 @@ class Mark:
         """
         if self.decides:
             try:
-                FlushRoot(self.path).commit(token)
+                FlushRoot(*self.root).commit(token)
             except StorageError as error:
                 error.message = f"cannot mark the flush as complete: {error.message}"
                 raise
@@ -111,30 +115,30 @@ class Mark:
         """Mark the flush as complete here too, where another root decided. Where this fails the other root is asked again."""
         if not self.decides:
             try:
-                FlushRoot(self.path).commit(token)
+                FlushRoot(*self.root).commit(token)
             except StorageError as error:
-                _log.warning("a flush is complete, but %s cannot say so itself: %s", self.path, error)
+                _log.warning("a flush is complete, but %s cannot say so itself: %s", self.root.path, error)
 
     def forget(self, tokens: Iterable[int]) -> None:
         """Remove the marks of `tokens`, except those of states that any table below this root keeps. `StorageError`."""
         unwanted = set(tokens)
         if unwanted:
             # Tables that are not in this flush may have been in an earlier one.
-            unwanted -= _tokens_below(self.path)
+            unwanted -= _tokens_below(self.root)
         for token in unwanted:
-            FlushRoot(self.path).forget(token)
+            FlushRoot(*self.root).forget(token)
 
 
-def _tokens_below(ssd_dir: str) -> set[int]:
+def _tokens_below(root: SsdRoot) -> set[int]:
     """Tokens of the states of all tables below a root. `StorageError`, `StoragePermissionError` where it cannot be told."""
     shards = [
         shard
-        for module in _entries(ssd_dir)
+        for module in _entries(root.path)
         for table in _entries(module)
         for shard in _entries(table)
         if "-of-" in os.path.basename(shard)
     ]
-    return {token for shard in shards for token in Table.published(shard, ssd_dir)}
+    return {token for shard in shards for token in Table.published(shard, *root)}
 
 
 def _entries(directory: str) -> list[str]:
@@ -168,9 +172,9 @@ def _is_of_another(directory: str) -> bool:
 
 def _is_here(root: Root) -> bool:
     """Whether this rank reaches a root that any rank has. `StorageError` where that cannot be told: then no rank decides alone."""
-    path, name = root
+    ssd_root, name = root
     try:
-        found = FlushRoot(path)
+        found = FlushRoot(*ssd_root)
     except (PathError, StoragePermissionError):
         return False  # nothing of ours is at this path of this machine
     return found.is_named(name)
@@ -181,28 +185,28 @@ def marks_to_make(rank: int, roots: Sequence[Sequence[Root]]) -> list[Mark]:
     before = {name for others in roots[:rank] for _, name in others}
     reached = [root for others in roots for root in others if _is_here(root)]
     return [
-        Mark(path, name, coordinator=reached[0] if reached else (path, name))
-        for path, name in roots[rank]
+        Mark(root, name, coordinator=reached[0] if reached else (root, name))
+        for root, name in roots[rank]
         if name not in before
     ]
 
 
-def is_complete(ssd_dir: str, token: int) -> bool:
+def is_complete(root: SsdRoot, token: int) -> bool:
     """Whether the state of `token` can be resumed: that of one table, or of several that have all published it.
 
     `StateError` where another root decides that and is not there.
     """
-    return not is_shared(token) or FlushRoot(ssd_dir).is_complete(token)
+    return not is_shared(token) or FlushRoot(*root).is_complete(token)
 
 
-def newest_complete(ssd_dir: str, published: Sequence[int]) -> int | None:
+def newest_complete(root: SsdRoot, published: Sequence[int]) -> int | None:
     """The newest complete one of a table's `published` tokens (oldest first); None where there is none. Raises as `is_complete`."""
-    return next((token for token in reversed(published) if is_complete(ssd_dir, token)), None)
+    return next((token for token in reversed(published) if is_complete(root, token)), None)
 
 
-def resume_token(ssd_dir: str, table_dir: str, published: Sequence[int]) -> int | None:
+def resume_token(root: SsdRoot, table_dir: str, published: Sequence[int]) -> int | None:
     """As `newest_complete`; `StateError` where states were published and none is complete."""
-    token = newest_complete(ssd_dir, published)
+    token = newest_complete(root, published)
     if token is None and published:
         raise StateError(
             f"{table_dir} holds only a flush of several tables that did not finish: load a checkpoint with Saver, or reopen with "

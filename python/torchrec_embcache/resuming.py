@@ -52,7 +52,7 @@ def state_to_resume(table: ResumedTable, reopen: Reopen | None, token: int | Non
                 'TierBudgets(ssd_dir=..., reopen="resume")'
             )
         return StateToResume(None)
-    root, published = str(table.tiers.ssd_dir), tuple(table.published())
+    root, published = table.tiers.ssd_root, tuple(table.published())
     if token is None and reopen == "resume":
         token = publish.resume_token(root, directory, published)
     elif token is None:

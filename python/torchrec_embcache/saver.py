@@ -69,11 +69,14 @@ class Saver:
     """
 
     def __init__(self, rank: int | None = None, *, path_checks: PathChecks = "strict") -> None:
-        """`rank`: this process's; by default `torch.distributed`'s, and without that it must be given, as 0.
+        """`rank`: this process's. By default `torch.distributed`'s, and without that 0. Another number is a `ConfigError` of each
+        method: a process without `torch.distributed` has the whole model.
 
         `path_checks`: what is asked of the directories that the methods are given. "strict": no symbolic link or `..` in the path,
-        no word such as "key", no system directory, a directory of the caller's own with mode 0750 or less. "basic" refuses only
-        what others can write to: it follows links, once, accepts 0755, and loads a checkpoint of another user.
+        no word such as "key", no system directory, a directory of the caller's own with mode 0750 or less, and nothing opened in it
+        that others may write to. "basic" refuses only what others can write to: it follows links, once, accepts 0755, and loads a
+        checkpoint of another user. "trusted" accepts any owner and mode, and parents that others may write to, as volumes of pods
+        have them: everybody who can write there is trusted.
         """
         self.rank: int | None = None if rank is None else check_int("rank", rank, 0, (1 << 31) - 1)
         check_choice("path_checks", path_checks, PathChecks)
@@ -362,11 +365,8 @@ class Saver:
             rank = dist.get_rank()
             if self.rank not in (None, rank):
                 raise ConfigError(f"rank={self.rank} and torch.distributed says {rank}: leave rank out")
-        elif self.rank is None:
+        elif self.rank not in (None, 0):
             raise ConfigError(
-                "rank=None and torch.distributed is not initialised: give Saver(rank=0), or initialise it first"
-            )
-        elif self.rank != 0:
-            raise ConfigError(
-                f"rank={self.rank} without torch.distributed, where there is one rank: give Saver(rank=0)"
+                f"rank={self.rank} without torch.distributed, where this process has the whole model: leave rank out, or "
+                "call torch.distributed.init_process_group first"
             )

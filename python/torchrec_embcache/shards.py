@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .cache import internals
 from .collective import all_gather, together
 from .exceptions import InputError, PathError
-from .paths import given_path
+from .paths import GivenPath, given_path
 from .table_shard import TableShard
 from .under_way import finish_saves
 from .whole_model import CacheModule, cache_modules, expect_state_dicts
@@ -59,10 +59,10 @@ def shards_to_save(module: nn.Module) -> list[Shard]:
     return shards_of(module)
 
 
-def agreed_path(path: str | os.PathLike[str]) -> str:
+def agreed_path(path: str | os.PathLike[str]) -> GivenPath:
     """Return `path` as an absolute path. `PathError` where ranks name different directories. Collective."""
     given = together(lambda: given_path("path", path))
-    everyone = all_gather(os.path.normpath(given) if given else "")
+    everyone = all_gather(os.path.normpath(given))
     if len(set(everyone)) > 1:
         named = ", ".join(f"rank {rank}: {each!r}" for rank, each in enumerate(everyone))
         raise PathError(f"path differs between ranks: give all the same ({named})")

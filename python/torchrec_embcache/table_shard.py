@@ -71,7 +71,7 @@ class TableShard:
         self.flushing = threading.RLock()
         self._unusable: str | None = None
         if self.directory is not None:
-            _native.check_ssd_dir(str(self.tiers.ssd_dir))
+            _native.check_ssd_dir(*self.tiers.ssd_root)
 
     # ---- settings
 
@@ -231,7 +231,7 @@ class TableShard:
             on_full=self.on_full,
             segments=segments,
             unfinished=state.unfinished,
-            ssd_root=str(self.tiers.ssd_dir) if directory is not None else None,
+            ssd_root=_native.FlushRoot(*self.tiers.ssd_root) if directory is not None else None,
             sizing=self.tiers.sizing,
             **self.settings.lifecycle.native(),
         )
@@ -355,7 +355,7 @@ class TableShard:
     def published(self) -> list[int]:
         """Tokens of the states that a resume can take, oldest first."""
         directory = self.directory
-        return _native.Table.published(directory, str(self.tiers.ssd_dir)) if directory is not None else []
+        return _native.Table.published(directory, *self.tiers.ssd_root) if directory is not None else []
 
     def known_tokens(self) -> list[int]:
         """Tokens of the states in the directory, and that of the last one published or resumed, whose state may be gone."""
@@ -397,7 +397,7 @@ class TableShard:
         """
         for other in self.published():
             try:
-                complete = publish.is_complete(str(self.tiers.ssd_dir), other)
+                complete = publish.is_complete(self.tiers.ssd_root, other)
             except StateError:  # it is older than the state that was resumed, so that nobody needs it
                 complete = False
             if not complete:

@@ -274,8 +274,8 @@ def stop_at(patch, calls):
     left = [calls]
 
     class Counted:
-        def __init__(self, path):
-            self.root = _native.FlushRoot(path)
+        def __init__(self, *root):
+            self.root = _native.FlushRoot(*root)
 
         def __getattr__(self, name):
             if name in ("name", "prepare", "commit", "forget"):
@@ -505,8 +505,8 @@ def flush_on_machines(rank, _size, root, action="always"):
     mine = os.path.abspath(Path(root, f"disk{rank}"))
 
     class OfOneMachine:
-        def __init__(self, path):
-            self.path, self.root = path, _native.FlushRoot(path)
+        def __init__(self, path, checks):
+            self.path, self.root = path, _native.FlushRoot(path, checks)
 
         def __getattr__(self, name):
             return getattr(self.root, name)

@@ -7,16 +7,18 @@ import errno
 import os
 import resource
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
 from tables import Contents, make_bag, random_batches, train
-from torchrec_embcache import EmbCacheEmbeddingBag, EmbCacheError, TierBudgets, flush, optimizers, serialize
+from torchrec_embcache import EmbCacheEmbeddingBag, EmbCacheError, TierBudgets, flush, optimizers, serialize, serving
 from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.cli import main
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.dcp.paths import holds_checkpoint
 from torchrec_embcache.exceptions import (
@@ -25,8 +27,10 @@ from torchrec_embcache.exceptions import (
     StorageError,
     StoragePermissionError,
 )
-from torchrec_embcache.paths import is_there, open_to_save
+from torchrec_embcache.monitoring import JsonlLogger
+from torchrec_embcache.paths import PathChecks, is_there, open_to_save
 from torchrec_embcache.saver import Saver
+from torchrec_embcache.sizing import read_traffic, write_traffic
 
 BATCHES = random_batches(4, bags=8, ids=400, seed=5)
 
@@ -123,10 +127,157 @@ def test_a_leading_tilde_is_refused_with_what_replaces_it(
     assert (tmp_path / "~rows" / "LATEST").exists()
 
 
+SCHEMES = [
+    "s3://bucket/z",
+    "gs://bucket",
+    "hdfs://host:9000/z",
+    "file:///tmp/z",
+    "abfss://c@account/z",
+    Path("s3://bucket/z"),
+]
+
+
+@pytest.mark.parametrize("path", SCHEMES)
+def test_a_path_with_a_scheme_is_refused_by_all_that_takes_one_and_nothing_is_made(
+    path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bag = make_bag()
+    train(bag, BATCHES)
+    Saver().save(bag, tmp_path / "ckpt")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    writer, reader = EmbCacheStorageWriter("dcp", bag), EmbCacheStorageReader("dcp", bag)
+    uses: list[Callable[[], object]] = [
+        lambda: TierBudgets(host_bytes="1MiB", ssd_bytes="1MiB", ssd_dir=path),
+        lambda: serialize.Saver(path=path, hashtables={"item": bag}),  # type: ignore[arg-type]
+        lambda: serialize.Loader(path, hashtables={"item": bag}),  # type: ignore[arg-type]
+        lambda: EmbCacheStorageWriter(path, bag),
+        lambda: EmbCacheStorageReader(path, bag),
+        lambda: writer.reset(path),
+        lambda: reader.reset(path),
+        lambda: serving.open(path),
+        lambda: serving.open(tmp_path / "ckpt", follow=serving.Follow(source=path)),
+        lambda: JsonlLogger(bag, path, interval_s=None),
+        lambda: write_traffic([], path),
+        lambda: read_traffic(path),
+    ]
+    for checks in get_args(PathChecks):
+        saver = Saver(path_checks=checks)
+        uses += [partial(use, bag, path) for use in (saver.save, saver.save_async, saver.load)]
+        uses.append(partial(saver.compact, path))
+    for use in uses:
+        with pytest.raises(PathError, match="has the scheme '?\"?[a-z0-9]+"):
+            use()
+    assert not EmbCacheStorageWriter.validate_checkpoint_id(path)
+    for command in (
+        ["ls", path],
+        ["inspect", path],
+        ["verify", path],
+        ["compact", path],
+        ["index", path],
+        ["prune", path, "--keep", 1],
+        ["why", path, "item", 7],
+        ["diff", tmp_path / "ckpt", path],
+        ["copy", path, "copied"],
+        ["copy", tmp_path / "ckpt", path],
+        ["reshard", tmp_path / "ckpt", path, "--world-size", 1],
+        ["convert", path, "converted"],
+        ["convert", tmp_path / "ckpt", path, "--to", "npy"],
+        ["convert", tmp_path / "ckpt", path, "--to", "serving"],
+        ["plot", path, "-o", "picture.svg"],
+        ["plot", "traffic.json", "-o", f"{path}/picture.svg"],
+        ["advise", path, "--ram", "1GiB"],
+    ):
+        assert main([str(word) for word in command]) == 3, command
+        assert "PathError" in capsys.readouterr().err, command
+    assert not list(work.iterdir())
+    Saver().save(bag, "./s3:/rows")  # a directory of that name
+    assert (work / "s3:" / "rows" / "LATEST").exists()
+
+
+@pytest.mark.parametrize("path", [5, None, b"x", "", "a\0b", "~/x", "s3://bucket", "x" * 1025])
+def test_dcp_is_told_that_a_path_is_none_where_the_constructor_refuses_it(path: Any) -> None:
+    for kind in (EmbCacheStorageReader, EmbCacheStorageWriter):
+        with pytest.raises(PathError):
+            kind(path)
+        assert kind.validate_checkpoint_id(path) is False
+        assert kind.validate_checkpoint_id("x" * 255) is True
+        assert kind.validate_checkpoint_id(Path("checkpoint")) is True
+
+
+# ---- volumes that others may write to
+
+
+def as_kubernetes_mounts_it(volume: Path) -> None:
+    """Give all of a volume to its group, as the kubelet does at each mount of one with an `fsGroup`."""
+    for folder, _, names in os.walk(volume):
+        os.chmod(folder, os.stat(folder).st_mode | 0o2770)
+        for name in names:
+            file = os.path.join(folder, name)
+            os.chmod(file, os.stat(file).st_mode | 0o660)
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o777])
+def test_trusted_volumes_are_saved_to_loaded_from_served_and_resumed(
+    mode: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    volume = tmp_path / "volume"
+    ssd, root = volume / "ssd", volume / "ckpt"
+    for path in (volume, ssd, root):
+        path.mkdir()
+        path.chmod(mode)
+    for use in (lambda: tiered(ssd), lambda: Saver().save(make_bag(), root), lambda: serving.open(root)):
+        with pytest.raises(StoragePermissionError):
+            use()
+    bag = tiered(ssd, path_checks="trusted")
+    grow(bag, 1000)
+    bag.flush()
+    saver = Saver(path_checks="trusted")
+    saver.save(bag, root)
+    as_kubernetes_mounts_it(volume)
+    grow(bag, 2000)
+    assert saver.save(bag, root, incremental=True).kind == "delta"
+    flush(nn.ModuleList([bag]))
+    expected = Contents.of(bag)
+    bag.close()
+    as_kubernetes_mounts_it(volume)
+    with tiered(ssd, path_checks="trusted", reopen="resume") as resumed:
+        assert Contents.of(resumed) == expected
+    loaded = tiered(ssd, name="loaded", path_checks="trusted")
+    saver.load(loaded, root, rename={"item": "loaded"})
+    assert len(loaded) == 2000
+    loaded.close()
+    with serving.open(root, path_checks="trusted") as tables:
+        assert (next(root.glob("*-*")) / "serve.idx").exists() or tables
+    for refused in ("ls", "verify"):
+        assert main([refused, str(root)]) == 3
+        assert "path_checks" in capsys.readouterr().err
+        assert main([refused, str(root), "--path-checks", "trusted"]) == 0
+    assert main(["compact", str(root), "--path-checks", "trusted"]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give directories away")
+def test_a_trusted_volume_may_belong_to_anybody(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    ssd = volume / "ssd"
+    ssd.mkdir(parents=True)
+    for path in (volume, ssd):
+        os.chown(path, 12345, 54321)
+        path.chmod(0o2775)
+    refuses(ssd, "trusted")
+    with tiered(ssd, path_checks="trusted") as bag:
+        grow(bag, 1000)
+        Saver(path_checks="trusted").save(bag, volume / "ckpt")
+        Saver(path_checks="trusted").load(bag, volume / "ckpt")
+    with pytest.raises(ConfigError, match="TierBudgets.path_checks='basic' is not known"):
+        tiered(ssd, path_checks="basic")
+
+
 # ---- who else may change a path
 
 
-def test_the_rules_of_saver_have_two_names() -> None:
+def test_the_rules_of_saver_have_three_names() -> None:
     assert Saver(0).path_checks == "strict"
     with pytest.raises(ConfigError, match="path_checks='loose' is not known"):
         Saver(0, path_checks="loose")  # type: ignore[arg-type]

@@ -301,15 +301,20 @@ def test_rank_and_arguments_are_checked(root: Path) -> None:
     for rank in (-1, True, 1.5, "0"):
         with pytest.raises(ConfigError, match="rank"):
             Saver(rank)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rank=None"):
-        Saver().save(make_bag(), root)
-    with pytest.raises(ConfigError, match="rank=1"):
-        Saver(1).load(make_bag(), root)
+    for use in (Saver(1).save, Saver(1).load, Saver(rank=1).save_async):
+        with pytest.raises(
+            ConfigError, match="rank=1 without torch.distributed, where this process has the whole model"
+        ):
+            use(make_bag(), root)
     with pytest.raises(PathError, match="missing"):
         Saver(0).load(make_bag(), root)
     root.mkdir(mode=0o700)
     with pytest.raises(PathError, match="no checkpoint"):
         Saver(0).load(make_bag(), root)
+    bag = make_bag()
+    train(bag)
+    Saver().save(module=bag, path=root)  # the process is rank 0
+    assert Saver().load(module=make_bag(), path=root).rows == {"item": len(bag)}
 
 
 def test_a_table_in_use_by_a_batch_is_not_loaded_into(root: Path) -> None:

@@ -1,6 +1,7 @@
 """Where a checkpoint may be: all rules on paths, owners and permission bits, for saves and for loads."""
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,9 +45,19 @@ def test_the_directory_is_made_private(root: Path) -> None:
         ("my.password", PathError),
         ("privateKey-1", PathError),
         ("a/key/b", PathError),
+        ("keys", PathError),
+        ("passwords", PathError),
+        ("private-keys", PathError),
+        ("apiKey", PathError),
+        ("secrets", PathError),
+        ("passwd", PathError),
+        ("credentials", PathError),
+        ("id_rsa", PathError),
+        (".ssh/x", PathError),
         ("a/../b", PathError),
         ("..", PathError),
         ("x" * 1025, PathError),
+        ("monkey", None),
         ("keyboard", None),
         ("MonKey", None),
         ("etc/usr", None),
@@ -85,11 +96,53 @@ def test_a_path_that_is_no_text_is_refused() -> None:
         Saver(0).save(make_bag(), b"/tmp/x")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o707, 0o777, 0o751])
+def test_a_path_of_1024_characters_is_saved_to_however_many_bytes_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bag = make_bag()
+    longest = "/".join(["ü" * 127] * 8)
+    assert len(longest) == 1023
+    for path in (longest, f"{longest}/"):
+        Saver().save(bag, path)
+        Saver().load(bag, path)
+    for path, count in ((f"{longest}//", 1025), ("", 0)):
+        with pytest.raises(PathError, match=f"has {count} characters: use 1 to 1024"):
+            Saver().save(bag, path)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1750, 0o2750, 0o4750])
+@pytest.mark.parametrize("what", ["checkpoint", "table", "data", "manifest"])
+def test_an_inner_mode_that_is_too_open_is_refused_with_its_cure(mode: int, what: str, root: Path) -> None:
+    bag = make_bag()
+    bag.import_rows([7], [[1.0, 2.0, 3.0, 4.0]])
+    Saver().save(bag, root)
+    (checkpoint,) = (path for path in root.iterdir() if path.is_dir())
+    entry = {
+        "checkpoint": checkpoint,
+        "table": next(checkpoint.glob("*+*")),
+        "data": next(checkpoint.glob("*/*.safetensors")),
+        "manifest": checkpoint / "manifest.json",
+    }[what]
+    before = entry.stat().st_mode
+    entry.chmod(mode)
+    with pytest.raises(StoragePermissionError, match=f"chmod 0*{mode & 0o750:o} {re.escape(str(entry))}"):
+        Saver().load(make_bag(), root)
+    if mode & 0o022:
+        with pytest.raises(StoragePermissionError, match="others may write to it"):
+            Saver(path_checks="basic").load(make_bag(), root)
+    else:
+        Saver(path_checks="basic").load(make_bag(), root)
+    Saver(path_checks="trusted").load(make_bag(), root)
+    entry.chmod(before)
+    Saver().load(make_bag(), root)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o707, 0o777, 0o751, 0o1750, 0o2750, 0o4750])
 def test_a_directory_that_is_too_open_is_refused_with_its_cure(mode: int, root: Path) -> None:
     root.mkdir()
     root.chmod(mode)
-    with pytest.raises(StoragePermissionError, match=f"chmod {mode & 0o750:o} "):
+    with pytest.raises(StoragePermissionError, match=f"chmod 0*{mode & 0o750:o} "):
         Saver(0).save(make_bag(), root)
     assert not list(root.iterdir())
     with pytest.raises(PermissionError):

@@ -12,6 +12,7 @@ from torch import nn
 from tables import Contents, make_bag, ssd_tiers, step
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers, publish
 from torchrec_embcache.cache import internals
+from torchrec_embcache.config import SsdRoot
 from torchrec_embcache.exceptions import EmbCacheError, StateError
 
 VERSION_1 = Path(__file__).parent.parent / "fixtures" / "v1" / "ssd_tier"
@@ -115,7 +116,7 @@ def test_a_mark_that_an_earlier_run_left_is_no_mark_of_a_new_flush(tmp_path):
     for bag in model:
         step(bag, [[1]])
     flush(model)
-    marked = max(publish.known_to(publish.known_roots([str(root)])))
+    marked = max(publish.known_to(publish.known_roots([SsdRoot(str(root), "strict")])))
     close(model)
     model = model_in(root, reopen="discard")
     for bag in model:

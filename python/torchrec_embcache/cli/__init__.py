@@ -12,9 +12,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from torchrec_embcache import __version__
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError
+from torchrec_embcache.paths import PathChecks, default_checks, with_default_checks
 
 from .advise import add_advise
 from .backup import add_backup
@@ -38,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], Report] = given.run
     try:
-        report = run(given)
+        with with_default_checks(given.path_checks):
+            report = run(given)
         report.write(given.json)
         sys.stdout.flush()
         return report.code
@@ -169,6 +172,12 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, about: str, run: Callable[[argparse.Namespace], Report]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=about, description=about)
         made.add_argument("--json", action="store_true", help="print JSON")
+        made.add_argument(
+            "--path-checks",
+            choices=get_args(PathChecks),
+            default=default_checks(),
+            help="the rules for directories, as those of Saver; trusted: volumes that others may write to; by default basic",
+        )
         made.set_defaults(run=run)
         return made
 

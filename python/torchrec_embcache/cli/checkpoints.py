@@ -14,7 +14,7 @@ import numpy as np
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
-from torchrec_embcache.paths import Directory, is_there, open_to_load, open_to_save
+from torchrec_embcache.paths import Directory, GivenPath, default_checks, is_there, open_to_load, open_to_save
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.sessions.load import open_newest
 from torchrec_embcache.sessions.ranks import OneRank
@@ -62,7 +62,7 @@ class Opened:
         directory = open_to_load(path)
         name = os.path.basename(directory.path)
         if CHECKPOINT_NAME.fullmatch(name) and not directory.has("LATEST"):
-            directory = open_to_load(os.path.dirname(directory.path))
+            directory = open_to_load(GivenPath(os.path.dirname(directory.path)))
             rows = _native.CheckpointRows(directory, name)
         else:
             directory, name, rows = open_newest(OneRank(), lambda: _newest_in(directory), _native.CheckpointRows)
@@ -174,7 +174,7 @@ def inspect(path: str) -> Report:
     directory = Path(open_to_load(path).path)
     if not is_there(directory / "LATEST") and (shards := shards_below(directory)):
         return inspect_tiers(directory, shards)
-    opened = Opened.at(str(directory))
+    opened = Opened.at(GivenPath(directory))
     found = list(checkpoints_in(opened.directory))
     tables, links = opened.tables, opened.links[::-1]
     for table, pending, times in zip(tables, opened.pending, opened.times_of_steps, strict=True):
@@ -335,7 +335,7 @@ def reshard(source: str, target: str, world_size: int, *, counters: bool = True)
 
 def compact(path: str, keep: int, *, counters: bool = True) -> Report:
     """Merge the newest checkpoint of a directory and all it builds on into a full one; see `Saver.compact`."""
-    done = Saver(0, path_checks="basic").compact(path, keep=keep, counters=counters)
+    done = Saver(path_checks=default_checks()).compact(path, keep=keep, counters=counters)
     rows = sum(entry["rows"] for entry in Opened.at(path).tables)
     data = {"path": path, "checkpoint": done.checkpoint, "rows": rows}
     return Report(data, lines=[f"{done.checkpoint} in {path}: full, {rows:,} rows"])

@@ -17,7 +17,7 @@ from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import InputError, PathError, UnsupportedError
 from torchrec_embcache.folder import Folder
 from torchrec_embcache.optimizers import BY_KIND, OptimizerSpec
-from torchrec_embcache.paths import Directory, open_to_save
+from torchrec_embcache.paths import Directory, given_path, open_to_save
 from torchrec_embcache.sessions.ranks import OneRank
 from torchrec_embcache.sessions.save import RankPart, SaveSession
 
@@ -67,6 +67,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
         to_layout: "embcache", "safetensors", "npy" or "torchrec-dcp".
         settings: For layouts that do not say it.
     """
+    given_path("source", source)
     if from_layout == "auto":
         from_layout = recognise(Path(source))
     if (from_layout == "embcache") == (to_layout == "embcache"):

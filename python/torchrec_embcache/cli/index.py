@@ -3,7 +3,7 @@
 import os
 
 from torchrec_embcache import _native
-from torchrec_embcache.paths import open_to_load, open_to_save
+from torchrec_embcache.paths import GivenPath, open_to_load, open_to_save
 
 from .checkpoints import CHECKPOINT_NAME
 from .report import Report
@@ -15,9 +15,9 @@ def index(path: str, at: str | None = None) -> Report:
     """Make the index of a checkpoint: of the newest, of the one that `at` names or numbers, or of the one that `path` is."""
     directory = open_to_load(path)
     name = os.path.basename(directory.path)
-    root = directory.path
+    root = GivenPath(directory.path)
     if at is None and CHECKPOINT_NAME.fullmatch(name) and not directory.has("LATEST"):
-        root, at = os.path.dirname(root), name
+        root, at = GivenPath(os.path.dirname(root)), name
     made = _native.make_serving_index(open_to_save(root), at)
     data = {
         "path": root,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrec_embcache.exceptions import InputError
+from torchrec_embcache.paths import given_path
 
 from .report import Report
 
@@ -40,18 +41,19 @@ def _plot(given: argparse.Namespace) -> Report:
         raise InputError("-o is missing: give the name of the picture, or ask for its numbers by --json")
     if given.output is not None and not given.output.lower().endswith(_ENDINGS):
         raise InputError(f"-o {given.output}: the picture is written as SVG or PNG: end its name with .svg or .png")
+    output = None if given.output is None else Path(given_path("-o", given.output))
     panels = read_panels(given.files, over=given.over, tables=given.table)
     if len(panels) > _MOST_PANELS:
         raise InputError(
             f"{len(panels)} diagrams are too many for one picture: choose some tables by --table NAME, for {_MOST_PANELS} at most"
         )
-    if given.output is not None:
+    if output is not None:
         from torchrec_embcache.plotting.drawing import png, svg
 
         if given.output.lower().endswith(".svg"):
             data = svg(panels, dark=given.dark).encode()
         else:
             data = png(panels, dark=given.dark)
-        Path(given.output).write_bytes(data)
+        output.write_bytes(data)
     found = {"output": given.output, "panels": [panel.as_dict() for panel in panels]}
     return Report(found, lines=[f"{given.output}: {len(panels)} diagrams of {len(given.files)} files"])

@@ -4,6 +4,7 @@ import os
 import secrets
 
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
+from torchrec_embcache.paths import GivenPath
 
 from .checkpoints import Opened, another_directory
 from .convert import Settings
@@ -40,7 +41,7 @@ def for_serving(source: str, target: str, precision: str, keep: int) -> Report:
     directory = another_directory(target, opened)
     root = directory.path
     published = opened.rows.make_for_serving(directory, secrets.randbits(64), precision, keep)
-    made = Opened.at(os.path.join(root, published.id.name))
+    made = Opened.at(GivenPath(os.path.join(root, published.id.name)))
     notes = list(published.left)
     if opened.manifest.get("dense") is not None:
         notes.append("the tensors and objects beside the tables, which DCP saved, are not in it")

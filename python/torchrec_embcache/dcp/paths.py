@@ -3,7 +3,7 @@
 import os
 
 from torchrec_embcache.exceptions import PathError
-from torchrec_embcache.paths import Directory, given_path, open_to_load, open_to_save
+from torchrec_embcache.paths import Directory, GivenPath, given_path, open_to_load, open_to_save
 
 __all__ = ["AtPath", "holds_checkpoint", "rank_to_load", "rank_to_save"]
 
@@ -36,12 +36,16 @@ class AtPath:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, and not the address of another storage."""
-        return isinstance(checkpoint_id, os.PathLike) or (bool(checkpoint_id) and "://" not in str(checkpoint_id))
+        """Whether a reader or a writer takes it: it is a path, and not the address of another storage."""
+        try:
+            given_path("checkpoint_id", checkpoint_id)
+        except PathError:
+            return False
+        return True
 
 
-def _of_rank(directory: Directory, rank: int) -> str:
-    return os.path.join(directory.path, f"rank-{rank}")
+def _of_rank(directory: Directory, rank: int) -> GivenPath:
+    return GivenPath(os.path.join(directory.path, f"rank-{rank}"))
 
 
 def rank_to_save(directory: Directory, rank: int) -> Directory:

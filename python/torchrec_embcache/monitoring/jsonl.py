@@ -11,6 +11,7 @@ from torch import nn
 
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.metrics import Histogram
+from torchrec_embcache.paths import given_path
 
 from .background import Monitor
 from .sampling import Sample, TableSample, Value
@@ -50,7 +51,7 @@ class JsonlLogger(Monitor):
     """
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str], *, interval_s: float | None = 10.0) -> None:
-        self._path = os.fspath(path)
+        self._path = given_path("path", path)
         self._cut = False
         super().__init__(model, interval_s)
 

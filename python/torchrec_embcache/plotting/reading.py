@@ -12,6 +12,7 @@ from pathlib import Path
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, InputError, StorageError
 from torchrec_embcache.monitoring import Sample
 from torchrec_embcache.monitoring.jsonl import sample_of
+from torchrec_embcache.paths import given_path
 from torchrec_embcache.sizing import TableTraffic, read_traffic
 
 from .curves import curve_panels
@@ -84,7 +85,7 @@ def _is_named(title: str, tables: Collection[str]) -> bool:
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_bytes().decode("utf-8")
+        return Path(given_path("path", path)).read_bytes().decode("utf-8")
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -13,7 +13,7 @@ from torchrec_embcache.admission import NotAdmitted, check_not_admitted
 from torchrec_embcache.closing import ClosedByWith
 from torchrec_embcache.config import parse_bytes
 from torchrec_embcache.exceptions import ConfigError, PathError, StateError
-from torchrec_embcache.paths import PathChecks, open_to_load
+from torchrec_embcache.paths import GivenPath, PathChecks, open_to_load
 
 from .follow import Follow
 from .stats import ServingStats
@@ -164,7 +164,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
     at: str | int | None = None,
     host_bytes: int | str | None = None,
     follow: Follow | None = None,
-    checks: PathChecks = "basic",
+    path_checks: PathChecks = "basic",
     missing: NotAdmitted | None = None,
     preload: bool = False,
     verify: bool = False,
@@ -181,7 +181,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
         host_bytes: the most memory that this process may take of its own, for indexes that cannot be shared and for deltas, such as
             "2GiB". None: what it needs.
         follow: how newer checkpoints are taken up. None: only `Tables.poll` does.
-        checks: "strict" also refuses symbolic links in the path.
+        path_checks: the rules for the directories, as those of `Saver`. "trusted" accepts volumes that others may write to.
         missing: what ids without a row read: "zeros", a number for every column, "initial", the values that a row would be born
             with, or "shared", the row that ids share which were refused one. None: what evaluation reads in training, as far as the
             checkpoint says it.
@@ -193,8 +193,8 @@ def open(  # noqa: A001  # the specification's name: serving.open
             unread.
 
     Raises:
-        PathError: there is no such directory, no checkpoint in it, or not the one that `at` names; or `path` is a checkpoint
-            itself.
+        PathError: `path` has a scheme such as "s3://", or is a checkpoint itself; or there is no such directory, no checkpoint in
+            it, or not the one that `at` names.
         StoragePermissionError: it may not be read.
         MismatchError: the checkpoint is a linked one. The message has the command that makes one that can be served.
         CorruptionError: the checkpoint is damaged, as far as it is read (see `verify`).
@@ -233,14 +233,16 @@ def open(  # noqa: A001  # the specification's name: serving.open
         settings["max_staleness_seconds"] = follow.max_staleness_seconds
         settings["raise_when_stale"] = follow.on_stale == "raise"
     settings["at"] = None if at is None else str(at)
-    root = open_to_load(path, checks).path
+    root = GivenPath(open_to_load(path, path_checks).path)
     _check_is_no_checkpoint(root)
-    source = None if follow is None or follow.source is None else open_to_load(follow.source, checks).path
+    source = (
+        None if follow is None or follow.source is None else GivenPath(open_to_load(follow.source, path_checks).path)
+    )
 
     def opens() -> _native.Serving:
         # A forked child opens them anew: a directory that was opened before a fork is its parent's.
-        trainer = None if source is None else open_to_load(source, checks)
-        return _native.Serving(open_to_load(root, checks), source=trainer, **settings)
+        trainer = None if source is None else open_to_load(source, path_checks)
+        return _native.Serving(open_to_load(root, path_checks), source=trainer, **settings)
 
     return Tables(opens, root, follow)
 

@@ -16,6 +16,7 @@ from torchrec_embcache.config import Policy, check_choice, check_int
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, StateError
 from torchrec_embcache.miss_ratios import MissRatioCurve
 from torchrec_embcache.optimizers import BY_KIND, OptimizerKind
+from torchrec_embcache.paths import given_path
 from torchrec_embcache.table_settings import RowBytes, row_bytes
 from torchrec_embcache.whole_model import cache_modules
 
@@ -190,7 +191,7 @@ def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str])
     """Write traffic to a JSON file, for `embcache advise` and `embcache plot`. It replaces a file of that name, whole or
     not at all.
 
-    Raises `OSError` where the file cannot be written.
+    Raises `PathError` for a path that is no local one, and `OSError` where the file cannot be written.
 
     Examples:
         >>> from torchrec_embcache.sizing import TableTraffic, read_traffic, write_traffic
@@ -200,10 +201,11 @@ def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str])
         ['item']
     """
     text = json.dumps({"format": _FORMAT, "tables": [table.as_dict() for table in traffic]}, indent=1)
-    unfinished = Path(f"{os.fspath(path)}.unfinished")
+    target = given_path("path", path)
+    unfinished = Path(f"{target}.unfinished")
     try:
         unfinished.write_text(text + "\n")
-        unfinished.replace(path)
+        unfinished.replace(target)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -212,7 +214,8 @@ def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str])
 def read_traffic(path: str | os.PathLike[str]) -> list[TableTraffic]:
     """The traffic that `write_traffic` wrote.
 
-    Raises `CorruptionError` for a file that has something else, and `OSError` where it cannot be read.
+    Raises `CorruptionError` for a file that has something else, `PathError` for a path that is no local one, and `OSError` where it
+    cannot be read.
 
     Examples:
         >>> from torchrec_embcache.sizing import TableTraffic, advise, read_traffic, write_traffic
@@ -220,8 +223,9 @@ def read_traffic(path: str | os.PathLike[str]) -> list[TableTraffic]:
         >>> advise(read_traffic("traffic.json"), ram="1MiB").tables["item"].host_bytes
         1048576
     """
+    file = Path(given_path("path", path))
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(file.read_text())
         if content["format"] != _FORMAT:
             raise CorruptionError(f"{os.fspath(path)}: expected format {_FORMAT}, found {content['format']!r}")
         return [TableTraffic.from_dict(fields) for fields in content["tables"]]

@@ -13,13 +13,14 @@ use crate::error::to_python;
 use crate::logging::follow_levels;
 
 /// The rules that a user chose by name.
-fn checks_from(name: &str) -> PyResult<Checks> {
+pub(crate) fn checks_from(name: &str) -> PyResult<Checks> {
     match name {
         "strict" => Ok(Checks::Strict),
         "basic" => Ok(Checks::Basic),
+        "trusted" => Ok(Checks::Trusted),
         _ => Err(to_python(Error::new(
             Kind::Config,
-            format!("path_checks={name:?} is not known: use \"strict\" or \"basic\""),
+            format!("path_checks={name:?} is not known: use \"strict\", \"basic\" or \"trusted\""),
         ))),
     }
 }

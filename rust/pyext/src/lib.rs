@@ -85,7 +85,7 @@ mod _native {
     #[pymodule_export]
     use super::part::{PyPart, sweep};
     #[pymodule_export]
-    use super::paths::{PyRoot, check_ssd_dir, table_dir};
+    use super::paths::{PyRoot, check_ssd_dir, given_path, table_dir};
     #[pymodule_export]
     use super::plan::PyPlan;
     #[pymodule_export]

@@ -1,29 +1,53 @@
 //! Directories of SSD tiers that users name.
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::io::{BeneathEngine, IoEngine, default_engine};
-use embcache::paths::{directory_for_ssd, encode_name, open_for_ssd};
+use embcache::paths::{Checks, directory_for_ssd, encode_name, open_for_ssd};
 use embcache::ssd::Root;
 use pyo3::prelude::*;
 
+use crate::directory::checks_from;
 use crate::error::to_python;
 
-/// Check and hold a user's `ssd_dir`. Returns its absolute path, and an engine that works in it whatever becomes of the path.
-pub(crate) fn ssd_engine(ssd_dir: &Path) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
-    let (path, directory) = open_for_ssd(ssd_dir)?;
-    let engine = BeneathEngine::engine(default_engine()?, &path, directory);
-    Ok((path, engine))
+/// A user's `ssd_dir`, and the rules that it is held to.
+#[derive(Clone, Debug)]
+pub(crate) struct SsdRoot {
+    path: PathBuf,
+    checks: Checks,
+}
+
+impl SsdRoot {
+    pub(crate) fn new(path: PathBuf, checks: &str) -> PyResult<Self> {
+        Ok(Self { path, checks: checks_from(checks)? })
+    }
+
+    /// Check and hold the directory. Returns its absolute path, and an engine that works in it whatever becomes of the path.
+    pub(crate) fn engine(&self) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
+        let (path, directory) = open_for_ssd(&self.path, self.checks)?;
+        // What others can read is no danger to a tier.
+        let checks = if self.checks == Checks::Strict { Checks::Basic } else { self.checks };
+        let engine = BeneathEngine::engine(default_engine()?, &path, directory, checks.entry_check());
+        Ok((path, engine))
+    }
 }
 
 /// Check a user's `ssd_dir`. Returns its absolute path.
 #[pyfunction]
-#[pyo3(signature = (ssd_dir))]
+#[pyo3(signature = (ssd_dir, path_checks))]
+pub(crate) fn check_ssd_dir(py: Python<'_>, ssd_dir: PathBuf, path_checks: &str) -> PyResult<OsString> {
+    let root = SsdRoot::new(ssd_dir, path_checks)?;
+    py.detach(|| directory_for_ssd(&root.path, root.checks)).map(PathBuf::into_os_string).map_err(to_python)
+}
+
+/// A path as a user gave it, made absolute. `field` is the name that messages have for it.
+#[pyfunction]
+#[pyo3(signature = (field, path))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn check_ssd_dir(py: Python<'_>, ssd_dir: PathBuf) -> PyResult<OsString> {
-    py.detach(|| directory_for_ssd(&ssd_dir)).map(PathBuf::into_os_string).map_err(to_python)
+pub(crate) fn given_path(field: &str, path: PathBuf) -> PyResult<OsString> {
+    embcache::paths::given_path(field, &path).map(PathBuf::into_os_string).map_err(to_python)
 }
 
 /// The directory of a table's shard below `ssd_dir`.
@@ -38,15 +62,23 @@ pub(crate) fn table_dir(ssd_dir: PathBuf, module: &str, table: &str, rank: u32, 
 #[pyclass(frozen, name = "FlushRoot", module = "torchrec_embcache._native")]
 pub(crate) struct PyRoot {
     inner: Root,
+    engine: Arc<dyn IoEngine>,
+}
+
+impl PyRoot {
+    /// An engine that works in the directory, whatever becomes of its path.
+    pub(crate) fn engine(&self) -> Arc<dyn IoEngine> {
+        Arc::clone(&self.engine)
+    }
 }
 
 #[pymethods]
 impl PyRoot {
     #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn new(py: Python<'_>, ssd_dir: PathBuf) -> PyResult<Self> {
-        let (path, engine) = py.detach(|| ssd_engine(&ssd_dir)).map_err(to_python)?;
-        Ok(Self { inner: Root::new(engine, &path) })
+    fn new(py: Python<'_>, ssd_dir: PathBuf, path_checks: &str) -> PyResult<Self> {
+        let root = SsdRoot::new(ssd_dir, path_checks)?;
+        let (path, engine) = py.detach(|| root.engine()).map_err(to_python)?;
+        Ok(Self { inner: Root::new(Arc::clone(&engine), &path), engine })
     }
 
     fn name(&self, py: Python<'_>, random: u64) -> PyResult<u64> {

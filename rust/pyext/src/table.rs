@@ -1,13 +1,13 @@
 //! A table of the core, and the export of its rows.
 
 use std::num::NonZeroU64;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table};
 use embcache::config::{Admission, Eviction, MissingRead, SsdConfig, TableConfig};
-use embcache::io::{IoEngine, default_engine};
+use embcache::io::default_engine;
 use embcache::lifecycle::SharedRow;
 use embcache::ssd::SsdTier;
 use embcache::types::{CacheSlot, DEFAULT_SCORE_HALF_LIFE_STEPS, table_key};
@@ -21,7 +21,7 @@ use crate::error::{from_python, to_python};
 use crate::evicted::{PyEvictedBlock, PyEvictedQueue};
 use crate::foreign::on_rows;
 use crate::logging::{follow_levels, follow_levels_sometimes};
-use crate::paths::ssd_engine;
+use crate::paths::{PyRoot, SsdRoot};
 use crate::records::{PyAncestor, PyChangeCounts};
 use crate::rows::{PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata};
 use crate::segments::PySegments;
@@ -94,13 +94,18 @@ impl PyTable {
 fn open_table(
     config: TableConfig,
     gather: Option<Arc<dyn DeviceRows>>,
-    ssd_root: Option<&Path>,
+    ssd_root: Option<&Py<PyRoot>>,
     segments: Option<&Py<PySegments>>,
     sizing: bool,
 ) -> embcache::Result<Table> {
     let segments = segments.map(Py::get);
     let source = segments.map(|from| (&*from.files, from.counters));
-    let table = Table::open_from(config, gather, engine_beneath(ssd_root)?, source)?;
+    let table = Table::open_from(
+        config,
+        gather,
+        ssd_root.map_or_else(default_engine, |root| Ok(root.get().engine()))?,
+        source,
+    )?;
     let counts = segments.into_iter().flat_map(|from| &from.counts);
     counts.into_iter().try_for_each(|counts| table.restore_bucket(counts))?;
     if let Some(from) = segments {
@@ -145,7 +150,7 @@ impl PyTable {
         on_full: &str,
         segments: Option<Py<PySegments>>,
         unfinished: Option<u64>,
-        ssd_root: Option<PathBuf>,
+        ssd_root: Option<Py<PyRoot>>,
         admission: Option<Py<PyAdmission>>,
         not_admitted: Option<PyMissingRead>,
         missing_read: Option<PyMissingRead>,
@@ -179,7 +184,7 @@ impl PyTable {
         };
         follow_levels(py)?;
         let gather = device_gather.map(|callable| PythonGather::of(callable, &config));
-        let opened = py.detach(|| open_table(config, gather, ssd_root.as_deref(), segments.as_ref(), sizing));
+        let opened = py.detach(|| open_table(config, gather, ssd_root.as_ref(), segments.as_ref(), sizing));
         opened.map(|inner| Self { inner }).map_err(to_python)
     }
 
@@ -411,22 +416,17 @@ impl PyTable {
         py.detach(|| self.inner.close()).map_err(to_python)
     }
     #[staticmethod]
-    #[pyo3(signature = (ssd_dir, ssd_root=None))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn published(py: Python<'_>, ssd_dir: PathBuf, ssd_root: Option<PathBuf>) -> PyResult<Vec<u64>> {
-        py.detach(|| SsdTier::published(&ssd_dir, &*engine_beneath(ssd_root.as_deref())?)).map_err(to_python)
+    fn published(py: Python<'_>, ssd_dir: PathBuf, ssd_root: PathBuf, path_checks: &str) -> PyResult<Vec<u64>> {
+        let root = SsdRoot::new(ssd_root, path_checks)?;
+        py.detach(|| SsdTier::published(&ssd_dir, &*root.engine()?.1)).map_err(to_python)
     }
     #[staticmethod]
-    #[pyo3(signature = (ssd_dir, ssd_root=None))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn remove_shard(py: Python<'_>, ssd_dir: PathBuf, ssd_root: Option<PathBuf>) -> PyResult<()> {
-        py.detach(|| SsdTier::remove_shard(&ssd_dir, &*engine_beneath(ssd_root.as_deref())?)).map_err(to_python)
+    fn remove_shard(py: Python<'_>, ssd_dir: PathBuf, ssd_root: PathBuf, path_checks: &str) -> PyResult<()> {
+        let root = SsdRoot::new(ssd_root, path_checks)?;
+        py.detach(|| SsdTier::remove_shard(&ssd_dir, &*root.engine()?.1)).map_err(to_python)
     }
-}
-
-/// An engine that works in the user's `ssd_dir`, which it checks and holds. Without one it is the engine of the process.
-fn engine_beneath(ssd_root: Option<&Path>) -> embcache::Result<Arc<dyn IoEngine>> {
-    ssd_root.map_or_else(default_engine, |root| ssd_engine(root).map(|(_, engine)| engine))
 }
 
 /// A stream of blocks of rows.

@@ -400,7 +400,8 @@ fn a_path_that_cannot_be_looked_at_is_not_taken_for_absent() {
     std::os::unix::fs::symlink("round", root.join("round")).unwrap();
     let plain: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
     let held = std::fs::File::open(root).unwrap();
-    let beneath = BeneathEngine::engine(Arc::clone(&plain), root, held.into());
+    let beneath =
+        BeneathEngine::engine(Arc::clone(&plain), root, held.into(), embcache::paths::Checks::Strict.entry_check());
     for (engine, through_a_link) in [(plain, Kind::Storage), (beneath, Kind::Path)] {
         assert!(engine.exists(&root.join("round")).unwrap(), "the link itself");
         assert!(!engine.exists(&root.join("nothing/below")).unwrap());

@@ -45,7 +45,7 @@ impl Fixture {
     /// An engine for the checkpoint's directory as it is now.
     fn engine(&self) -> Arc<dyn IoEngine> {
         let (path, directory) = open_to_save(&self.root).unwrap();
-        BeneathEngine::engine(Arc::new(PsyncEngine::new(true)), &path, directory)
+        BeneathEngine::engine(Arc::new(PsyncEngine::new(true)), &path, directory, Checks::Strict.entry_check())
     }
 
     /// The checkpoint's directory, held as it is now.

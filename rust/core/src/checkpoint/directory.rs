@@ -27,45 +27,47 @@ pub struct Directory {
     path: PathBuf,
     engine: Arc<dyn IoEngine>,
     access: Access,
+    checks: Checks,
     /// The user's directory itself. There is none where it is no directory of this machine's file systems, and in a handle from `below`.
     descriptor: Option<Arc<OwnedFd>>,
 }
 
 impl Directory {
-    /// Check a directory to save to, and make it (mode 0750) when it is missing. With [`Checks::Basic`] the links in `path` are followed,
-    /// now and not again.
+    /// Check a directory to save to, and make it (mode 0750) when it is missing. The links in `path` are followed, now and not again, except
+    /// with [`Checks::Strict`].
     ///
     /// Errors: those of [`Checks::open_to_save`].
     pub fn to_save(path: &Path, checks: Checks) -> Result<Self> {
-        let path = if checks == Checks::Basic { checks.resolve_to_save(path)? } else { path.to_owned() };
-        Self::held(checks.open_to_save(&path)?, Access::Save)
+        let path = if checks == Checks::Strict { path.to_owned() } else { checks.resolve_to_save(path)? };
+        Self::held(checks.open_to_save(&path)?, Access::Save, checks)
     }
 
     /// Check a directory to load from, which need not be writable. Links are followed as by [`Directory::to_save`].
     ///
     /// Errors: those of [`Checks::open_to_load`].
     pub fn to_load(path: &Path, checks: Checks) -> Result<Self> {
-        let path = if checks == Checks::Basic { checks.resolve_to_load(path)? } else { path.to_owned() };
-        Self::held(checks.open_to_load(&path)?, Access::Load)
+        let path = if checks == Checks::Strict { path.to_owned() } else { checks.resolve_to_load(path)? };
+        Self::held(checks.open_to_load(&path)?, Access::Load, checks)
     }
 
-    /// Open a directory that another handle was on, maybe in another process, by that handle's path. It is checked as [`Directory::to_save`]
-    /// does with [`Checks::Basic`], but that path had no links, and so none is followed.
+    /// Open, to save, a directory that another handle was on, maybe in another process, by that handle's path. It is checked as this one was,
+    /// but at most as [`Checks::Basic`] does. That path had no links, and so none is followed.
     ///
     /// Errors: those of [`Checks::open_to_save`].
-    pub(crate) fn again(path: &Path) -> Result<Self> {
-        Self::held(Checks::Basic.open_to_save(path)?, Access::Save)
+    pub(crate) fn again(&self, path: &Path) -> Result<Self> {
+        let checks = if self.checks == Checks::Strict { Checks::Basic } else { self.checks };
+        Self::held(checks.open_to_save(path)?, Access::Save, checks)
     }
 
-    fn held((path, descriptor): (PathBuf, OwnedFd), access: Access) -> Result<Self> {
+    fn held((path, descriptor): (PathBuf, OwnedFd), access: Access, checks: Checks) -> Result<Self> {
         let own = descriptor.try_clone().map_err(|error| Error::io("hold", &path, &error))?;
-        let engine = BeneathEngine::engine(default_engine()?, &path, descriptor);
-        Ok(Self { path, engine, access, descriptor: Some(Arc::new(own)) })
+        let engine = BeneathEngine::engine(default_engine()?, &path, descriptor, checks.entry_check());
+        Ok(Self { path, engine, access, checks, descriptor: Some(Arc::new(own)) })
     }
 
     /// The directory `path` of any engine, such as [`crate::io::MemoryEngine`]. Nothing is checked: this is for tests and benchmarks.
     pub fn in_engine(engine: Arc<dyn IoEngine>, path: &Path) -> Self {
-        Self { path: path.to_owned(), engine, access: Access::Save, descriptor: None }
+        Self { path: path.to_owned(), engine, access: Access::Save, checks: Checks::Basic, descriptor: None }
     }
 
     /// The absolute path, without links, as it was when the directory was checked.
@@ -84,6 +86,7 @@ impl Directory {
             path: self.join(name.to_string()),
             engine: Arc::clone(&self.engine),
             access: self.access,
+            checks: self.checks,
             descriptor: None,
         }
     }
@@ -106,7 +109,7 @@ impl Directory {
             return Ok(self.shared_engine());
         };
         let own = descriptor.try_clone().map_err(|error| Error::io("hold", &first.path, &error))?;
-        Ok(BeneathEngine::engine(second.shared_engine(), &first.path, own))
+        Ok(BeneathEngine::engine(second.shared_engine(), &first.path, own, first.checks.entry_check()))
     }
 
     /// Make the directory, if it is not there, in a directory that is.

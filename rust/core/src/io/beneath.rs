@@ -7,11 +7,14 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use super::{Access, DirLock, FileMapping, Hold, IoEngine, IoFile, Open, Read, ReadSink};
 use crate::error::{Error, Kind, Result};
+
+/// Judges an entry below the directory before it is opened: its path, what it is, and what its parent is.
+pub type EntryCheck = fn(&Path, &Stat, &Stat) -> Result<()>;
 
 /// An engine that holds one directory open. For an operation on a path below, it walks there from the directory's descriptor, one
 /// component at a time without following links. The inner engine then does the operation through `/proc/self/fd`. Other paths go to
@@ -21,11 +24,14 @@ pub struct BeneathEngine {
     inner: Arc<dyn IoEngine>,
     root: PathBuf,
     directory: OwnedFd,
+    /// `None` where everybody who can write in the directory is trusted: then no owner and no mode is judged.
+    check: Option<EntryCheck>,
 }
 
 /// A directory at or below the root, open for the length of one operation, with the path that names its descriptor.
 struct Held<'a> {
-    _directory: Option<OwnedFd>,
+    /// `None` of the root itself, and outside of it.
+    directory: Option<OwnedFd>,
     alias: PathBuf,
     real: &'a Path,
 }
@@ -37,19 +43,31 @@ impl Held<'_> {
     }
 }
 
+fn stat(entry: &OwnedFd, path: &Path) -> Result<Stat> {
+    rustix::fs::fstat(entry).map_err(|errno| Error::io("inspect", path, &errno.into()))
+}
+
 fn alias(directory: &OwnedFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()))
 }
 
 impl BeneathEngine {
-    /// An engine for what lies in `root`, which is open as `directory`, as [`crate::paths::open_to_save`] returns it. Where `/proc`
-    /// is not mounted the result is `inner` itself.
-    pub fn engine(inner: Arc<dyn IoEngine>, root: &Path, directory: OwnedFd) -> Arc<dyn IoEngine> {
+    /// An engine for what lies in `root`, which is open as `directory`, as [`crate::paths::open_to_save`] returns it. `check`
+    /// judges the directories on the way to what is done, and files that are opened; `None` trusts them. Where `/proc` is not mounted the
+    /// result is `inner` itself.
+    pub fn engine(
+        inner: Arc<dyn IoEngine>,
+        root: &Path,
+        directory: OwnedFd,
+        check: Option<EntryCheck>,
+    ) -> Arc<dyn IoEngine> {
         let same = |found: rustix::fs::Stat, open: rustix::fs::Stat| {
             (found.st_dev, found.st_ino) == (open.st_dev, open.st_ino)
         };
         match (rustix::fs::stat(alias(&directory)), rustix::fs::fstat(&directory)) {
-            (Ok(found), Ok(open)) if same(found, open) => Arc::new(Self { inner, root: root.to_owned(), directory }),
+            (Ok(found), Ok(open)) if same(found, open) => {
+                Arc::new(Self { inner, root: root.to_owned(), directory, check })
+            }
             _ => inner,
         }
     }
@@ -57,7 +75,7 @@ impl BeneathEngine {
     /// Open the directory `path`, which is the root or lies below it.
     fn directory<'a>(&self, path: &'a Path) -> Result<Held<'a>> {
         let Ok(below) = path.strip_prefix(&self.root) else {
-            return Ok(Held { _directory: None, alias: path.to_owned(), real: path });
+            return Ok(Held { directory: None, alias: path.to_owned(), real: path });
         };
         let mut held: Option<OwnedFd> = None;
         let mut here = self.root.clone();
@@ -72,7 +90,7 @@ impl BeneathEngine {
             here.push(name);
             let from = held.as_ref().unwrap_or(&self.directory);
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            held = Some(rustix::fs::openat(from, name, flags, Mode::empty()).map_err(|errno| {
+            let next = rustix::fs::openat(from, name, flags, Mode::empty()).map_err(|errno| {
                 match errno {
                     // Kernels differ in the error for a symbolic link or a file in a directory's place.
                     Errno::NOTDIR | Errno::LOOP | Errno::MLINK => Error::new(
@@ -85,10 +103,14 @@ impl BeneathEngine {
                     .at(&here),
                     errno => Error::io("open", &here, &errno.into()),
                 }
-            })?);
+            })?;
+            if let Some(check) = self.check {
+                check(&here, &stat(&next, &here)?, &stat(from, &here)?)?;
+            }
+            held = Some(next);
         }
         let alias = alias(held.as_ref().unwrap_or(&self.directory));
-        Ok(Held { _directory: held, alias, real: path })
+        Ok(Held { directory: held, alias, real: path })
     }
 
     /// Do something to `path` by a name that nobody can redirect.
@@ -97,6 +119,22 @@ impl BeneathEngine {
         let held = self.directory(parent)?;
         let name = path.file_name().unwrap_or_default();
         work(&held.alias.join(name)).map_err(|error| held.named(error))
+    }
+
+    /// Judge the file `path`, if it is there, before it is opened.
+    fn check_file(&self, path: &Path) -> Result<()> {
+        let Some((check, name)) = self.check.zip(path.file_name()).filter(|_| path.starts_with(&self.root)) else {
+            return Ok(());
+        };
+        let held = self.directory(path.parent().unwrap_or(path))?;
+        let parent = held.directory.as_ref().unwrap_or(&self.directory);
+        match rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(file) if rustix::fs::FileType::from_raw_mode(file.st_mode).is_file() => {
+                check(path, &file, &stat(parent, path)?)
+            }
+            // To open it gives the error.
+            _ => Ok(()),
+        }
     }
 
     /// Do something to the directory `path` by a name that nobody can redirect.
@@ -162,6 +200,7 @@ impl IoEngine for BeneathEngine {
     }
 
     fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+        self.check_file(path)?;
         let inner = self.at(path, |alias| self.inner.open(alias, how))?;
         Ok(Arc::new(BeneathFile { inner, path: path.to_owned() }))
     }
@@ -205,6 +244,9 @@ impl IoEngine for BeneathEngine {
     }
 
     fn check_private(&self, path: &Path, allowed_mode: u32) -> Result<()> {
+        if self.check.is_none() && path.starts_with(&self.root) {
+            return Ok(());
+        }
         match self.at(path, |alias| self.inner.check_private(alias, allowed_mode)) {
             Err(error) if error.errno() == Some(libc::ENOENT) => Ok(()),
             checked => checked,

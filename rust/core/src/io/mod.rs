@@ -30,7 +30,7 @@ mod select;
 mod uring;
 
 pub use aligned::{ALIGNMENT, AlignedBuf, BufPool, PooledBuf};
-pub use beneath::BeneathEngine;
+pub use beneath::{BeneathEngine, EntryCheck};
 pub use disk::DiskEngine;
 pub use fault::{Fault, FaultEngine, Operation};
 pub(crate) use link::copy_file;

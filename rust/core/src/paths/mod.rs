@@ -4,32 +4,42 @@
 //! another user could only replace a directory whose parent others may write to, and such parents are refused.
 
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{Access, AtFlags, Mode, OFlags, Stat};
 
 use crate::error::{Error, Kind, Result};
 
+mod given;
 mod names;
 #[cfg(test)]
 mod tests;
 mod walk;
+mod words;
 
+pub use given::{MAX_ABSOLUTE_BYTES, MAX_PATH_CHARS, given_path};
 pub use names::encode_name;
 
-use walk::{os, others_may_write, walk};
+use given::absolute;
+use walk::{Found, a_group_may_write, os, others_may_write, walk};
+use words::sensitive_word;
 
-/// Longest path that is accepted, in bytes.
-pub const MAX_PATH_BYTES: usize = 1024;
 /// Permission bits that a checkpoint's directory may have, and is made with.
 pub const CHECKPOINT_MODE: u32 = 0o750;
 /// Permission bits that the directory of an SSD tier may have, and that of a checkpoint under [`Checks::Basic`]: nobody but its owner
 /// may write.
 pub const SSD_DIR_MODE: u32 = 0o755;
+/// The special bits of a mode: set-user-ID, set-group-ID and sticky.
+const SPECIAL_BITS: u32 = 0o7000;
+/// The permission bits and the special bits of a mode.
+const MODE_BITS: u32 = 0o7777;
+/// The permission bits by which a group and all users may write.
+const OTHERS_WRITE: u32 = 0o022;
+/// The sticky bit: in a directory of this mode users may remove only what is theirs.
+const STICKY: u32 = 0o1000;
+/// The set-group-ID bit of a directory, which the system gives to directories made in it.
+const SET_GROUP_ID: u32 = 0o2000;
 
-/// Words that no path of a checkpoint may have, compared without case: such places hold secrets.
-const SENSITIVE_WORDS: [&str; 3] = ["key", "password", "privatekey"];
 /// Directories that belong to the system, with all that lies below them.
 const SYSTEM_DIRECTORIES: [&str; 11] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/boot", "/proc", "/sys"];
@@ -38,19 +48,25 @@ const DEVICES: &str = "/dev";
 const SHARED_MEMORY: &str = "/dev/shm";
 /// How messages call the less strict rules.
 const BASIC: &str = "path_checks=\"basic\", which refuses only what others can write to";
+/// How messages call the rules for a volume that others may write to.
+const TRUSTED: &str =
+    "where everybody who can write there is trusted, as in a volume of a pod, give path_checks=\"trusted\"";
 
 /// Which rules a checkpoint's directory must keep.
 ///
-/// Both take a path of 1 to [`MAX_PATH_BYTES`] bytes without `..`. Both refuse a symbolic link in any component: a caller who wants links
-/// followed resolves them once, by [`Checks::resolve_to_save`], and uses their target from then on. Both refuse a parent that others may
-/// write to. To save, they also refuse a directory of another user, and a parent that a group may write to or that belongs neither to the
-/// caller nor to root.
+/// All take a path without `..`, whose text [`given_path`] accepts. All refuse a symbolic link in any component: a caller who wants links
+/// followed resolves them once, by [`Checks::resolve_to_save`], and uses their target from then on. `Strict` and `Basic` refuse a parent
+/// that others may write to. To save, they also refuse a directory of another user, and a parent that a group may write to or that belongs
+/// neither to the caller nor to root.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Checks {
-    /// No sensitive word, no system directory, and a mode of at most [`CHECKPOINT_MODE`]. A load asks the same as a save.
+    /// No sensitive word, no system directory, a mode of at most [`CHECKPOINT_MODE`], and nothing opened in the directory that others may
+    /// write to or that has special bits. A load asks the same as a save.
     Strict,
-    /// Only a mode of at most [`SSD_DIR_MODE`], beyond what both ask.
+    /// A mode of at most [`SSD_DIR_MODE`], and nothing opened in the directory that others may write to.
     Basic,
+    /// Any owner and any mode, of the directory, its parents and all that is opened in it. Everybody who can write there is trusted.
+    Trusted,
 }
 
 /// The rules that differ between uses of a directory.
@@ -61,13 +77,15 @@ struct Rules {
     field: &'static str,
     /// Refuse sensitive words and system directories.
     names: bool,
-    /// Permission bits that the directory may have.
+    /// Permission bits and special bits that the directory may have.
     allowed_mode: u32,
     /// The directory must belong to the caller.
     own: bool,
     /// Nobody but the caller and root may be able to replace a component of the path. Without this only directories are refused that any
     /// user may write to.
     alone: bool,
+    /// Others may write to the directory and to its parents.
+    trusted: bool,
     /// The caller must be able to write.
     writable: bool,
     /// Make the directory and its parents when missing.
@@ -76,22 +94,44 @@ struct Rules {
 
 impl Checks {
     fn rules(self, writable: bool) -> Rules {
-        let strict = self == Self::Strict;
+        let (strict, trusted) = (self == Self::Strict, self == Self::Trusted);
+        let own = strict || (writable && !trusted);
         Rules {
             field: "path",
             names: strict,
-            allowed_mode: if strict { CHECKPOINT_MODE } else { SSD_DIR_MODE },
-            own: strict || writable,
-            alone: strict || writable,
+            allowed_mode: self.allowed_mode(),
+            own,
+            alone: own,
+            trusted,
             writable,
             create: writable,
+        }
+    }
+
+    /// Permission bits and special bits that a directory may have.
+    fn allowed_mode(self) -> u32 {
+        match self {
+            Self::Strict => CHECKPOINT_MODE,
+            Self::Basic => SSD_DIR_MODE | SPECIAL_BITS,
+            Self::Trusted => MODE_BITS,
+        }
+    }
+
+    /// The rule for an entry below the directory, given its path, what it is, and what its parent is; `None` where there is no rule. Its error
+    /// is `Kind::Permission`.
+    #[allow(clippy::type_complexity)] // the layer of files has a name for it
+    pub fn entry_check(self) -> Option<fn(&Path, &Stat, &Stat) -> Result<()>> {
+        match self {
+            Self::Strict => Some(check_strict_entry),
+            Self::Basic => Some(check_basic_entry),
+            Self::Trusted => None,
         }
     }
 
     /// Check the directory that a checkpoint is saved to, and make it (mode 0750) when it is missing. Returns the absolute path, and the
     /// directory open for reading. Work below this descriptor is work in what was checked, whatever the path names by then.
     ///
-    /// Errors: `Kind::Path` (length, `..`, a leading `~`, symbolic link, not a directory; of strict checks: sensitive word, system
+    /// Errors: `Kind::Path` (the text of the path, `..`, symbolic link, not a directory; of strict checks: sensitive word, system
     /// directory), `Kind::Permission` (its mode, another owner, not writable, a parent in which others may exchange it).
     pub fn open_to_save(self, path: &Path) -> Result<(PathBuf, OwnedFd)> {
         open(path, self.rules(true))
@@ -144,27 +184,33 @@ pub fn open_to_load(path: &Path) -> Result<(PathBuf, OwnedFd)> {
     Checks::Strict.open_to_load(path)
 }
 
-const SSD_RULES: Rules = Rules {
-    field: "ssd_dir",
-    names: false,
-    allowed_mode: SSD_DIR_MODE,
-    own: true,
-    alone: true,
-    writable: true,
-    create: false,
-};
+/// The rules for the directory of an SSD tier.
+fn ssd_rules(checks: Checks) -> Rules {
+    let trusted = checks == Checks::Trusted;
+    Rules {
+        field: "ssd_dir",
+        names: false,
+        allowed_mode: if trusted { MODE_BITS } else { SSD_DIR_MODE | SPECIAL_BITS },
+        own: !trusted,
+        alone: !trusted,
+        trusted,
+        writable: true,
+        create: false,
+    }
+}
 
-/// Check a user's `ssd_dir`: it must exist, be writable by the caller and by nobody else. Returns the absolute path.
+/// Check a user's `ssd_dir`: it must exist, be writable by the caller and, unless `checks` is [`Checks::Trusted`], by nobody else. Returns
+/// the absolute path.
 ///
-/// Errors: `Kind::Path` (length, `..`, a leading `~`, symbolic link, missing, not a directory), `Kind::Permission` (group or others
+/// Errors: `Kind::Path` (the text of the path, `..`, symbolic link, missing, not a directory), `Kind::Permission` (group or others
 /// may write, another owner, not writable, a parent in which others may exchange it).
-pub fn directory_for_ssd(path: &Path) -> Result<PathBuf> {
-    check(path, SSD_RULES)
+pub fn directory_for_ssd(path: &Path, checks: Checks) -> Result<PathBuf> {
+    check(path, ssd_rules(checks))
 }
 
 /// Check as [`directory_for_ssd`] does, and return the directory open too, as [`Checks::open_to_save`] does.
-pub fn open_for_ssd(path: &Path) -> Result<(PathBuf, OwnedFd)> {
-    open(path, SSD_RULES)
+pub fn open_for_ssd(path: &Path, checks: Checks) -> Result<(PathBuf, OwnedFd)> {
+    open(path, ssd_rules(checks))
 }
 
 fn check(given: &Path, rules: Rules) -> Result<PathBuf> {
@@ -179,32 +225,14 @@ fn open(given: &Path, rules: Rules) -> Result<(PathBuf, OwnedFd)> {
     Ok((path, readable))
 }
 
-fn refuse(given: &Path, rules: Rules, why: &str) -> Error {
-    Error::new(Kind::Path, format!("{} '{}' {why}", rules.field, given.display())).at(given)
-}
-
-/// Check the text of a path, and make the path absolute. Its dots stay.
-fn absolute(given: &Path, rules: Rules) -> Result<PathBuf> {
-    let bytes = given.as_os_str().as_bytes();
-    if bytes.is_empty() || bytes.len() > MAX_PATH_BYTES {
-        let why = format!("has {} bytes: use 1 to {MAX_PATH_BYTES}", bytes.len());
-        return Err(refuse(given, rules, &why));
-    }
-    if bytes.contains(&0) {
-        return Err(refuse(given, rules, "contains a null byte"));
-    }
-    if bytes.starts_with(b"~") {
-        let why = "begins with '~', which only a shell replaces by a home directory: give \
-                   pathlib.Path(...).expanduser() of it, or './~...' for a directory of that name";
-        return Err(refuse(given, rules, why));
-    }
-    std::path::absolute(given).map_err(|e| Error::io("resolve", given, &e))
+fn refuse(given: &Path, field: &str, why: &str) -> Error {
+    Error::new(Kind::Path, format!("{field} '{}' {why}", given.display())).at(given)
 }
 
 fn checked(given: &Path, rules: Rules) -> Result<(PathBuf, OwnedFd)> {
-    let absolute = absolute(given, rules)?;
+    let absolute = absolute(given, rules.field)?;
     if given.components().any(|component| component == Component::ParentDir) {
-        return Err(refuse(given, rules, "contains '..': name the directory itself"));
+        return Err(refuse(given, rules.field, "contains '..': name the directory itself"));
     }
     // Joining drops single dots and doubled slashes.
     let path: PathBuf = absolute.components().collect();
@@ -213,17 +241,17 @@ fn checked(given: &Path, rules: Rules) -> Result<(PathBuf, OwnedFd)> {
             let why = format!(
                 "contains the word {word:?}, which names a place for secrets: choose another path, or give Saver {BASIC}"
             );
-            return Err(refuse(given, rules, &why));
+            return Err(refuse(given, rules.field, &why));
         }
         if let Some(system) = system_directory(&path) {
             let why = format!("lies in the system directory {system}: choose another path, or give Saver {BASIC}");
-            return Err(refuse(given, rules, &why));
+            return Err(refuse(given, rules.field, &why));
         }
     }
-    let directory = walk(&path, rules, given)?;
+    let Found { directory, inherited } = walk(&path, rules, given)?;
     let stat = rustix::fs::fstat(&directory).map_err(|e| os("inspect", &path, e))?;
     check_owner(&path, rules, &stat)?;
-    check_mode(&path, rules, &stat)?;
+    check_mode(&path, rules, &stat, inherited)?;
     let access = Access::EXEC_OK | if rules.writable { Access::WRITE_OK } else { Access::READ_OK };
     rustix::fs::accessat(&directory, ".", access, AtFlags::EACCESS)
         .map_err(|e| os(if rules.writable { "write to" } else { "read" }, &path, e).context(rules.field))?;
@@ -243,7 +271,7 @@ fn check_owner(path: &Path, rules: Rules, stat: &Stat) -> Result<()> {
         return Ok(());
     }
     let cure = if rules.writable {
-        "make a directory of your own and give that".to_owned()
+        format!("make a directory of your own and give that; or, {TRUSTED}")
     } else {
         format!("copy it to a directory of your own, or give Saver {BASIC}")
     };
@@ -257,36 +285,66 @@ fn check_owner(path: &Path, rules: Rules, stat: &Stat) -> Result<()> {
     Err(denied(path, why))
 }
 
-fn check_mode(path: &Path, rules: Rules, stat: &Stat) -> Result<()> {
-    let mode = stat.st_mode & 0o777;
-    if mode & !rules.allowed_mode == 0 {
+/// `inherited`: the special bits that the system gave to the directory because its parent has them.
+fn check_mode(path: &Path, rules: Rules, stat: &Stat, inherited: u32) -> Result<()> {
+    let mode = stat.st_mode & MODE_BITS;
+    if mode & !(rules.allowed_mode | inherited) == 0 {
         return Ok(());
     }
     let shown = path.display();
-    let allows = format!(
-        "{} {shown} has mode {:04o}, which allows more than {:04o}",
-        rules.field,
-        stat.st_mode & 0o7777,
-        rules.allowed_mode
-    );
+    let limit = rules.allowed_mode & !SPECIAL_BITS;
+    let allows = format!("{} {shown} has mode {mode:04o}, which allows more than {limit:04o}", rules.field);
     // Users who share the directory need its mode as it is, so the message proposes another directory.
-    let cure = if stat.st_mode & 0o1000 != 0 && others_may_write(stat) {
+    let cure = if mode & STICKY != 0 && others_may_write(stat) {
         format!("users share it: make a directory of your own in it (mkdir -m 750 {shown}/NAME) and give that")
     } else if stat.st_uid != caller() {
-        "copy what you need to a directory of your own".to_owned()
-    } else if rules.allowed_mode == CHECKPOINT_MODE && mode & !SSD_DIR_MODE == 0 {
-        format!("give Saver {BASIC}, or chmod {:o} {shown}", mode & rules.allowed_mode)
+        format!("copy what you need to a directory of your own, or, {TRUSTED}")
+    } else if rules.allowed_mode == CHECKPOINT_MODE && mode & !(SSD_DIR_MODE | SPECIAL_BITS) == 0 {
+        format!("give Saver {BASIC}, or chmod {} {shown}", narrowed(stat, limit))
+    } else if mode & OTHERS_WRITE != 0 {
+        format!("chmod {} {shown}; or, {TRUSTED}", narrowed(stat, limit))
     } else {
-        format!("chmod {:o} {shown}", mode & rules.allowed_mode)
+        format!("chmod {} {shown}", narrowed(stat, limit))
     };
     Err(denied(path, format!("{allows}: {cure}")))
 }
 
-fn sensitive_word(component: Component<'_>) -> Option<&'static str> {
-    let Component::Normal(name) = component else { return None };
-    let name = name.to_string_lossy();
-    name.split(|c: char| !c.is_alphanumeric())
-        .find_map(|word| SENSITIVE_WORDS.into_iter().find(|sensitive| word.eq_ignore_ascii_case(sensitive)))
+/// The mode that `chmod` is to be given so that an entry has no bits but those of `limit`. GNU's chmod keeps the special bits of a directory
+/// where they are not named.
+fn narrowed(stat: &Stat, limit: u32) -> String {
+    let mode = stat.st_mode & limit;
+    if stat.st_mode & SPECIAL_BITS == 0 { format!("{mode:o}") } else { format!("00{mode:o}") }
+}
+
+/// The special bits that an entry has only because its parent, a directory, has them.
+fn inherited(parent: &Stat) -> u32 {
+    parent.st_mode & SET_GROUP_ID
+}
+
+/// See [`Checks::entry_check`]. What others may read counts in the directory's own mode, below which they do not get.
+fn check_strict_entry(path: &Path, entry: &Stat, parent: &Stat) -> Result<()> {
+    let mode = entry.st_mode & MODE_BITS;
+    if mode & !(SSD_DIR_MODE | inherited(parent)) == 0 {
+        return Ok(());
+    }
+    let (shown, cure) = (path.display(), narrowed(entry, CHECKPOINT_MODE));
+    Err(denied(
+        path,
+        format!("{shown} has mode {mode:04o}, and others may write to it or it has special bits: chmod {cure} {shown}"),
+    ))
+}
+
+/// See [`Checks::entry_check`].
+fn check_basic_entry(path: &Path, entry: &Stat, _parent: &Stat) -> Result<()> {
+    if !others_may_write(entry) && !a_group_may_write(entry) {
+        return Ok(());
+    }
+    let (shown, mode) = (path.display(), entry.st_mode & MODE_BITS);
+    let cure = narrowed(entry, SSD_DIR_MODE);
+    Err(denied(
+        path,
+        format!("{shown} has mode {mode:04o}, and others may write to it: chmod {cure} {shown}, or, {TRUSTED}"),
+    ))
 }
 
 fn system_directory(path: &Path) -> Option<&'static str> {

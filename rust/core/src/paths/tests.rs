@@ -21,30 +21,67 @@ fn kind<T: std::fmt::Debug>(result: Result<T>) -> Kind {
     result.expect_err("refused").kind()
 }
 
+/// The strict rules for the directory of an SSD tier.
+fn check_for_ssd(path: &Path) -> Result<PathBuf> {
+    directory_for_ssd(path, Checks::Strict)
+}
+
 #[test]
-fn words_are_matched_whole_and_without_case() {
+fn sensitive_words_are_found_in_plurals_in_camel_case_and_between_other_characters() {
     let (root, _) = private();
-    for (name, allowed) in [
-        ("api_key", false),
-        ("Key", false),
-        ("my-KEY.d", false),
-        ("PassWord", false),
-        ("privatekey", false),
-        ("private_key", false),
-        ("a key b", false),
-        ("keyboard", true),
-        ("MonKey", true),
-        ("keys", true),
-        ("key2", true),
-        ("passwords", true),
-        ("clé", true),
-    ] {
+    let refused = [
+        "api_key",
+        "Key",
+        "my-KEY.d",
+        "KEYS",
+        "keys",
+        "private_key",
+        "private-keys",
+        "privateKey",
+        "privatekeys",
+        "a key b",
+        "apiKey",
+        "APIKey",
+        "v2Keys",
+        "userPassword",
+        "PassWord",
+        "passwords",
+        "passwd",
+        "secrets",
+        "clientSecret",
+        "credentials",
+        "id_rsa",
+        "id_rsa.pub",
+        "id-ed25519",
+        ".ssh",
+        ".SSH",
+    ];
+    for name in refused {
+        let result = directory_to_save(&root.path().join(name).join("below"));
+        assert_eq!(kind(result), Kind::Path, "{name}");
+        assert!(!root.path().join(name).exists(), "{name} was made");
+        assert!(Checks::Basic.directory_to_save(&root.path().join(name)).is_ok(), "{name}");
+        std::fs::remove_dir(root.path().join(name)).expect("removed");
+    }
+    let accepted = [
+        "keyboard",
+        "keyboards",
+        "MonKey",
+        "monkey",
+        "monKeys",
+        "key2",
+        "clé",
+        "turkey-run",
+        "Keyed",
+        "secretary",
+        "idRun",
+        "ssh-logs",
+        "rsa_id",
+        "donkeyFarm",
+    ];
+    for name in accepted {
         let result = directory_to_save(&root.path().join(name));
-        assert_eq!(result.is_ok(), allowed, "{name}: {result:?}");
-        if !allowed {
-            assert_eq!(kind(result), Kind::Path);
-            assert!(!root.path().join(name).exists(), "{name} was made");
-        }
+        assert!(result.is_ok(), "{name}: {result:?}");
     }
 }
 
@@ -62,17 +99,70 @@ fn system_directories_are_matched_by_component() {
 
 #[test]
 fn length_and_dots_are_checked() {
-    assert_eq!(kind(directory_to_save(Path::new(""))), Kind::Path);
+    for chars in [0, MAX_PATH_CHARS + 1] {
+        // One character is two bytes, and one component at most 255.
+        let text: String = "ü".repeat(chars).chars().collect();
+        let error = given_path("path", Path::new(&text)).expect_err("refused");
+        assert_eq!(error.kind(), Kind::Path);
+        assert!(error.to_string().contains(&format!("has {chars} characters: use 1 to 1024")), "{error}");
+    }
+    let given = vec!["ü".repeat(127); 8].join("/") + "/";
+    assert_eq!(given.chars().count(), MAX_PATH_CHARS);
+    let long = given_path("path", Path::new(&given)).expect("taken");
+    assert_eq!(long, std::env::current_dir().expect("there").join(&given));
     let (root, dir) = private();
-    let long = ["x", "y", "z", "w"].iter().fold(dir.clone(), |path, letter| path.join(letter.repeat(200)));
-    let pad = MAX_PATH_BYTES - long.as_os_str().len() - 1;
-    assert!(directory_to_save(&long.join("u".repeat(pad))).is_ok());
-    assert_eq!(kind(directory_to_save(&long.join("u".repeat(pad + 1)))), Kind::Path);
+    let long = dir.join(&given);
+    assert_eq!(directory_to_save(&long).expect("made"), long);
+    let last = root.path().join("x".repeat(255));
+    assert!(directory_to_save(&last).is_ok());
+    assert_eq!(kind(directory_to_save(&root.path().join("x".repeat(256)))), Kind::Path);
+    let system = Path::new("/").join(vec!["y".repeat(127); 28].join("/"));
+    assert_eq!(system.as_os_str().len(), MAX_ABSOLUTE_BYTES + 1);
+    let error = directory_to_load(&system).expect_err("refused").to_string();
+    assert!(error.contains("absolute path of 3584 bytes, and the system takes 3583"), "{error}");
     for dots in ["checkpoint/../checkpoint", "checkpoint/..", "..", "missing/../checkpoint"] {
         assert_eq!(kind(directory_to_save(&root.path().join(dots))), Kind::Path, "{dots}");
     }
     assert_eq!(directory_to_save(&root.path().join("./checkpoint//.")).expect("plain dots do no harm"), dir);
     assert!(directory_to_save(&root.path().join("a..b")).is_ok());
+}
+
+#[test]
+fn a_path_with_a_scheme_is_refused_and_nothing_is_made() {
+    let addresses = [
+        ("s3://bucket/z", "s3"),
+        ("gs://bucket", "gs"),
+        ("hdfs://host:9000/x", "hdfs"),
+        ("file:///tmp/x", "file"),
+        ("abfss://c@account/x", "abfss"),
+        ("s3:/bucket/z", "s3"),
+        ("file:", "file"),
+        ("a/b/s3://bucket", "s3"),
+        ("/data/gs://bucket", "gs"),
+        ("simplecache::s3://bucket/x", "simplecache::s3"),
+    ];
+    for (given, scheme) in addresses {
+        let path = Path::new(given);
+        let errors = [
+            given_path("path", path).expect_err("refused"),
+            directory_to_save(path).expect_err("refused"),
+            Checks::Basic.directory_to_load(path).expect_err("refused"),
+            Checks::Trusted.directory_to_save(path).expect_err("refused"),
+            Checks::Basic.resolve_to_save(path).expect_err("refused"),
+            directory_for_ssd(path, Checks::Trusted).expect_err("refused"),
+        ];
+        for error in errors {
+            assert_eq!(error.kind(), Kind::Path, "{given}: {error}");
+            assert!(error.to_string().contains(&format!("has the scheme {scheme:?}")), "{given}: {error}");
+        }
+    }
+    let (root, _) = private();
+    for name in ["a:b", "12:", "s3:", "run:3/x", ":", "é:/x"] {
+        assert!(directory_to_save(&root.path().join(name)).is_ok(), "{name}");
+    }
+    for name in ["./s3:/x", "a:b", "12:/x", "run:3/x"] {
+        assert!(given_path("path", Path::new(name)).is_ok(), "{name}");
+    }
 }
 
 #[test]
@@ -83,7 +173,7 @@ fn no_component_may_be_a_symbolic_link() {
     std::fs::create_dir(dir.join("below")).expect("made");
     chmod(&dir.join("below"), 0o700);
     for path in [link.clone(), link.join("below"), link.join("new")] {
-        for check in [directory_to_save, directory_to_load, directory_for_ssd] {
+        for check in [directory_to_save, directory_to_load, check_for_ssd] {
             assert_eq!(kind(check(&path)), Kind::Path, "{}", path.display());
         }
     }
@@ -114,13 +204,100 @@ fn modes_are_compared_as_bits() {
                 let error = result.expect_err("refused");
                 assert_eq!(error.kind(), Kind::Permission);
                 let cure = format!("chmod {:o} {}", mode & 0o750, dir.display());
-                assert!(error.to_string().ends_with(&cure), "{error}");
+                assert!(error.to_string().contains(&cure), "{error}");
             }
         }
     }
     for (mode, allowed) in [(0o755, true), (0o700, true), (0o775, false), (0o757, false), (0o777, false)] {
         chmod(&dir, mode);
-        assert_eq!(directory_for_ssd(&dir).is_ok(), allowed, "{mode:o}");
+        assert_eq!(check_for_ssd(&dir).is_ok(), allowed, "{mode:o}");
+    }
+}
+
+#[test]
+fn special_bits_count_in_strict_checks_unless_the_parent_has_given_them() {
+    let (root, dir) = private();
+    for mode in [0o1750, 0o2750, 0o4750, 0o7700] {
+        chmod(&dir, mode);
+        for check in [directory_to_save, directory_to_load] {
+            let error = check(&dir).expect_err("refused");
+            assert_eq!(error.kind(), Kind::Permission, "{mode:o}");
+            assert!(error.to_string().ends_with(&format!("chmod 00{:o} {}", mode & 0o750, dir.display())), "{error}");
+        }
+        assert!(Checks::Basic.directory_to_save(&dir).is_ok(), "{mode:o}");
+        assert!(check_for_ssd(&dir).is_ok(), "{mode:o}");
+    }
+    // As in a directory whose files are all of its group.
+    chmod(root.path(), 0o2755);
+    let made = directory_to_save(&root.path().join("a/b")).expect("made");
+    assert_eq!(std::fs::metadata(&made).expect("there").mode() & 0o7000, 0o2000);
+    assert_eq!(directory_to_load(&made).expect("not more than the parent gave"), made);
+    chmod(&dir, 0o4750);
+    assert_eq!(kind(directory_to_load(&dir)), Kind::Permission);
+}
+
+#[test]
+fn entries_are_judged_as_the_directory_is() {
+    let (_root, dir) = private();
+    let file = dir.join("file");
+    std::fs::write(&file, "").expect("written");
+    let judge = |checks: Checks, mode: u32| {
+        chmod(&file, mode);
+        let stat = |path: &Path| rustix::fs::stat(path).expect("there");
+        checks.entry_check().map_or(Ok(()), |check| check(&file, &stat(&file), &stat(&dir)))
+    };
+    for (mode, strict, basic) in [
+        (0o640, true, true),
+        (0o750, true, true),
+        (0o644, true, true),
+        (0o755, true, true),
+        (0o660, false, false),
+        (0o1755, false, true),
+        (0o4750, false, true),
+        (0o2640, false, true),
+        (0o646, false, false),
+        (0o777, false, false),
+    ] {
+        assert_eq!(judge(Checks::Strict, mode).is_ok(), strict, "{mode:o}");
+        assert_eq!(judge(Checks::Basic, mode).is_ok(), basic, "{mode:o}");
+        assert!(judge(Checks::Trusted, mode).is_ok(), "{mode:o}");
+    }
+    let error = judge(Checks::Basic, 0o666).expect_err("refused");
+    assert_eq!(error.kind(), Kind::Permission);
+    let text = error.to_string();
+    assert!(
+        text.contains(&format!("chmod 644 {}", file.display())) && text.contains("path_checks=\"trusted\""),
+        "{text}"
+    );
+}
+
+#[test]
+fn trusted_checks_accept_every_owner_and_mode_of_the_directory_and_its_parents() {
+    let (root, dir) = private();
+    std::fs::write(dir.join("file"), "").expect("written");
+    std::os::unix::fs::symlink(&dir, root.path().join("link")).expect("linked");
+    // As `fsGroup` and `emptyDir` of a pod have them.
+    for (parent, mode) in [(0o2775, 0o2775), (0o777, 0o777), (0o777, 0o2770), (0o755, 0o4757)] {
+        chmod(root.path(), parent);
+        chmod(&dir, mode);
+        assert_eq!(Checks::Trusted.directory_to_save(&dir).expect("trusted"), dir);
+        assert_eq!(Checks::Trusted.directory_to_load(&dir).expect("trusted"), dir);
+        assert_eq!(directory_for_ssd(&dir, Checks::Trusted).expect("trusted"), dir);
+        let link = root.path().join("link/new");
+        assert_eq!(Checks::Trusted.resolve_to_save(&link).expect("followed"), dir.join("new"));
+        for strict in [directory_to_save(&dir), check_for_ssd(&dir), Checks::Basic.directory_to_save(&dir)] {
+            assert_eq!(kind(strict), Kind::Permission, "{parent:o} {mode:o}");
+        }
+    }
+    assert_eq!(kind(Checks::Trusted.directory_to_load(&dir.join("file"))), Kind::Path);
+    assert_eq!(kind(Checks::Trusted.directory_to_load(&root.path().join("link"))), Kind::Path);
+    assert_eq!(kind(Checks::Trusted.directory_to_save(&dir.join("../x"))), Kind::Path);
+    if std::os::unix::fs::chown(&dir, Some(12345), Some(12345)).is_ok() {
+        std::os::unix::fs::chown(root.path(), Some(12346), None).expect("given away");
+        assert!(Checks::Trusted.directory_to_save(&dir).is_ok());
+        assert!(directory_for_ssd(&dir, Checks::Trusted).is_ok());
+        let text = Checks::Basic.directory_to_save(&dir).expect_err("refused").to_string();
+        assert!(text.contains("path_checks=\"trusted\""), "{text}");
     }
 }
 
@@ -130,7 +307,7 @@ fn parents_are_refused_only_when_others_may_write_and_it_is_not_sticky() {
     let basic = |path: &Path| Checks::Basic.directory_to_save(path);
     for (mode, allowed) in [(0o755, true), (0o1777, true), (0o1775, true), (0o777, false), (0o702, false)] {
         chmod(root.path(), mode);
-        for check in [directory_to_save, directory_to_load, directory_for_ssd, basic] {
+        for check in [directory_to_save, directory_to_load, check_for_ssd, basic] {
             let result = check(&dir);
             assert_eq!(result.is_ok(), allowed, "{mode:o}: {result:?}");
             if !allowed {
@@ -149,7 +326,7 @@ fn a_missing_directory_is_made_for_a_save_only() {
     let (root, _) = private();
     let new = root.path().join("a/b");
     assert_eq!(kind(directory_to_load(&new)), Kind::Path);
-    assert_eq!(kind(directory_for_ssd(&new)), Kind::Path);
+    assert_eq!(kind(check_for_ssd(&new)), Kind::Path);
     assert_eq!(directory_to_save(&new).expect("made"), new);
     for made in [&new, &root.path().join("a")] {
         let mode = std::fs::metadata(made).expect("there").mode() & 0o777;
@@ -167,7 +344,7 @@ fn a_directory_of_another_user_is_refused() {
     if std::os::unix::fs::chown(&dir, Some(12345), None).is_err() {
         return; // only root may give a directory away
     }
-    for check in [directory_to_save, directory_to_load, directory_for_ssd] {
+    for check in [directory_to_save, directory_to_load, check_for_ssd] {
         assert_eq!(kind(check(&dir)), Kind::Permission);
     }
 }
@@ -178,7 +355,7 @@ fn a_parent_that_a_group_may_write_to_is_refused_unless_sticky_or_the_users_own_
     let basic = |path: &Path| Checks::Basic.directory_to_save(path);
     let (user, group) = (caller(), rustix::process::getegid().as_raw());
     chmod(root.path(), 0o775);
-    for check in [directory_to_save, directory_to_load, directory_for_ssd, basic] {
+    for check in [directory_to_save, directory_to_load, check_for_ssd, basic] {
         let result = check(&dir);
         if group != 0 && group == user {
             assert!(result.is_ok(), "{result:?}");
@@ -191,9 +368,9 @@ fn a_parent_that_a_group_may_write_to_is_refused_unless_sticky_or_the_users_own_
     assert!(Checks::Basic.directory_to_load(&dir).is_ok(), "who only reads is not told how others share");
     if std::os::unix::fs::chown(root.path(), None, Some(12345)).is_ok() {
         chmod(root.path(), 0o775);
-        assert_eq!(kind(directory_for_ssd(&dir)), Kind::Permission);
+        assert_eq!(kind(check_for_ssd(&dir)), Kind::Permission);
         chmod(root.path(), 0o1775);
-        assert!(directory_for_ssd(&dir).is_ok());
+        assert!(check_for_ssd(&dir).is_ok());
     }
 }
 
@@ -206,7 +383,7 @@ fn a_parent_of_another_user_is_refused_however_narrow_its_mode() {
     let basic = |path: &Path| Checks::Basic.directory_to_save(path);
     for mode in [0o755, 0o700, 0o1777] {
         chmod(root.path(), mode);
-        for check in [directory_to_save, directory_to_load, directory_for_ssd, basic] {
+        for check in [directory_to_save, directory_to_load, check_for_ssd, basic] {
             let error = check(&dir).expect_err("refused");
             assert_eq!(error.kind(), Kind::Permission);
             assert!(error.to_string().contains("user 12345 owns"), "{error}");
@@ -227,7 +404,7 @@ fn basic_checks_refuse_only_what_others_can_write_to() {
             if !allowed {
                 let error = result.expect_err("refused");
                 assert_eq!(error.kind(), Kind::Permission);
-                assert!(error.to_string().ends_with(&format!("chmod {:o} {}", mode & 0o755, dir.display())), "{error}");
+                assert!(error.to_string().contains(&format!("chmod {:o} {};", mode & 0o755, dir.display())), "{error}");
             }
         }
     }
@@ -252,7 +429,7 @@ fn messages_name_both_cures_and_ask_nobody_to_change_a_shared_directory() {
     let text = directory_to_save(&link).expect_err("refused").to_string();
     assert!(text.contains("path_checks=\"basic\"") && text.contains("name its target"), "{text}");
     chmod(&dir, 0o1777);
-    for check in [directory_to_save, directory_to_load, directory_for_ssd] {
+    for check in [directory_to_save, directory_to_load, check_for_ssd] {
         let text = check(&dir).expect_err("refused").to_string();
         assert!(text.contains("make a directory of your own in it") && !text.contains("chmod"), "{text}");
     }
@@ -261,7 +438,7 @@ fn messages_name_both_cures_and_ask_nobody_to_change_a_shared_directory() {
 #[test]
 fn a_leading_tilde_is_refused_with_what_replaces_it() {
     for path in ["~", "~/x", "~nobody/x"] {
-        for check in [directory_to_save, directory_to_load, directory_for_ssd] {
+        for check in [directory_to_save, directory_to_load, check_for_ssd] {
             let error = check(Path::new(path)).expect_err("refused");
             assert_eq!(error.kind(), Kind::Path, "{path}");
             assert!(error.to_string().contains("expanduser"), "{error}");

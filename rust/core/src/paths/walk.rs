@@ -9,7 +9,8 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{CWD, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-use super::{BASIC, CHECKPOINT_MODE, Rules, absolute, caller, denied, refuse};
+use super::given::absolute;
+use super::{BASIC, CHECKPOINT_MODE, Rules, STICKY, TRUSTED, caller, denied, inherited, refuse};
 use crate::error::{Error, Result};
 
 /// How many links one path may pass: as many as the kernel allows.
@@ -32,13 +33,22 @@ fn stat_of(directory: &OwnedFd, path: &Path) -> Result<Stat> {
     rustix::fs::fstat(directory).map_err(|e| os("inspect", path, e))
 }
 
+/// A directory that a walk has led to.
+pub(super) struct Found {
+    pub(super) directory: OwnedFd,
+    /// The special bits that it has only because its parent has them.
+    pub(super) inherited: u32,
+}
+
 /// Open `path`, which is absolute and has no dots or links. Messages name it as it was `given`.
-pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<OwnedFd> {
+pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<Found> {
     let mut here = PathBuf::from("/");
-    let mut directory = file_system_root()?;
+    let (mut directory, mut from_parent) = (file_system_root()?, 0);
     for component in path.components() {
         let Component::Normal(name) = component else { continue };
-        check_parent(&stat_of(&directory, &here)?, &here, rules)?;
+        let parent = stat_of(&directory, &here)?;
+        check_parent(&parent, &here, rules)?;
+        from_parent = inherited(&parent);
         here.push(name);
         let found = match rustix::fs::openat(&directory, name, STEP, Mode::empty()) {
             Err(Errno::NOENT) if rules.create => {
@@ -52,7 +62,7 @@ pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<OwnedFd> {
                     "check the path".into()
                 };
                 let why = format!("is missing: there is no directory {}: {cure}", here.display());
-                return Err(refuse(given, rules, &why));
+                return Err(refuse(given, rules.field, &why));
             }
             found => found,
         };
@@ -62,18 +72,18 @@ pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<OwnedFd> {
             FileType::Symlink => {
                 let or = if rules.names { format!(", or give Saver {BASIC}") } else { String::new() };
                 let why = format!("passes the symbolic link {}: name its target{or}", here.display());
-                return Err(refuse(given, rules, &why));
+                return Err(refuse(given, rules.field, &why));
             }
             _ => {
                 return Err(refuse(
                     given,
-                    rules,
+                    rules.field,
                     &format!("is no directory: {} is a file: give another path", here.display()),
                 ));
             }
         }
     }
-    Ok(directory)
+    Ok(Found { directory, inherited: from_parent })
 }
 
 fn cannot_open(errno: Errno, here: &Path, rules: Rules, given: &Path) -> Error {
@@ -81,7 +91,7 @@ fn cannot_open(errno: Errno, here: &Path, rules: Rules, given: &Path) -> Error {
         return os("open", here, errno);
     }
     let shortened: String = here.display().to_string().chars().take(200).collect();
-    refuse(given, rules, &format!("has a component that no file system takes: {shortened}"))
+    refuse(given, rules.field, &format!("has a component that no file system takes: {shortened}"))
 }
 
 /// The directories from the root to where a path has led so far.
@@ -103,7 +113,7 @@ impl Trail {
 /// See [`super::Checks::resolve_to_save`].
 pub(super) fn resolve(given: &Path, rules: Rules) -> Result<PathBuf> {
     let mut trail = Trail { root: file_system_root()?, below: Vec::new() };
-    let mut todo = components(&absolute(given, rules)?);
+    let mut todo = components(&absolute(given, rules.field)?);
     let mut links = 0;
     while let Some(name) = todo.pop_front() {
         if name == ".." {
@@ -121,7 +131,7 @@ pub(super) fn resolve(given: &Path, rules: Rules) -> Result<PathBuf> {
             FileType::Symlink => {
                 links += 1;
                 if links > MOST_LINKS {
-                    return Err(refuse(given, rules, &format!("passes more than {MOST_LINKS} symbolic links")));
+                    return Err(refuse(given, rules.field, &format!("passes more than {MOST_LINKS} symbolic links")));
                 }
                 check_link(&stat, &stat_of(trail.last(), &trail.path())?, &here, rules)?;
                 let target = rustix::fs::readlinkat(&next, "", Vec::new()).map_err(|e| os("read", &here, e))?;
@@ -136,7 +146,7 @@ pub(super) fn resolve(given: &Path, rules: Rules) -> Result<PathBuf> {
             _ => {
                 return Err(refuse(
                     given,
-                    rules,
+                    rules.field,
                     &format!("is no directory: {} is a file: give another path", here.display()),
                 ));
             }
@@ -154,7 +164,7 @@ fn components(path: &Path) -> VecDeque<OsString> {
 fn missing(here: &Path, below: &VecDeque<OsString>, rules: Rules, given: &Path) -> Result<PathBuf> {
     if below.iter().any(|name| name == "..") {
         let why = format!("goes up by '..' from {}, which is missing", here.display());
-        return Err(refuse(given, rules, &why));
+        return Err(refuse(given, rules.field, &why));
     }
     Ok(below.iter().fold(here.to_owned(), |path, name| path.join(name)))
 }
@@ -163,7 +173,7 @@ fn missing(here: &Path, below: &VecDeque<OsString>, rules: Rules, given: &Path) 
 /// directory.
 fn check_link(link: &Stat, parent: &Stat, here: &Path, rules: Rules) -> Result<()> {
     check_parent(parent, here.parent().unwrap_or(here), rules)?;
-    if [0, caller(), parent.st_uid].contains(&link.st_uid) {
+    if rules.trusted || [0, caller(), parent.st_uid].contains(&link.st_uid) {
         return Ok(());
     }
     let why = format!(
@@ -180,7 +190,7 @@ pub(super) fn others_may_write(stat: &Stat) -> bool {
 
 /// Whether users besides the owner may write by the group. A group with the caller's own number, which is the caller's default group, does
 /// not count: systems make such a group for each user alone.
-fn a_group_may_write(stat: &Stat) -> bool {
+pub(super) fn a_group_may_write(stat: &Stat) -> bool {
     let group = stat.st_gid;
     let own = group != 0 && group == caller() && group == rustix::process::getegid().as_raw();
     stat.st_mode & 0o020 != 0 && !own
@@ -189,7 +199,10 @@ fn a_group_may_write(stat: &Stat) -> bool {
 /// Refuse a directory in which others may replace what a path leads through. In one with the sticky bit others may replace only what is
 /// theirs, and that is refused as the next component.
 fn check_parent(stat: &Stat, path: &Path, rules: Rules) -> Result<()> {
-    let sticky = stat.st_mode & 0o1000 != 0;
+    if rules.trusted {
+        return Ok(());
+    }
+    let sticky = stat.st_mode & STICKY != 0;
     let shown = path.display();
     let (who, take) = if !sticky && others_may_write(stat) {
         ("any user".to_owned(), "o-w")
@@ -197,7 +210,8 @@ fn check_parent(stat: &Stat, path: &Path, rules: Rules) -> Result<()> {
         (format!("group {}", stat.st_gid), "g-w")
     } else if rules.alone && stat.st_uid != 0 && stat.st_uid != caller() {
         let why = format!(
-            "user {} owns {shown} and may exchange what lies in it: use a directory whose parents are all yours or root's",
+            "user {} owns {shown} and may exchange what lies in it: use a directory whose parents are all yours or root's; or, \
+             {TRUSTED}",
             stat.st_uid
         );
         return Err(denied(path, why));
@@ -211,7 +225,7 @@ fn check_parent(stat: &Stat, path: &Path, rules: Rules) -> Result<()> {
         "make a directory of your own elsewhere".to_owned()
     };
     let mode = stat.st_mode & 0o7777;
-    Err(denied(path, format!("{who} may exchange what lies in {shown} (mode {mode:04o}): {cure}")))
+    Err(denied(path, format!("{who} may exchange what lies in {shown} (mode {mode:04o}): {cure}; or, {TRUSTED}")))
 }
 
 /// Make the directory `name` in `parent`, durably. Another rank may make it at the same time.

@@ -12,7 +12,6 @@ use super::version::{
 use crate::checkpoint::{Chain, Checkpoint, CheckpointName, Directory, Latest, MANIFEST_FILE, Wait};
 use crate::error::{Error, Kind, Result};
 use crate::io::{Access, DirLock};
-use crate::paths::Checks;
 
 /// An overlay is merged into an index where it has more than one of so many of the index's ids, and more than [`SMALL_OVERLAY`].
 const OVERLAY_SHARE: u64 = 4;
@@ -73,7 +72,7 @@ pub(super) fn writable(root: &Directory) -> Option<Directory> {
     if root.check_to_save().is_ok() {
         return Some(root.clone());
     }
-    match Directory::to_save(root.path(), Checks::Basic) {
+    match root.again(root.path()) {
         Ok(directory) => Some(directory),
         Err(error) => {
             tracing::info!("indexes are made in this process's own memory, because none can be written: {error}");

@@ -19,7 +19,7 @@ use crate::io::{IoEngine, Open, publish, read_file};
 
 const MARKS: &str = ".flushed";
 const TITLE: &str = "embcache-flush 1";
-/// No mark is longer, with a path of [`crate::paths::MAX_PATH_BYTES`].
+/// No mark is longer, with a path of [`crate::paths::MAX_ABSOLUTE_BYTES`].
 const LIMIT_BYTES: u64 = 4096;
 
 /// A directory that holds tables' directories, and the marks of their flushes.

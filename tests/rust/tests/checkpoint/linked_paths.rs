@@ -12,7 +12,7 @@ use embcache::cache::Table;
 use embcache::checkpoint::{Chain, Latest, LinkedTable, RankWriter, Save, SaveOptions};
 use embcache::config::{Reopen, SsdConfig, TableConfig};
 use embcache::io::{BeneathEngine, FaultEngine, Operation, PsyncEngine};
-use embcache::paths::{open_to_load, open_to_save};
+use embcache::paths::{Checks, open_to_load, open_to_save};
 use embcache::ssd::{SegmentFiles, StateCounters};
 use embcache_tests::{Contents, Rig, directory_in};
 
@@ -55,7 +55,8 @@ impl Fixture {
     /// Save a linked checkpoint through paths as they were checked.
     fn save(&self, table: &Table) -> embcache::Result<LinkedTable> {
         let (root, directory) = open_to_save(&self.root)?;
-        let engine = BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory);
+        let engine =
+            BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory, Checks::Strict.entry_check());
         let options = SaveOptions { linked: true, keep: 1, ..SaveOptions::default() };
         let directory = directory_in(&engine, &root);
         let save = Save::begin_with(&directory, 1, options)?;
@@ -68,7 +69,8 @@ impl Fixture {
     /// The segments of the linked checkpoint, wherever its directory is by now.
     fn segments(&self, root: &Path) -> embcache::Result<SegmentFiles> {
         let (root, directory) = open_to_load(root)?;
-        let engine = BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory);
+        let engine =
+            BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory, Checks::Strict.entry_check());
         let directory = directory_in(&engine, &root);
         let chain = Chain::open(&directory, Latest::read(&directory)?)?;
         Ok(chain.links()[0].segments_of("m", "t", &(0..13))?.expect("a snapshot"))

@@ -131,7 +131,7 @@ impl Save {
     ///
     /// Errors: `Path` or `Permission` where it is not as it was when a part was made in it, for example where a link is in its place.
     pub fn directory_of_parts(&self, path: &Path) -> Result<Directory> {
-        if path == self.root().path() { Ok(self.root().clone()) } else { Directory::again(path) }
+        if path == self.root().path() { Ok(self.root().clone()) } else { self.root().again(path) }
     }
 
     /// Take over what `rank` of `world` wrote: any number of parts, of which one at most has extents. Each comes with the directory that it
