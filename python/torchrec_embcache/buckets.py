@@ -6,7 +6,7 @@ of any pattern spread evenly. With "plain", the rule of older files, the bucket 
 first ranks. The rule is part of the formats on disk: the core's, NumPy's side and torch's give the same numbers.
 """
 
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +50,8 @@ def ids_of_hashes_(hashes: Tensor) -> Tensor:
 
 
 def _array(tensor: Tensor) -> NDArray[np.int64]:
-    """An array of the same memory. With one of `Tensor.numpy` a pipeline with `clear_data_dist_inputs` could not free the tensor."""
-    return np.from_dlpack(tensor.detach())
+    """An array of the same memory. With one of `Tensor.numpy`, a pipeline with `clear_data_dist_inputs` could not free it."""
+    return cast(NDArray[np.int64], np.from_dlpack(tensor.detach()))
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:

@@ -59,6 +59,7 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
     _has_uninitialized_input_dist: bool
     _create_input_dist: Callable[[list[str]], None]
     training: bool
+    train: Callable[[bool], Any]
 
     def __init__(
         self,
