@@ -22,7 +22,10 @@ from .profiling import profiled
 if TYPE_CHECKING:
     from ._native import Lookup, Plan, PlanMode, UnseenMode
 
-__all__ = ["IdBatch", "Lookahead", "PlanOptions"]
+__all__ = ["MOST_ANNOUNCED", "IdBatch", "Lookahead", "PlanOptions"]
+
+#: No caller announces so many batches ahead of their forwards. Older ones will not come.
+MOST_ANNOUNCED = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +78,9 @@ def _mode(train: bool, ahead: bool, unseen: UnseenMode) -> PlanMode:
 class _Announced:
     """An announced batch. `plan` is None while the budget has no room for it, and where its forward is to plan it again.
 
-    That is so where planning or placing it has `failed`. `ids` is None where they could not be read.
+    That is so where planning or placing it has `failed`. `ids` is None where they could not be read. A batch `is_used` that was
+    announced for training and read without it, or the other way round. `passed` counts training forwards that came before a batch
+    that is not trained.
     """
 
     ids: IdBatch | None
@@ -83,6 +88,8 @@ class _Announced:
     plan: Plan | None = None
     failed: bool = False
     is_placed: bool = False
+    is_used: bool = False
+    passed: int = 0
 
     def is_of(self, ids: IdBatch) -> bool:
         return self.ids is not None and self.ids.is_same(ids)
@@ -176,16 +183,56 @@ class Lookahead:
         """The plan of this forward's batch, if it was announced and planned, and how many batches were dropped.
 
         Those that were announced before it are dropped, because no forward has come for them. A forward that is `recomputed`,
-        within a backward, says nothing about the batches to come, and drops none.
+        within a backward, says nothing about the batches to come, and drops none. Where the batch was announced in the other mode,
+        its rows are unpinned, and the forward plans it.
         """
         with self._changed:
             mine = [batch for batch in self._batches if batch.options.train == train]
             found = next((index for index, batch in enumerate(mine) if batch.is_of(ids)), None)
-            stale = [] if recomputed else mine[: 1 if found is None else found]
+            other = self._use_in_other_mode(ids, train=train) if found is None and not recomputed else None
+            stale = self._stale(mine, found, is_known=other is not None, train=train) if not recomputed else []
             batch = mine[found] if found is not None and (found == 0 or not recomputed) else None
             self._remove([*stale, *([batch] if batch is not None else [])])
+        if other is not None:
+            self._give_back(other, failed=True)
         _release(stale)
-        return (batch.plan if batch is not None else None), sum(batch.ids is not None for batch in stale)
+        return (batch.plan if batch is not None else None), _unused(stale)
+
+    def _use_in_other_mode(self, ids: IdBatch, *, train: bool) -> _Announced | None:
+        """Note, with the lock held, that a forward has read a batch that was announced in the other mode. Nobody plans it then."""
+        others = [batch for batch in self._batches if batch.options.train != train and not batch.is_used]
+        found = next((batch for batch in others if batch.is_of(ids)), None)
+        if found is not None:
+            found.is_used = found.failed = True
+            while self._planning is found:
+                self._changed.wait()
+        return found
+
+    def _stale(self, mine: list[_Announced], found: int | None, *, is_known: bool, train: bool) -> list[_Announced]:
+        """The batches that a forward shows to be stale, with the lock held. `mine` has those of its mode, with its own at `found`.
+
+        They were announced before it. Where it was announced in neither mode, the first one was to be this forward's. A batch of
+        evaluation is stale too when many training forwards came before it, and so are the oldest that were read in the other mode.
+        """
+        if found is not None or is_known:
+            stale = mine[: found or 0]
+        else:
+            stale = mine[: next((index for index, batch in enumerate(mine) if not batch.is_used), len(mine)) + 1]
+        rest = [batch for batch in self._batches if batch not in stale and (found is None or batch is not mine[found])]
+        for batch in rest if train else ():
+            batch.passed += not batch.options.train
+        used = [batch for batch in rest if batch.is_used]
+        old = [*used[:-MOST_ANNOUNCED], *(batch for batch in rest if batch.passed > MOST_ANNOUNCED)]
+        return [batch for batch in self._batches if batch in stale or batch in old]
+
+    def make_room(self, *, train: bool) -> int:
+        """Drop the oldest batches of a mode where no caller announces so many. Returns how many forwards have not come."""
+        with self._changed:
+            mine = [batch for batch in self._batches if batch.options.train == train and not batch.is_used]
+            stale = mine[: max(len(mine) + 1 - MOST_ANNOUNCED, 0)]
+            self._remove(stale)
+        _release(stale)
+        return _unused(stale)
 
     def drop(self) -> None:
         """Forget every batch and unpin its rows."""
@@ -233,6 +280,11 @@ class Lookahead:
                     batch.failed = batch.plan is None
                     self._planning = None
                     self._changed.notify_all()
+
+
+def _unused(batches: list[_Announced]) -> int:
+    """The number of batches that were announced, with their ids, and read by no forward."""
+    return sum(batch.ids is not None and not batch.is_used for batch in batches)
 
 
 def _release(batches: list[_Announced]) -> None:

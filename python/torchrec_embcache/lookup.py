@@ -106,6 +106,7 @@ class LookupGroup:
         False where the budget ended before all rows were fetched; the forward fetches the rest.
         """
         lookup, _ = self._open()
+        self._warn_of_dropped(self.lookahead.make_room(train=train))
         return self.lookahead.announce(lookup, ids, self.plan_options(train))
 
     def prefetch_beside(self, ids: IdBatch, *, train: bool, failed: Callable[[Exception], None]) -> None:
@@ -154,18 +155,17 @@ class LookupGroup:
             plan = self.plan_options(train).plan(lookup, ids, ahead=False)
         else:
             plan.check_room()
-        if dropped:
-            try:
-                warnings.warn(
-                    f"{dropped} prefetched batch(es) of {self.names()} are not the forward's and were dropped: prefetch in the "
-                    "order of the forwards",
-                    EmbCacheWarning,
-                    stacklevel=2,
-                )
-            except BaseException:
-                plan.release()
-                raise
+        try:
+            self._warn_of_dropped(dropped)
+        except BaseException:
+            plan.release()
+            raise
         return PlannedBatch(self, plan, train)
+
+    def _warn_of_dropped(self, batches: int) -> None:
+        if batches:
+            which = f"{batches} prefetched batch(es) of {self.names()} are not the forward's and were dropped"
+            warnings.warn(f"{which}: prefetch in the order of the forwards", EmbCacheWarning, stacklevel=3)
 
     def names(self) -> str:
         """The names of the tables, for messages."""

@@ -21,6 +21,7 @@ from tables import (
 )
 from torchrec_embcache import EmbCacheWarning, TierBudgets
 from torchrec_embcache.exceptions import DeviceMemoryError
+from torchrec_embcache.lookahead import MOST_ANNOUNCED
 
 POLICIES = ["lru", "lfu", "s3fifo"]
 BATCHES = random_batches(24, 6, 160, seed=1)
@@ -223,6 +224,65 @@ def test_evaluation_between_leaves_prefetched_training_batches_alone():
         step(bag, [[1, 2]])
         assert bag.stats().pinned_rows == 0
         assert len(bag) == 2
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_batch_that_is_read_in_another_mode_than_it_was_prefetched_in_is_given_back(trained, recwarn):
+    with make_bag() as bag:
+        step(bag, [list(range(200))])
+        for first in range(100):
+            ids = jagged([[first, first + 1]])
+            bag.train(trained)
+            bag.prefetch(*ids)
+            bag.train(not trained)
+            bag(*ids)
+        assert bag.stats().pinned_rows == 0
+        assert bag.remove_rows(list(range(200))) == 200
+        assert len(bag._group.lookahead._batches) <= MOST_ANNOUNCED
+        bag.train()
+        bag(*jagged([[1]])).sum().backward()
+    assert not recwarn.list
+
+
+def test_a_prefetched_batch_of_evaluation_that_never_comes_is_dropped_with_a_warning():
+    with make_bag() as bag:
+        bag.eval()
+        bag.prefetch(*jagged([[1, 2]]))
+        bag.train()
+        for _ in range(MOST_ANNOUNCED):
+            step(bag, [[1]])
+        assert bag.stats().pinned_rows == 2
+        with pytest.warns(EmbCacheWarning, match="1 prefetched batch"):
+            step(bag, [[1]])
+        assert bag.remove_rows([1]) == 1
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_more_prefetched_batches_than_come_are_dropped_with_a_warning(trained):
+    with make_bag() as bag:
+        step(bag, [list(range(100))])
+        bag.train(trained)
+        for first in range(MOST_ANNOUNCED):
+            bag.prefetch(*jagged([[first]]))
+        for first in range(MOST_ANNOUNCED, 90):
+            with pytest.warns(EmbCacheWarning, match="1 prefetched batch"):
+                bag.prefetch(*jagged([[first]]))
+            assert bag.stats().pinned_rows == MOST_ANNOUNCED
+        bag(*jagged([[90 - MOST_ANNOUNCED]])).sum()
+
+
+def test_a_training_batch_that_was_evaluated_too_keeps_those_behind_it(recwarn):
+    with make_bag() as bag:
+        batches = [jagged([[number, number + 1]]) for number in range(4)]
+        for ids in batches:
+            bag.prefetch(*ids)
+        bag.eval()
+        bag(*batches[0])
+        bag.train()
+        for left, ids in zip([3, 2, 1, 0], batches, strict=True):
+            bag(*ids).sum().backward()
+            assert len(bag._group.lookahead._batches) == left
+    assert not recwarn.list
 
 
 def test_changed_ids_are_not_taken_for_the_prefetched_ones():

@@ -253,7 +253,8 @@ class EmbCacheEmbedding(TableModule):
         """Begin to fetch the rows of a later `forward(input, clicks)`. Call it in the order of those forwards.
 
         False where the budget ended before all rows were fetched; the forward fetches the rest. A forward of other ids forgets what
-        was prefetched for it, with an `EmbCacheWarning`.
+        was prefetched for it, with an `EmbCacheWarning`. So does a call that would keep more than 16 batches, and the 17th training
+        forward after a batch that was prefetched for evaluation.
 
         Examples:
             >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers

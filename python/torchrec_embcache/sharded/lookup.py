@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.host_copies import host_copies
+from torchrec_embcache.lookahead import MOST_ANNOUNCED
 from torchrec_embcache.lookup import IdBatch, LookupGroup, PlannedBatch
 from torchrec_embcache.modules.optimizer import TableOptimizer
 from torchrec_embcache.modules.tables import ModuleTables, zero_row_parameter
@@ -28,10 +29,6 @@ __all__ = ["CacheLookup", "PlannedFeatures"]
 I64 = NDArray[np.int64]
 # What the weights of a batch are: clicks, with the weights that make a mean or without.
 Clicks = Literal["alone", "with mean weights"]
-
-
-# No pipeline announces so many batches ahead. Older ones will not come.
-_MOST_ANNOUNCED = 16
 
 
 class HostFeatures:
@@ -155,7 +152,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         try:
             # On the CPU nothing was copied yet, and the batch may change until its forward.
             there.ids = there.ids.copy() if features.device().type == "cpu" else there.ids
-            self._announced = [*self._announced[-_MOST_ANNOUNCED:], there]
+            self._announced = [*self._announced[-MOST_ANNOUNCED:], there]
             if beside:
                 self._group.prefetch_beside(there.ids, train=train, failed=failed)
             else:
