@@ -37,7 +37,7 @@ __all__ = [
 Notes = dict[str, dict[str, Any]]
 # The end of the key of an extra state.
 _SUFFIX = "_extra_state"
-_STANDS_FOR_ROWS = "_embcache_stands_for_rows"
+_STANDS_FOR_ROWS = "_embcache_stand_in"
 # Bytes of a table's note without its name, at most, and of what is around the notes.
 _BYTES_A_TABLE, _BYTES_AROUND = 384, 16
 

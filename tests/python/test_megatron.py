@@ -344,6 +344,46 @@ def test_an_asynchronous_save_waits_for_tables_when_it_is_finalized_and_fails_wi
     assert torch.equal(loaded["model"]["weight"], model.dense.weight)
 
 
+def test_the_interface_is_that_of_megatrons_base_classes() -> None:
+    saves = (megatron.SaveShardedStrategy(), megatron.SaveCommonStrategy())
+    loads = (megatron.LoadShardedStrategy(), megatron.LoadCommonStrategy())
+    assert all(strategy.can_handle_sharded_objects is True for strategy in (*saves, *loads))
+    assert all(isinstance(strategy, megatron.SaveStrategyBase) for strategy in saves)
+    assert isinstance(saves[0], megatron.AsyncSaveShardedStrategy)
+    for strategy in loads:
+        assert isinstance(strategy, megatron.LoadStrategyBase)
+        strategy.check_backend_compatibility(loaded_backend="torch_dist")
+        with pytest.raises(UnsupportedError, match="zarr"):
+            strategy.check_backend_compatibility(loaded_backend="zarr")
+        with pytest.raises(UnsupportedError, match="version 7"):
+            strategy.check_version_compatibility(loaded_version=7)
+
+
+def test_tables_of_a_request_that_was_never_executed_are_removed_by_the_next_save(path: Path) -> None:
+    model = trained()
+    rest = {key: value for key, value in model.state().items() if key != "sparse"}
+    for key in ("dropped", "kept"):
+        dist_checkpointing.save(
+            {**rest, "sparse": megatron.sharded_tables(model, key)},
+            str(path),
+            megatron.STRATEGY,
+            async_sharded_save=True,
+        )
+    assert sorted(entry.name for entry in path.glob("embcache-*")) == ["embcache-kept"]
+    request = dist_checkpointing.save(
+        {**rest, "sparse": megatron.sharded_tables(model, "kept")},
+        str(path),
+        megatron.STRATEGY,
+        async_sharded_save=True,
+    )
+    run_beside(request)
+    for finalize in request.finalize_fns:
+        finalize()
+    # A checkpoint that is whole keeps its tables.
+    megatron.SaveShardedStrategy().async_save(megatron.sharded_tables(model, "more"), path)
+    assert sorted(entry.name for entry in path.glob("embcache-*")) == ["embcache-kept", "embcache-more"]
+
+
 def test_wrong_arguments_are_refused(path: Path) -> None:
     model = Model()
     with pytest.raises(InputError, match="no cache module"):

@@ -58,8 +58,8 @@ class WriteBlock:
         >>> import torch
         >>> from torchrec_embcache.serialize import BlockSaver
         >>> [block] = BlockSaver(path="ckpt", tensors={"over.bias": torch.zeros(2)}).make_write_blocks()
-        >>> block.tensor_name(), block.dtype, block.shape, block.dense
-        ('over.bias', 'F32', (2,), True)
+        >>> block.tensor_name(), block.slice_info(), block.dtype, block.shape, block.dense
+        ('over.bias', ' ', 'F32', (2,), True)
     """
 
     name: str

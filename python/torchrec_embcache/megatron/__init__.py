@@ -20,8 +20,11 @@ Examples:
 Tensors, objects and common state are megatron's own, files and all; the tables of `model` lie in `<directory>/embcache-<key>` as
 `torchrec_embcache.saver.Saver` writes them, for any number of ranks and budgets. A load puts their rows in place.
 
-Written for megatron-core 0.16, the newest for Python 3.11. Where there is no CUDA, the calls to it in a save are left out. Imported
+Written for megatron-core 0.16, the newest for Python 3.11. Where there is no CUDA, the calls to it in a save are left out; an
+asynchronous save is then finished by `request.execute_sync()`, because megatron's queue of such requests needs CUDA. Imported
 without megatron-core, or without psutil, this module raises `UnsupportedError`.
+
+`LoadStrategyBase`, `SaveStrategyBase` and `AsyncSaveShardedStrategy` are megatron's own, from which the strategies here derive.
 """
 
 import importlib.util
@@ -29,7 +32,13 @@ import importlib.util
 from torchrec_embcache.exceptions import UnsupportedError
 
 try:
-    from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+    from megatron.core.dist_checkpointing.strategies.base import (
+        AsyncSaveShardedStrategy,
+        LoadStrategyBase,
+        SaveStrategyBase,
+        StrategyAction,
+        register_default_strategy,
+    )
 except ImportError as _cause:
     raise UnsupportedError(
         "torchrec_embcache.megatron needs megatron-core, with its registry of strategies: pip install 'megatron-core>=0.16,<0.17'"
@@ -45,10 +54,13 @@ from .tables import ShardedTables, sharded_tables
 
 __all__ = [
     "STRATEGY",
+    "AsyncSaveShardedStrategy",
     "LoadCommonStrategy",
     "LoadShardedStrategy",
+    "LoadStrategyBase",
     "SaveCommonStrategy",
     "SaveShardedStrategy",
+    "SaveStrategyBase",
     "ShardedTables",
     "register",
     "sharded_tables",

@@ -28,6 +28,7 @@ from .tables import (
     load_tables,
     metadata_of,
     model_of,
+    remove_left_overs,
     remove_tensors,
     save_tables,
 )
@@ -50,12 +51,22 @@ def _check_version(loaded: int) -> None:
         raise UnsupportedError(f"the checkpoint is of version {loaded}: this strategy reads version {STRATEGY[1]}")
 
 
-class SaveShardedStrategy(TorchDistSaveShardedStrategy):
+class _HandlesShardedObjects:
+    """A strategy that takes `ShardedObject`s too, and says so by a property, as megatron's interface has it."""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """True."""
+        return True
+
+
+class SaveShardedStrategy(_HandlesShardedObjects, TorchDistSaveShardedStrategy):
     """Megatron's strategy for tensors and objects, and tables beside; synchronous or asynchronous.
 
     With `async_save` all is of the moment of the call. Tensors are written when the request is executed, as megatron does, tables
     by `Saver.save_async`, from the call on, in a thread beside training. The first that finalizes the request waits for them: a
-    checkpoint whose tables could not be written is never published.
+    checkpoint whose tables could not be written is never published. A request that is never executed leaves the tables' files,
+    which the next save to the same directory removes.
 
     Examples:
         >>> from torchrec_embcache import megatron
@@ -71,6 +82,9 @@ class SaveShardedStrategy(TorchDistSaveShardedStrategy):
     def async_save(self, sharded_state_dict: State, checkpoint_dir: Path, *args: Any, **named: Any) -> AsyncRequest:
         """Hold the tables' rows, and return the request that writes the rest. Collective. Raises what `Saver.save_async` does."""
         rest, tables = agreed("SaveShardedStrategy.async_save", sharded_state_dict, checkpoint_dir, check_saved)
+        # Where objects are left to the common strategy, it has saved the tables by now.
+        if self.can_handle_sharded_objects:
+            remove_left_overs(tables, checkpoint_dir)
         under_way = [
             Saver(path_checks="basic").save_async(model_of(each), os.path.join(checkpoint_dir, folder_of(each.key)))
             for each in tables.values()
@@ -120,7 +134,7 @@ def _finish(writer: Any, metadata: Any, ranks: Any) -> None:
     together(publish)
 
 
-class LoadShardedStrategy(TorchDistLoadShardedStrategy):
+class LoadShardedStrategy(_HandlesShardedObjects, TorchDistLoadShardedStrategy):
     """Megatron's strategy for tensors and objects, and tables beside.
 
     Examples:
@@ -156,16 +170,16 @@ class LoadShardedStrategy(TorchDistLoadShardedStrategy):
             message = f"nothing was removed from {checkpoint_dir}: it has no key that begins with {key_prefix!r}"
             warnings.warn(message, EmbCacheWarning, stacklevel=2)
 
-    def check_backend_compatibility(self, loaded_version: str) -> None:
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
         """`UnsupportedError` for checkpoints of another backend than ours or megatron's."""
-        _check_backend(loaded_version)
+        _check_backend(loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """`UnsupportedError` for other versions."""
         _check_version(loaded_version)
 
 
-class SaveCommonStrategy(TorchCommonSaveStrategy):
+class SaveCommonStrategy(_HandlesShardedObjects, TorchCommonSaveStrategy):
     """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
 
     Examples:
@@ -182,11 +196,12 @@ class SaveCommonStrategy(TorchCommonSaveStrategy):
         """Save objects as megatron does, and tables by `Saver`. Collective."""
         call = "SaveCommonStrategy.save_sharded_objects"
         rest, tables = agreed(call, sharded_objects_state_dict, checkpoint_dir, check_saved)
+        remove_left_overs(tables, checkpoint_dir)
         super().save_sharded_objects(rest, checkpoint_dir)
         save_tables(tables, checkpoint_dir)
 
 
-class LoadCommonStrategy(TorchCommonLoadStrategy):
+class LoadCommonStrategy(_HandlesShardedObjects, TorchCommonLoadStrategy):
     """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
 
     Examples:
@@ -206,9 +221,9 @@ class LoadCommonStrategy(TorchCommonLoadStrategy):
         found: State = super().load_sharded_metadata(checkpoint_dir)
         return found | metadata_of(checkpoint_dir)
 
-    def check_backend_compatibility(self, loaded_version: str) -> None:
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
         """`UnsupportedError` for checkpoints of another backend than ours or megatron's."""
-        _check_backend(loaded_version)
+        _check_backend(loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """`UnsupportedError` for other versions."""

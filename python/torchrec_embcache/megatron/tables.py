@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pickle
+import shutil
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import FileSystemReader
 from torch import nn
 
-from torchrec_embcache.collective import agree_on_arguments, is_distributed
+from torchrec_embcache.collective import agree_on_arguments, is_distributed, rank, together
 from torchrec_embcache.config import check_name
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError
 from torchrec_embcache.folder import Folder
 from torchrec_embcache.saver import Saver
+from torchrec_embcache.under_way import finish_saves
 from torchrec_embcache.whole_model import cache_modules
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "load_tables",
     "metadata_of",
     "model_of",
+    "remove_left_overs",
     "remove_tensors",
     "save_tables",
     "sharded_tables",
@@ -185,6 +188,19 @@ def check_there(tables: Tables, directory: str | os.PathLike[str]) -> None:
         raise MismatchError(f"{directory} has no tables of the key {missing}; it has {sorted(known)}")
     for each in tables.values():
         model_of(each)
+
+
+def remove_left_overs(tables: Tables, directory: str | os.PathLike[str]) -> None:
+    """Remove tables of other keys that a save which was never finished has left in `directory`. Collective."""
+
+    def remove() -> None:
+        finish_saves()
+        # Megatron writes this file last. A directory that has it is a checkpoint.
+        if rank() == 0 and not os.path.exists(os.path.join(directory, "metadata.json")):
+            for key in set(keys_in(directory)) - {each.key for each in tables.values()}:
+                shutil.rmtree(os.path.join(directory, folder_of(key)))
+
+    together(remove)
 
 
 def model_of(tables: ShardedTables) -> nn.Module:
