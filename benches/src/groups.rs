@@ -1,6 +1,7 @@
 //! Groups of benches, and the command line of the program that has them all.
 
 use std::collections::BTreeSet;
+use std::io::{self, Write};
 use std::process::{Command, ExitCode};
 
 use crate::measure::{Bench, Scale, measure};
@@ -44,12 +45,13 @@ impl Group {
         }
     }
 
+    fn is_large(&self) -> bool {
+        matches!(self, Self::Rows { is_large: true, .. })
+    }
+
     /// Whether benches of it are to be measured, where these are named. An empty list names all.
     fn is_wanted(&self, named: &BTreeSet<&str>) -> bool {
-        match self {
-            Self::Rows { is_large: true, .. } if named.is_empty() => false,
-            _ => named.is_empty() || self.names().iter().any(|name| named.contains(name)),
-        }
+        if named.is_empty() { !self.is_large() } else { self.names().iter().any(|name| named.contains(name)) }
     }
 
     fn measure(&self, scale: Scale, named: &BTreeSet<&str>) {
@@ -70,16 +72,19 @@ impl Group {
 pub fn run(groups: &[(&str, Group)]) -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let flag = |name: &str| arguments.iter().any(|argument| argument == name);
-    let (scale, named) = (scale(&arguments), names(&arguments));
+    let scale = scale(&arguments);
     if flag("--list") {
-        list(groups);
+        // A reader such as `head` may have closed the pipe.
+        let _ = list(groups, &mut io::stdout().lock());
         return ExitCode::SUCCESS;
     }
-    let known: BTreeSet<&str> = groups.iter().flat_map(|(_, group)| group.names()).collect();
-    if let Some(unknown) = named.iter().find(|name| !known.contains(*name)) {
-        eprintln!("there is no bench named {unknown}; --list names them");
-        return ExitCode::from(2);
-    }
+    let named = match named_by(groups, &names(&arguments)) {
+        Ok(named) => named,
+        Err(unknown) => {
+            eprintln!("no bench has {unknown} in its name; --list names them");
+            return ExitCode::from(2);
+        }
+    };
     let wanted: Vec<&(&str, Group)> = groups.iter().filter(|(_, group)| group.is_wanted(&named)).collect();
     if flag("--serve") {
         let benches =
@@ -117,13 +122,34 @@ fn measure_each(groups: &[&(&str, Group)], named: &BTreeSet<&str>, scale: Scale)
 }
 
 /// Print the names of all benches. A name that a group's one measurement gives has `rows` and the name of the group behind it.
-fn list(groups: &[(&str, Group)]) {
+fn list(groups: &[(&str, Group)], to: &mut impl Write) -> io::Result<()> {
     for (of, group) in groups {
         let how = if matches!(group, Group::Rows { .. }) { format!(" rows {of}") } else { String::new() };
         for name in group.names() {
-            println!("{name}{how}");
+            writeln!(to, "{name}{how}")?;
         }
     }
+    Ok(())
+}
+
+/// The names of the benches that `filters` ask for: the one of this name, or else all that have it in theirs. A large group has to be
+/// asked for by whole names. The error is a filter that no bench has.
+fn named_by<'a>(groups: &[(&str, Group)], filters: &BTreeSet<&'a str>) -> Result<BTreeSet<&'static str>, &'a str> {
+    let all = |with_large: bool| {
+        let groups = groups.iter().filter(move |(_, group)| with_large || !group.is_large());
+        groups.flat_map(|(_, group)| group.names())
+    };
+    let mut named = BTreeSet::new();
+    for &filter in filters {
+        if let Some(name) = all(true).find(|name| *name == filter) {
+            named.insert(name);
+            continue;
+        }
+        let mut found = all(false).filter(|name| name.contains(filter)).peekable();
+        found.peek().ok_or(filter)?;
+        named.extend(found);
+    }
+    Ok(named)
 }
 
 fn scale(arguments: &[String]) -> Scale {
@@ -144,4 +170,44 @@ fn names(arguments: &[String]) -> BTreeSet<&str> {
         }
     }
     names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn groups() -> [(&'static str, Group); 2] {
+        let none: fn(Scale, Wanted<'_>) = |_, _| {};
+        [
+            ("ssd", Group::rows(&["ssd_read", "ssd_write", "read"], none)),
+            ("large", Group::large_rows(&["large_read"], none)),
+        ]
+    }
+
+    #[test]
+    fn a_filter_is_a_name_or_a_part_of_names_of_groups_that_are_not_large() {
+        let named = |filters: &[&'static str]| named_by(&groups(), &filters.iter().copied().collect());
+        assert_eq!(named(&[]), Ok(BTreeSet::new()));
+        assert_eq!(named(&["read"]), Ok(BTreeSet::from(["read"])));
+        assert_eq!(named(&["ssd", "large_read"]), Ok(BTreeSet::from(["large_read", "ssd_read", "ssd_write"])));
+        assert_eq!(named(&["rea"]), Ok(BTreeSet::from(["read", "ssd_read"])));
+        assert_eq!(named(&["ssd", "larg"]), Err("larg"));
+    }
+
+    #[test]
+    fn a_list_ends_where_its_reader_has_gone() {
+        struct Gone;
+        impl Write for Gone {
+            fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+                Err(io::ErrorKind::BrokenPipe.into())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        assert_eq!(list(&groups(), &mut Gone).map_err(|error| error.kind()), Err(io::ErrorKind::BrokenPipe));
+        let mut text = Vec::new();
+        list(&groups(), &mut text).expect("memory takes it");
+        assert_eq!(String::from_utf8_lossy(&text).lines().next(), Some("ssd_read rows ssd"));
+    }
 }

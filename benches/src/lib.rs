@@ -4,7 +4,7 @@
 //! system calls reach there. Each file in `benches/all` has a [`Group`] of them, and one program has all groups, because each program
 //! would be linked and optimised by itself:
 //!
-//! - `cargo bench [-- NAME…]` measures each bench in alternating rounds, prints ours, the limit and their ratio, and writes
+//! - `cargo bench [NAME…]` measures each bench, or those with one of the names in theirs, in alternating rounds, prints ours, the limit and their ratio, and writes
 //!   `target/bench/<name>.json`. Each group has a process of its own. `--smoke` or `EMBCACHE_BENCH=smoke` shrinks the data, which only shows that the bench runs.
 //! - `--serve NAME` measures one round whenever a line on stdin asks for it. Another program (`benches/python`) can so measure
 //!   rivals between our rounds on the same data. See [`serve`].

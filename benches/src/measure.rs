@@ -162,7 +162,9 @@ pub(crate) fn measure(bench: &Bench, scale: Scale) {
         let ratio = if bench.better == Better::Higher { row.value / limit.value } else { limit.value / row.value };
         format!("  {ratio:.2} of the limit {:.4e} ({})", limit.value, limit.what)
     });
-    println!(
+    // A reader such as `head` may have closed the pipe.
+    let _ = writeln!(
+        std::io::stdout(),
         "{:<40} {:.4e} {} [{:.4e} .. {:.4e}]{beside}  {:.1} s",
         row.name,
         row.value,
