@@ -235,7 +235,7 @@ def test_a_write_that_fails_is_a_typed_error_and_leaves_nothing(tmp_path: Path, 
 
 _IN_SMALL_FILE_SYSTEM = """
 mount -t tmpfs -o size=4m,mode=750 tmpfs "$1" || exit 77
-"$2" -m torchrec_embcache convert "$3" "$1/plain" --to "$4" --rows item=20000
+"$2" -m torchrec_embcache convert "$3" "$1/plain" --to $4
 echo "status $?" && ls "$1"
 """
 
@@ -248,7 +248,8 @@ def test_a_file_system_that_fills_ends_a_conversion_with_an_error_and_not_a_sign
     big(tmp_path / "ours")
     (tmp_path / "small").mkdir(mode=0o750)
     spaces = ["--mount"] if os.geteuid() == 0 else ["--mount", "--map-root-user"]
-    arguments = [str(tmp_path / "small"), sys.executable, str(tmp_path / "ours"), layout]
+    to = f"{layout} --rows item=20000" if layout == "torchrec-dcp" else layout
+    arguments = [str(tmp_path / "small"), sys.executable, str(tmp_path / "ours"), to]
     done = subprocess.run(
         [unshare, *spaces, "sh", "-c", _IN_SMALL_FILE_SYSTEM, "sh", *arguments],
         capture_output=True,
@@ -260,3 +261,53 @@ def test_a_file_system_that_fills_ends_a_conversion_with_an_error_and_not_a_sign
     assert f"status {128 + signal.SIGBUS}" not in done.stdout
     assert done.stdout.split() == ["status", "3"], done.stderr
     assert "StorageError" in done.stderr
+
+
+OPTIONS = {
+    "--module": "tower",
+    "--optimizer": "sgd",
+    "--step": "7",
+    "--buckets": "9",
+    "--rename": "item=user",
+    "--skip": "sum",
+    "--model-key": "model",
+    "--optimizer-key": "adam",
+    "--rows": "item=9",
+    "--sequence": "0",
+}
+USED = {
+    ("embcache", "npy"): set(),
+    ("embcache", "safetensors"): set(),
+    ("embcache", "serving"): set(),
+    ("embcache", "torchrec-dcp"): {"--rename", "--skip", "--model-key", "--optimizer-key", "--rows", "--sequence"},
+    ("npy", "embcache"): {"--module", "--optimizer", "--step", "--buckets", "--rename", "--skip"},
+}
+
+
+@pytest.mark.parametrize(("source", "target"), USED)
+def test_an_option_that_a_conversion_does_not_use_is_refused(tmp_path, capsys, source, target):
+    given = npy(tmp_path / "npy") if source == "npy" else tmp_path / "ckpt"
+    if source == "embcache":
+        save(given)
+    needed = ("--rows", "item=99999") if target == "torchrec-dcp" else ()
+    for option, value in OPTIONS.items():
+        if option in USED[source, target]:
+            continue
+        code, found = run(capsys, "convert", given, tmp_path / "to", "--to", target, *needed, option, value)
+        assert (code, found["error"]["type"]) == (3, "ConfigError"), option
+        assert found["error"]["message"].startswith(f"{option}: a conversion "), option
+        assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(("option", "has"), [(("--rename", "itme=user"), "item"), (("--skip", "summ"), "sum")])
+def test_a_name_of_an_option_that_is_not_there_is_refused(tmp_path, capsys, option, has):
+    source = npy(tmp_path / "npy", sum=np.ones(3, np.float32))
+    kind, message = refused(capsys, source, tmp_path / "ckpt", *option)
+    name = option[1].partition("=")[0]
+    assert (kind, message) == ("InputError", f"{option[0]} {name}: {source} has {has}")
+    code, _ = run(capsys, "convert", source, tmp_path / "ckpt", "--rename", "item=user", "--skip", "sum")
+    assert code == 0
+    dcp = ("--to", "torchrec-dcp", "--rows", "user=9", *option)
+    code, found = run(capsys, "convert", tmp_path / "ckpt", tmp_path / "dcp", *dcp)
+    assert (code, found["error"]["type"]) == (3, "InputError")
+    assert f"{option[0]} {name}: the checkpoint has" in found["error"]["message"]

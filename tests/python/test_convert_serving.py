@@ -264,7 +264,7 @@ def test_verify_inspect_why_and_diff_read_it(tmp_path: Path, capsys: pytest.Capt
         (["convert", "trained", "other", "--to", "serving", "--keep", "0"], "--keep 0: give 1 or more"),
         (
             ["convert", "trained", "other", "--to", "serving", "--skip", "sum"],
-            "--to serving takes the tables as they are",
+            "--skip: a conversion to serving, which takes the tables as they are, does not use it",
         ),
         (["convert", "trained", "other", "--to", "serving", "--from", "npy"], "convert --to embcache first"),
         (

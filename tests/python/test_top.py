@@ -5,7 +5,7 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -258,6 +258,44 @@ def test_once_prints_a_frame_of_a_file(
     (table,) = json.loads(capsys.readouterr().out)["tables"]
     assert table["numbers"]["device/hit_rate"] == 1.0
     assert table["numbers"]["steps_per_second"] == pytest.approx(4 / table["seconds"])
+    # With 0 seconds, as for a training that has ended, it is about the whole of it.
+    assert main(["top", str(path), "--json", "--interval", "0"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    assert (table["seconds"], table["numbers"]["step"]) == (0.0, bag.table.step())
+    assert table["numbers"]["device/hit_rate"] < 1.0
+
+
+BAD_SAMPLES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "an infinite time": lambda line: line.update(time=float("inf")),
+    "no time": lambda line: line.update(time=float("nan")),
+    "a time after all calendars": lambda line: line.update(time=1e300),
+    "a step that is text": lambda line: line.update(step="7"),
+    "an infinite rank": lambda line: line["tables"][0].update(rank=float("inf")),
+    "a counter past 64 bits": lambda line: line["tables"][0]["values"].update({"host.hits": 10**400}),
+    "an infinite counter": lambda line: line["tables"][0]["values"].update({"host.hits": float("inf")}),
+}
+
+
+@pytest.mark.parametrize("bad", [*BAD_SAMPLES, "brackets within brackets"])
+def test_a_file_of_samples_that_are_none_is_refused(
+    tmp_path: Path, bag: EmbCacheEmbeddingBag, capsys: pytest.CaptureFixture[str], bad: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    step(bag, [[1, 2, 3]])
+    with JsonlLogger(bag, path, interval_s=None) as logger:
+        logger.sample(1)
+    line = json.loads(path.read_text().splitlines()[0])
+    BAD_SAMPLES.get(bad, id)(line)
+    path.write_text((json.dumps(line) if bad in BAD_SAMPLES else "[" * 100_000) + "\n")
+    for command in (
+        ["top", str(path), "--once", "--interval", "0"],
+        ["plot", str(path), "-o", str(tmp_path / "x.svg")],
+    ):
+        assert main(command) == 3
+        assert "CorruptionError" in capsys.readouterr().err
+    if bad not in BAD_SAMPLES:
+        assert main(["advise", str(path), "--ram", "1GiB"]) == 3
+        assert "CorruptionError" in capsys.readouterr().err
 
 
 def test_one_source_of_several_may_be_away_and_not_all(

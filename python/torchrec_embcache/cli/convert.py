@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from torchrec_embcache import _native
 from torchrec_embcache.buckets import DEFAULT_BUCKET_HASH
 from torchrec_embcache.config import MAX_NUM_BUCKETS
-from torchrec_embcache.exceptions import InputError, PathError, UnsupportedError
+from torchrec_embcache.exceptions import ConfigError, InputError, PathError, UnsupportedError
 from torchrec_embcache.folder import Folder
 from torchrec_embcache.optimizers import BY_KIND, OptimizerSpec
 from torchrec_embcache.paths import Directory, given_path, open_to_save
@@ -27,7 +27,7 @@ from .layouts import METADATA, READERS, Columns, StoredTable, recognise
 from .report import Grid, Report
 from .sinks import SINKS
 
-__all__ = ["Settings", "convert"]
+__all__ = ["Settings", "convert", "refuse_unused"]
 
 _DEFAULT_BUCKETS = 65_536
 #: The longest name of a directory in bytes, and how many bytes of a longer one are kept before its hash.
@@ -57,6 +57,27 @@ class Settings:
     sequences: Sequence[str] = ()
 
 
+#: The options of `Settings` whose names differ from their fields'.
+_OPTIONS = {"total_num_buckets": "--buckets", "sequences": "--sequence"}
+_INTO_CHECKPOINT = ("module", "optimizer", "step", "total_num_buckets", "rename", "skip")
+_INTO_TORCHREC = ("model_key", "optimizer_key", "rows", "sequences", "rename", "skip")
+
+
+def refuse_unused(settings: Settings, used: Collection[str], conversion: str) -> None:
+    """`ConfigError` for an option that is none of the fields `used`, which `conversion` would ignore."""
+    for each in dataclasses.fields(Settings):
+        given, default = getattr(settings, each.name), getattr(Settings(), each.name)
+        if each.name not in used and given != default:
+            option = _OPTIONS.get(each.name, f"--{each.name.replace('_', '-')}")
+            raise ConfigError(f"{option}: {conversion} does not use it: leave it out")
+
+
+def _check_names(option: str, given: Collection[str], known: Collection[str], of: str) -> None:
+    """`InputError` for a name that is not there: it may be a typing error."""
+    if unknown := sorted(set(given) - set(known)):
+        raise InputError(f"{option} {unknown[0]}: {of} has {', '.join(sorted(known)) or 'none'}")
+
+
 def convert(source: str, target: str, from_layout: str, to_layout: str, settings: Settings) -> Report:
     """Write the tables of `source` to the directory `target`.
 
@@ -75,6 +96,10 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
             f"from {from_layout} to {to_layout}: one side must be a checkpoint of ours, and one not "
             "(`reshard` and `compact` write a checkpoint again)"
         )
+    used = _INTO_CHECKPOINT if to_layout == "embcache" else _INTO_TORCHREC if to_layout == "torchrec-dcp" else ()
+    if from_layout == "torchrec-dcp":
+        used = (*used, "model_key")
+    refuse_unused(settings, used, f"a conversion from {from_layout} to {to_layout}")
     skipped: list[str] = []
     notes: list[str] = []
     if from_layout == "embcache":
@@ -108,6 +133,9 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
             raise InputError(f"{source} holds no table in the layout {from_layout}")
         if from_layout == "torchrec-dcp" and settings.model_key:
             tables = [_below(table, settings.model_key) for table in tables]
+        _check_names("--rename", settings.rename, [table.name for table in tables], source)
+        slots = [slot for table in tables for slot in (*table.slots, *table.unread)]
+        _check_names("--skip", settings.skip, slots, source)
         skipped = [name for table in tables for name in table.skipped]
         written = _import(tables, open_to_save(target), settings)
     data = {

@@ -7,7 +7,7 @@ from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.paths import GivenPath
 
 from .checkpoints import Opened, another_directory
-from .convert import Settings
+from .convert import Settings, refuse_unused
 from .report import Grid, Report
 
 __all__ = ["PRECISIONS", "for_serving", "refuse_settings"]
@@ -22,8 +22,7 @@ def refuse_settings(settings: Settings, from_layout: str) -> None:
         raise UnsupportedError(
             f"from {from_layout} to serving: a checkpoint for servers is made of one of ours; convert --to embcache first"
         )
-    if settings != Settings():
-        raise ConfigError("--to serving takes the tables as they are: leave out all options but --precision and --keep")
+    refuse_unused(settings, (), "a conversion to serving, which takes the tables as they are,")
 
 
 def for_serving(source: str, target: str, precision: str, keep: int) -> Report:

@@ -120,7 +120,7 @@ def _state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         state: dict[str, Any] = json.loads(body[: int(words[3])])
         beside = _beside_rows(body[int(words[3]) :])
-    except ValueError as cause:
+    except (ValueError, RecursionError) as cause:
         raise damaged(str(cause)) from cause
     return state, beside
 

@@ -49,7 +49,7 @@ def top(given: Sequence[str], interval_s: float, *, once: bool, as_json: bool) -
 
 def _only(sources: Sequence[Source], interval_s: float) -> Frame:
     """The one frame of a call."""
-    frame = read(sources)
+    frame = read(sources, since_opened=interval_s == 0.0)
     if interval_s > 0.0 and any(table.seconds == 0.0 for table in frame.tables):
         sleep(interval_s)
         frame = read(sources)
@@ -72,12 +72,16 @@ def _live(sources: Sequence[Source], interval_s: float, console: object) -> None
         return
 
 
-def read(sources: Sequence[Source]) -> Frame:
-    """The frame of now. Raises `StorageError` where none of the sources can be read; one that cannot is told in the frame."""
+def read(sources: Sequence[Source], *, since_opened: bool = False) -> Frame:
+    """The frame of now: since the sample before, or since the tables were opened.
+
+    Raises `StorageError` where none of the sources can be read. One that cannot is named in the frame.
+    """
     readings, problems = [], []
     for source in sources:
         try:
-            readings.append(source.read())
+            found = source.read()
+            readings.append({key: (None, newest) for key, (_, newest) in found.items()} if since_opened else found)
         except UnsupportedError:
             raise
         except EmbCacheError as error:

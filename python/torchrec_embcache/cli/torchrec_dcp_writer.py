@@ -107,10 +107,12 @@ def _check_given(opened: Opened, names: DcpNames) -> None:
     """`InputError` for an option that names what the checkpoint does not have: it may be a typing error."""
     tables = {name for entry in opened.tables for name in (entry["table"], f"{entry['module']}/{entry['table']}")}
     modules = {entry["module"] for entry in opened.tables}
+    slots = {slot for entry in opened.tables for slot in BY_KIND[entry["optimizer"]["name"]].slot_names}
     for option, given, known in (
         ("--rows", names.rows, tables),
         ("--rename", names.rename, tables),
         ("--sequence", names.sequences, modules),
+        ("--skip", names.skip, slots),
     ):
         if unknown := sorted(set(given) - known):
             raise InputError(f"{option} {unknown[0]}: the checkpoint has {sorted(known)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,9 @@ from .background import Monitor
 from .sampling import Sample, TableSample, Value
 
 __all__ = ["JsonlLogger", "line_of", "sample_of"]
+
+# The first second of the year 10,000, after the last time that can be shown.
+_END_OF_TIME = 253_402_300_800.0
 
 
 class JsonlLogger(Monitor):
@@ -99,8 +103,11 @@ def sample_of(line: str) -> Sample:
             )
             for table in found["tables"]
         ]
-        return Sample(float(found["time"]), found["step"], tuple(tables))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        time, step = float(found["time"]), found["step"]
+        if not 0.0 <= time < _END_OF_TIME or not isinstance(step, int | None):
+            raise ValueError(f"time {time} or step {step!r} is none")
+        return Sample(time, step, tuple(tables))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InputError(f"this is no sample of JsonlLogger: {line[:80]!r} ({error})") from error
 
 
@@ -113,9 +120,21 @@ def _plain(value: Value) -> Any:
 def _value(value: Any) -> Value:
     if isinstance(value, dict):
         if "buckets" in value:
-            buckets = tuple((int(bound), int(count)) for bound, count in value["buckets"])
-            return Histogram(int(value["count"]), int(value["sum_ns"]), buckets)
-        return {str(name): int(number) for name, number in value.items()}
-    if isinstance(value, int | float | str):
+            buckets = tuple((_counter(bound), _counter(count)) for bound, count in value["buckets"])
+            return Histogram(_counter(value["count"]), _counter(value["sum_ns"]), buckets)
+        return {str(name): _counter(number) for name, number in value.items()}
+    if isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        return _counter(value)
+    if isinstance(value, float) and math.isfinite(value):
         return value
     raise TypeError(f"{value!r} is no value")
+
+
+def _counter(value: Any) -> int:
+    """A number that fits 64 bits, as every counter does."""
+    number = int(value)
+    if not -(1 << 63) <= number < 1 << 64:
+        raise ValueError("a number does not fit 64 bits")
+    return number

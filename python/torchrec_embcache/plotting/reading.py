@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, InputError, StorageError
+from torchrec_embcache.exceptions import CorruptionError, InputError, StorageError
 from torchrec_embcache.monitoring import Sample
 from torchrec_embcache.monitoring.jsonl import sample_of
 from torchrec_embcache.paths import given_path
@@ -100,8 +98,6 @@ def _is_traffic(text: str) -> bool:
 def _traffic(path: str) -> list[TableTraffic]:
     try:
         return read_traffic(path)
-    except RecursionError as error:
-        raise CorruptionError(f"{path}: {_EXPECTED}, found brackets within brackets") from error
     except CorruptionError as error:
         said = str(error)
         raise CorruptionError(said if said.startswith(path) else f"{path}: {said}") from error
@@ -125,8 +121,6 @@ def _samples(path: str, text: str) -> Iterator[Sample]:
 
 def _sample(line: str) -> Sample | None:
     try:
-        sample = sample_of(line)
-    except (EmbCacheError, RecursionError, OverflowError, json.JSONDecodeError):
+        return sample_of(line)
+    except InputError:
         return None
-    is_step = sample.step is None or isinstance(sample.step, int)
-    return sample if is_step and math.isfinite(sample.time) else None

@@ -229,5 +229,5 @@ def read_traffic(path: str | os.PathLike[str]) -> list[TableTraffic]:
         if content["format"] != _FORMAT:
             raise CorruptionError(f"{os.fspath(path)}: expected format {_FORMAT}, found {content['format']!r}")
         return [TableTraffic.from_dict(fields) for fields in content["tables"]]
-    except (ValueError, KeyError, TypeError) as cause:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as cause:
         raise CorruptionError(f"{os.fspath(path)}: expected what write_traffic writes, found {cause!r}") from cause
