@@ -62,7 +62,7 @@ def _tier(tier: str, where: str) -> list[Metric]:
 
 #: Every number of `TableStats`, in the order of the documentation.
 METRICS: tuple[Metric, ...] = (
-    Metric("rows", "embcache_table_rows", "gauge", "Rows in all tiers together, also those that a sweep has still to take out."),
+    Metric("rows", "embcache_table_rows", "gauge", "Rows in all tiers, also those that a sweep under way takes."),
     Metric("step", "embcache_table_step", "gauge", "Training steps. A load sets it back."),
     Metric("pinned_rows", "embcache_table_pinned_rows", "gauge", "Cache slots that batches in flight hold."),
     Metric(
