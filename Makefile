@@ -104,6 +104,8 @@ test-loom:
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --locked -p embcache --lib loom
 
 # Two processes share the files of tests, in the order of tests/python/conftest.py. With ARGS, as for one test or a debugger, there is one.
+# Threads of torch that wait sleep: by default they keep a core busy, which others need.
+test-python: export OMP_WAIT_POLICY := passive
 test-python: $(NATIVE)
 	@$(PY) -m pytest $(or $(ARGS),--numprocesses=2 --dist=loadfile --no-loadscope-reorder)
 
@@ -146,6 +148,7 @@ bench: $(NATIVE) rivals
 bench-docs: $(ENVIRONMENT)
 	@$(PY) benches/python/document.py
 
+bench-smoke: export OMP_WAIT_POLICY := passive
 bench-smoke: $(NATIVE) rivals
 	@$(PY) benches/python/run.py --smoke $(if $(ONLY),--only $(ONLY))
 
