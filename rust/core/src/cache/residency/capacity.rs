@@ -185,7 +185,8 @@ impl Residency {
             let (state, id) = (device.slots.state(slot), device.id(slot));
             let is_in_host = host.slots.get(id) != NO_SLOT;
             // A row that comes from the host tier counts there until it has arrived.
-            let is_row = !state.has(RowState::PROVISIONAL) && !(state.has(RowState::LOADING) && is_in_host);
+            let counts_there = state.has(RowState::LOADING) && is_in_host;
+            let is_row = !state.has(RowState::PROVISIONAL) && !counts_there;
             let stays = is_in_host || !state.is_current() || device.slots.is_pinned(slot) || needed.contains(&id);
             stay += usize::from(is_row && stays);
         }
