@@ -68,6 +68,9 @@ class LoadReport:
     """Tables of the checkpoint, by its names, that the model does not have."""
     renamed: dict[str, str]
     """The names of tables in the model, by their names in the checkpoint, where these differ."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """With `last_intact=True`: the checkpoints that were passed over, newest first, each with the reason why it cannot be
+    loaded."""
     hyperparameters: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of each table that was loaded with its slots: the numbers that its `param_groups` entry has from the checkpoint, which are
     those of `lr`, `initial_lr` and `max_gradient` that were saved."""

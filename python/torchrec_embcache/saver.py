@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from .progress import Progress, ProgressWanted, Tracker
 from .reports import LoadReport, SaveReport
 from .save_log import logged
 from .saving import FullEvery, check_full_every, plan_save, write_tables
+from .sessions.intact import CHECKPOINT_NAME
 from .sessions.load import LoadSession, Merge
 from .sessions.moment import MomentSession
 from .sessions.ranks import AllRanks
@@ -238,6 +238,7 @@ class Saver:
         tables: Collection[str] | None = None,
         rename: Mapping[str, str] | None = None,
         checkpoint: str | None = None,
+        last_intact: bool = False,
         slots: bool = True,
         progress: ProgressWanted = None,
     ) -> LoadReport:
@@ -252,6 +253,10 @@ class Saver:
         `module/table`, or the table's alone where only one module has it. `strict=False` allows tables that only the model or only
         the checkpoint has. `checkpoint`: the name of one that `save(keep=...)` kept; by default the newest. `progress`: a callable
         that is given a `Progress` as rows are loaded, on every rank, or True for a bar (rank 0).
+
+        `last_intact=True`: where that checkpoint is damaged or does not fit together, load the newest before it that is whole.
+        `LoadReport.skipped` says which are not, and why. Rank 0 reads all rows of a checkpoint for that before any rank loads it.
+        The next save is full where one was skipped.
 
         `slots=False`: load weights and metadata alone. The tables may have any optimizer, as for fine-tuning, or none, as for
         evaluation: `Saver(0).load(model.eval(), path, slots=False)`. Slots start at zeros, and so does Adam's step. The next
@@ -277,13 +282,14 @@ class Saver:
 
         def arguments() -> dict[str, object]:
             self._check_rank()
-            if checkpoint is not None and not re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", checkpoint):
+            if checkpoint is not None and not CHECKPOINT_NAME.fullmatch(checkpoint):
                 raise InputError(f"checkpoint={checkpoint!r} is not the name of one: give SaveReport.checkpoint")
             return {
                 "strict": bool(strict),
                 "tables": None if tables is None else sorted(tables),
                 "rename": sorted((rename or {}).items()),
                 "checkpoint": checkpoint,
+                "last_intact": bool(last_intact),
                 "slots": bool(slots),
             }
 
@@ -292,7 +298,7 @@ class Saver:
         shards = together(lambda: shards_at_rest(module))
         given = agreed_path(path)
         directory = together(lambda: open_to_load(given, self.path_checks))
-        with LoadSession(ranks, checkpoint, slots=slots) as session:
+        with LoadSession(ranks, checkpoint, last_intact=last_intact, slots=slots) as session:
             session.open(directory)
             session.check(shards, tables=tables, rename=rename, strict=strict)
             return session.load(lambda: Tracker(progress, "load", session.most_rows, shown=ranks.rank == 0))

@@ -13,7 +13,7 @@ from tables import ssd_tiers
 from test_saver import make_bag, root, rows
 from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction
 from torchrec_embcache.cache import internals
-from torchrec_embcache.exceptions import ConfigError
+from torchrec_embcache.exceptions import ConfigError, CorruptionError
 
 __all__ = ["root"]  # the fixture
 
@@ -161,3 +161,63 @@ def test_a_chain_with_a_gap_is_built_on_no_more(root: Path) -> None:
     loaded = make_bag()
     Saver(0).load(loaded, root)
     assert rows(loaded) == rows(bag)
+
+
+# ---- chains that are broken
+
+
+@pytest.mark.parametrize("damage", ["rows", "manifest", "missing", "latest"])
+def test_a_broken_chain_loads_up_to_its_last_intact_link(damage: str, root: Path) -> None:
+    bag = make_bag()
+    train(bag, range(400))
+    saved: dict[str, Any] = {}
+    for save in range(4):
+        train(bag, range(4 * save, 4 * save + 40))
+        saved[Saver(0).save(bag, root, incremental=True, keep=9).checkpoint] = rows(bag)
+    names = list(saved)
+    if damage == "rows":
+        (file,) = (root / names[2]).rglob("*.safetensors")
+        cut_byte(file)
+    elif damage == "manifest":
+        cut_byte(root / names[2] / "manifest.json")
+    elif damage == "missing":
+        shutil.rmtree(root / names[2])
+    else:
+        (root / "LATEST").write_text("damaged\n")
+    other = make_bag()
+    train(other, range(8))
+    before = rows(other)
+    with pytest.raises(CorruptionError):
+        Saver(0).load(other, root)
+    if damage != "rows":
+        assert rows(other) == before
+    report = Saver(0).load(other, root, last_intact=True)
+    expected = names[3] if damage == "latest" else names[1]
+    assert report.checkpoint == expected
+    assert rows(other) == saved[expected]
+    gone = {"rows": names[:1:-1], "manifest": names[:1:-1], "missing": [names[3]], "latest": ["LATEST"]}[damage]
+    assert list(report.skipped) == gone
+    assert all(report.skipped.values())
+    # A run that goes on from there saves in full, and that loads.
+    train(other, range(8))
+    assert Saver(0).save(other, root, incremental=True).kind == "full"
+    again = make_bag()
+    assert Saver(0).load(again, root, last_intact=True).skipped == {}
+    assert rows(again) == rows(other)
+
+
+def cut_byte(file: Path) -> None:
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    file.write_bytes(whole)
+
+
+def test_where_no_checkpoint_is_whole_none_is_loaded(root: Path) -> None:
+    bag = make_bag()
+    train(bag, range(400))
+    name = Saver(0).save(bag, root).checkpoint
+    cut_byte(root / name / "manifest.json")
+    before = rows(bag)
+    with pytest.raises(CorruptionError, match=f"no checkpoint in .* is whole: .*{name}"):
+        Saver(0).load(bag, root, last_intact=True)
+    assert rows(bag) == before

@@ -26,6 +26,7 @@ from torchrec_embcache.table_names import Pair, check_names, check_rows, shown, 
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.under_way import finish_saves_to
 
+from .intact import find_intact
 from .ranks import Ranks
 from .save import RankPart
 
@@ -179,9 +180,15 @@ class LoadSession:
     changed before `load`.
     """
 
-    def __init__(self, ranks: Ranks, checkpoint: str | None = None, *, slots: bool = True) -> None:
-        """`slots`: whether rows come with the optimizer's slots; without them they fit tables with any optimizer."""
+    def __init__(
+        self, ranks: Ranks, checkpoint: str | None = None, *, last_intact: bool = False, slots: bool = True
+    ) -> None:
+        """`slots`: whether rows come with the optimizer's slots; without them they fit tables with any optimizer. `last_intact`:
+        in place of a damaged checkpoint the newest before it that is whole is opened.
+        """
         self._ranks, self._checkpoint, self._slots = ranks, checkpoint, slots
+        self._last_intact = last_intact
+        self._skipped: dict[str, str] = {}
         self._shards: list[Shard] = []
         self._names: set[Pair] = set()
         self._sources: dict[Pair, Pair] = {}
@@ -203,6 +210,12 @@ class LoadSession:
 
     def open(self, directory: Directory) -> None:
         """Open the checkpoint in `directory` and keep it from being removed. Collective."""
+        if self._last_intact:
+            finish_saves_to(directory.path)
+            is_first = self._ranks.rank == 0
+            look = self._ranks.together(lambda: find_intact(directory, self._checkpoint) if is_first else None)[0]
+            assert look is not None, "the first rank looks"
+            self._checkpoint, self._skipped = look
 
         def find() -> tuple[Directory, str]:
             finish_saves_to(directory.path)
@@ -366,6 +379,7 @@ class LoadSession:
             checkpoint=self.reader.name,
             deltas=len(self.reader.links) - 1,
             rows={shown(pair): count - dropped[pair] for pair, count in rows.items()},
+            skipped=self._skipped,
             hyperparameters={
                 shown(pair): restored_hyperparameters(self._saved[self._sources[pair]].hyperparameters)
                 for pair in rows

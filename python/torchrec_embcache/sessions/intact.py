@@ -1,0 +1,70 @@
+"""The newest checkpoint of a directory that is whole, where a newer one is damaged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from typing import Any
+
+from torchrec_embcache import _native
+from torchrec_embcache.exceptions import CorruptionError, StorageError
+from torchrec_embcache.paths import Directory
+
+__all__ = ["CHECKPOINT_NAME", "find_intact"]
+
+_log = logging.getLogger("torchrec_embcache.saver")
+
+CHECKPOINT_NAME = re.compile(r"\d{10,20}-[0-9a-f]{16}")
+
+
+def find_intact(directory: Directory, wanted: str | None) -> tuple[str, dict[str, str]]:
+    """The newest checkpoint that is whole, no newer than `wanted` (by default the newest), and why those that are newer are not.
+
+    All rows are read for that. `CorruptionError` where none is whole; `PathError` where there is none.
+    """
+    skipped: dict[str, str] = {}
+    if wanted is None:
+        try:
+            wanted = _native.latest_checkpoint(directory)
+        except CorruptionError as error:
+            skipped["LATEST"] = str(error)
+    there = sorted(
+        (name for name in os.listdir(directory.path) if _is_complete(directory, name)), key=_number, reverse=True
+    )
+    for name in there if wanted is None else [wanted, *(name for name in there if name != wanted)]:
+        is_newer = wanted is not None and _number(name) > _number(wanted)
+        try:
+            rows = _native.CheckpointRows(directory, name)
+            manifest = json.loads(rows.manifest())
+            # A delta may build on a merged checkpoint of a higher number. Others of higher numbers are newer.
+            if is_newer and "merged" not in manifest:
+                continue
+            _read_all(rows, manifest)
+        except (CorruptionError, StorageError) as error:  # a file that is missing is one of storage
+            if not is_newer:
+                skipped[name] = str(error)
+            continue
+        if skipped:
+            _log.warning("loading %s of %s, the newest that is whole: %s", name, directory, skipped)
+        return name, skipped
+    raise CorruptionError(f"no checkpoint in {directory} is whole: {skipped}")
+
+
+def _is_complete(directory: Directory, name: str) -> bool:
+    """Whether this is the name of a checkpoint that a save has completed."""
+    return bool(CHECKPOINT_NAME.fullmatch(name)) and os.path.lexists(
+        os.path.join(directory.path, name, "manifest.json")
+    )
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def _read_all(rows: _native.CheckpointRows, manifest: dict[str, Any]) -> None:
+    """Read all rows of a checkpoint, and of those it builds on. It raises what a load of it would raise."""
+    for entry in manifest["tables"]:
+        spec = entry["spec"]
+        rows.read(spec["module"], spec["table"], 0, spec["total_num_buckets"], None)
