@@ -280,7 +280,8 @@ def test_loads_of_some_tables_under_other_names_report_what_they_did(root: Path)
         Saver(0).load(fresh, root)
     report = Saver(0).load(fresh, root, strict=False)
     counts = {pair: len(saved[pair[0]]) for pair in ("a/one", "b/two")}
-    assert report == LoadReport(name, 0, counts, ("d/four",), ("c/three",), {})
+    rates = dict.fromkeys(counts, {"lr": 0.1})
+    assert report == LoadReport(name, 0, counts, ("d/four",), ("c/three",), {}, hyperparameters=rates)
     assert len(fresh["d"]) == 0
     report = Saver(0).load(fresh, root, rename={"c/three": "four"})
     assert report.renamed == {"c/three": "d/four"}
