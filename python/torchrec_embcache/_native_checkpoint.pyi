@@ -75,6 +75,7 @@ class Published:
     """What publishing a checkpoint did."""
 
     id: CheckpointId
+    parent: CheckpointId | None  # what a delta builds on: it may have been merged since the delta was begun
     left: list[str]  # which older checkpoints could not be removed, and why
 
 @final

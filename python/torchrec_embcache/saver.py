@@ -23,14 +23,15 @@ from torch import nn
 from .beside import BesideTraining, finish_saves, own_group
 from .collective import agree_on_arguments, is_distributed, together
 from .config import check_choice, check_int, parse_bytes
-from .exceptions import ConfigError, InputError
+from .exceptions import ConfigError, InputError, StateError
 from .paths import Directory, PathChecks, open_to_load, open_to_save
 from .progress import Progress, ProgressWanted, Tracker
 from .reports import LoadReport, SaveReport
 from .save_log import logged
 from .saving import FullEvery, check_full_every, plan_save, write_tables
 from .sessions.intact import CHECKPOINT_NAME
-from .sessions.load import LoadSession, Merge
+from .sessions.load import LoadSession
+from .sessions.merge import Merge
 from .sessions.moment import MomentSession
 from .sessions.ranks import AllRanks
 from .sessions.save import RankPart, SaveSession
@@ -41,6 +42,9 @@ from .under_way import finish_saves_to
 __all__ = ["LoadReport", "Progress", "SaveReport", "Saver"]
 
 _log = logging.getLogger(__name__)
+
+# How often a merge begins again where a save was published before it was complete.
+_MERGES = 5
 
 
 class Saver:
@@ -162,7 +166,7 @@ class Saver:
         parts = session.parts
         rows, tombstones = sum(part.rows for part in parts), sum(part.tombstones for part in parts)
         if not linked:
-            return plan.report(session.name, rows, tombstones)
+            return plan.report(session.name, session.builds_on, rows, tombstones)
         linked_bytes, copied_bytes = sum(part.linked_bytes for part in parts), sum(part.copied_bytes for part in parts)
         if copied_bytes:
             _log.warning(
@@ -313,31 +317,28 @@ class Saver:
     ) -> SaveReport:
         """Merge the newest checkpoint in `path` and all that it builds on into a full one. Loads find the full one from then on.
 
-        The rows are streamed: extra memory does not grow with their number. A run that saves deltas to `path` goes on from the
-        merged checkpoint. Nothing is done where the newest checkpoint is full. A linked checkpoint becomes a full one;
-        meanwhile its index takes 10 bytes of RAM for each row. `keep`, `counters` and `progress` are those of `save`.
+        The rows are streamed: extra memory does not grow with their number. A run may train and save deltas to `path` meanwhile. It
+        goes on from the merged checkpoint, and a delta that it is writing then builds on that. Where it publishes a delta before
+        the merged checkpoint is complete, the merge begins again with that delta, up to 5 times. Nothing is done where the newest
+        checkpoint is full. A linked checkpoint becomes a full one; meanwhile its index takes 10 bytes of RAM for each row. `keep`,
+        `counters` and `progress` are those of `save`.
 
-        Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and `StateError` when something was saved to `path`
-        meanwhile: that stays, so call this again.
+        Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and `StateError` where something was saved to `path`
+        each time before the merged checkpoint was complete: that stays, so call this again where saves are further apart.
         """
         agree_on_arguments("Saver.compact", lambda: self._arguments(keep=keep, counters=counters))
         ranks = AllRanks()
         given = agreed_path(path)
-        with Merge(ranks) as merge:
-            merge.open(given, self.path_checks, counters=counters)
-            chain = merge.chain
-            if chain is None:
-                return SaveReport(merge.newest, "full", None, None, 0, 0)
-            total = chain.rows if ranks.world_size == 1 else None
-
-            def write() -> RankPart:
-                return merge.write(session.name, Tracker(progress, "compact", total, shown=ranks.rank == 0))
-
-            with SaveSession(merge.directory, ranks, keep=keep, merged=chain.id) as session:
-                session.begin()
-                session.write(write)
-                session.publish(chain.next_epoch)
-            return SaveReport(session.name, "full", None, None, chain.rows, 0)
+        for attempt in range(1, _MERGES + 1):
+            with Merge(ranks) as merge:
+                merge.open(given, self.path_checks, counters=counters)
+                try:
+                    return merge.save(keep, lambda total: Tracker(progress, "compact", total, shown=ranks.rank == 0))
+                except StateError as error:
+                    if attempt == _MERGES or not merge.was_overtaken():
+                        raise
+                    _log.info("%s was saved to while its chain was merged (%s): merging again", given, error)
+        raise AssertionError("the last attempt returns or raises")
 
     def _open_to_save(self, path: str | os.PathLike[str]) -> Directory:
         """The directory that all ranks save to, checked and made when missing, once no save beside training writes there.

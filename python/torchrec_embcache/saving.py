@@ -75,10 +75,9 @@ class SavePlan:
         """What a delta of the table builds on, as the table knows it."""
         return None if self.base is None else self.base.ancestors[module_path, table.name]
 
-    def report(self, name: str, rows: int, tombstones: int) -> SaveReport:
-        """Of the checkpoint that was saved."""
+    def report(self, name: str, parent: str | None, rows: int, tombstones: int) -> SaveReport:
+        """Of the checkpoint `name` that was saved, and builds on `parent`."""
         kind: Literal["full", "delta"] = "full" if self.base is None else "delta"
-        parent = None if self.base is None else self.base.id.name
         return SaveReport(name, kind, parent, self.reason, rows, tombstones)
 
 

@@ -11,9 +11,10 @@ import torch
 
 from tables import ssd_tiers
 from test_saver import make_bag, root, rows
-from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction
+from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction, saver
 from torchrec_embcache.cache import internals
-from torchrec_embcache.exceptions import ConfigError, CorruptionError
+from torchrec_embcache.exceptions import ConfigError, CorruptionError, StateError
+from torchrec_embcache.saver import Progress
 
 __all__ = ["root"]  # the fixture
 
@@ -221,3 +222,63 @@ def test_where_no_checkpoint_is_whole_none_is_loaded(root: Path) -> None:
     with pytest.raises(CorruptionError, match=f"no checkpoint in .* is whole: .*{name}"):
         Saver(0).load(bag, root, last_intact=True)
     assert rows(bag) == before
+
+
+# ---- chains that are merged while a run saves
+
+
+def test_a_delta_builds_on_what_its_parent_was_merged_into_meanwhile(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bag = make_bag()
+    train(bag, range(400))
+    for _ in range(2):
+        train(bag, range(40))
+        Saver(0).save(bag, root, incremental=True)
+    train(bag, range(20, 80))
+    bag.remove_rows(torch.tensor([1, 2]))
+    write, merged = saver.write_tables, []
+
+    def merge_first(*arguments: Any, **named: Any) -> Any:
+        merged.append(Saver(0).compact(root))
+        return write(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "write_tables", merge_first)
+        report = Saver(0).save(bag, root, incremental=True)
+    assert (report.kind, report.parent) == ("delta", merged[0].checkpoint)
+    loaded = make_bag()
+    assert Saver(0).load(loaded, root).deltas == 1
+    assert rows(loaded) == rows(bag)
+    train(bag, range(4))
+    assert Saver(0).save(bag, root, incremental=True).parent == report.checkpoint
+
+
+def test_a_merge_that_a_delta_overtakes_begins_again_with_it(root: Path) -> None:
+    bag = make_bag()
+    train(bag, range(400))
+    for _ in range(2):
+        train(bag, range(40))
+        Saver(0).save(bag, root, incremental=True)
+    saves = 0
+
+    def save_meanwhile(_: Progress) -> None:
+        nonlocal saves
+        if saves < most:
+            saves += 1
+            train(bag, range(8))
+            Saver(0).save(bag, root, incremental=True, full_every=None)
+
+    most = 2
+    report = Saver(0).compact(root, progress=save_meanwhile)
+    assert (report.kind, saves) == ("full", 2)
+    loaded = make_bag()
+    assert Saver(0).load(loaded, root).checkpoint == report.checkpoint
+    assert rows(loaded) == rows(bag)
+    train(bag, range(8))
+    assert Saver(0).save(bag, root, incremental=True).parent == report.checkpoint
+    most = 1000
+    with pytest.raises(StateError, match="save again"):
+        Saver(0).compact(root, progress=save_meanwhile)
+    Saver(0).load(loaded, root)
+    assert rows(loaded) == rows(bag), "the deltas are there"

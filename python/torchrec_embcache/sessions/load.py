@@ -18,7 +18,7 @@ from torchrec_embcache.hyperparameters import (
     restored_hyperparameters,
 )
 from torchrec_embcache.optimizers import check_saved_optimizer
-from torchrec_embcache.paths import Directory, PathChecks, open_to_load, open_to_save
+from torchrec_embcache.paths import Directory
 from torchrec_embcache.progress import Tracker
 from torchrec_embcache.reports import LoadReport
 from torchrec_embcache.shards import Shard
@@ -28,9 +28,8 @@ from torchrec_embcache.under_way import finish_saves_to
 
 from .intact import find_intact
 from .ranks import Ranks
-from .save import RankPart
 
-__all__ = ["LoadSession", "Merge", "TablesUnderLoad"]
+__all__ = ["LoadSession", "TablesUnderLoad", "open_together", "release"]
 
 _log = logging.getLogger("torchrec_embcache.saver")
 
@@ -99,7 +98,7 @@ class TablesUnderLoad:
             table.set_unusable(unusable)
 
 
-def open_newest(
+def open_together(
     ranks: Ranks,
     find: Callable[[], tuple[Directory, str]],
     open_it: Callable[[Directory, str], T],
@@ -141,16 +140,17 @@ def open_newest(
             if all(ranks.together(open_here)):
                 return directory, name, opened[0]
         except BaseException:
-            _release(opened)
+            release(opened)
             raise
-        _release(opened)
+        release(opened)
     raise StateError(
         f"saves replaced the newest checkpoint in {path} {ATTEMPTS} times while it was being opened: load between saves, or save "
         "with keep=2 or more"
     )
 
 
-def _release(opened: Iterable[_Opened | None]) -> None:
+def release(opened: Iterable[_Opened | None]) -> None:
+    """Let saves remove what was opened."""
     for each in opened:
         if each is not None:
             each.release()
@@ -206,7 +206,7 @@ class LoadSession:
 
     def close(self) -> None:
         """Nothing more is read: saves may remove the checkpoint. Harmless twice."""
-        _release([self._opened])
+        release([self._opened])
 
     def open(self, directory: Directory) -> None:
         """Open the checkpoint in `directory` and keep it from being removed. Collective."""
@@ -221,7 +221,7 @@ class LoadSession:
             finish_saves_to(directory.path)
             return directory, self._checkpoint or _native.latest_checkpoint(directory)
 
-        self.directory, _, self._opened = open_newest(
+        self.directory, _, self._opened = open_together(
             self._ranks, find, _native.CheckpointReader, newest=self._checkpoint is None
         )
         self._saved = {(entry.module, entry.table): entry for entry in self.reader.tables()}
@@ -390,45 +390,3 @@ class LoadSession:
             unexpected=tuple(shown(pair) for pair in sorted(self._unexpected)),
             renamed={shown(source): shown(pair) for pair, source in sorted(self._sources.items()) if pair != source},
         )
-
-
-class Merge:
-    """The newest checkpoint of a directory with all that it builds on, to be written again as a full one.
-
-    As a block it keeps saves from removing what is merged until it is left. The order of calls: `open`, `write`.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.chain: _native.CheckpointCompaction | None = None
-        """What is merged; None where the newest checkpoint is full already."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _release([self.chain])
-
-    def open(self, path: str, checks: PathChecks, *, counters: bool = True) -> None:
-        """Open the checkpoint, and the directory to save to. `counters`: counts of ids without a row are merged too. Collective."""
-
-        def open_chain(directory: Directory, latest: str) -> _native.CheckpointCompaction | None:
-            return _native.CheckpointCompaction.open(directory, latest, counters=counters)
-
-        def find() -> tuple[Directory, str]:
-            # This comes first, because it makes no directory where there is none.
-            directory = open_to_load(path, checks)
-            finish_saves_to(directory.path)
-            latest = _native.latest_checkpoint(directory)
-            return open_to_save(path, checks), latest
-
-        self.directory, self.newest, self.chain = open_newest(self._ranks, find, open_chain, newest=True)
-
-    def write(self, name: str, tracker: Tracker) -> RankPart:
-        """Write this rank's share of the rows into the checkpoint `name`."""
-        assert self.chain is not None, "there is something to merge"
-        with tracker:
-            digest = self.chain.write(name, self._ranks.rank, self._ranks.world_size, tracker.advance)
-        # When the new checkpoint is published, what was merged can be removed.
-        self.chain.release()
-        return RankPart(digest)

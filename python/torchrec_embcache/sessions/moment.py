@@ -154,7 +154,7 @@ class MomentSession:
             sum(part.rows for part in session.parts),
             sum(part.tombstones for part in session.parts),
         )
-        return self._plan.report(published.name, rows, tombstones)
+        return self._plan.report(published.name, session.builds_on, rows, tombstones)
 
     def _write(self, held: HeldTables) -> RankPart:
         names = {table: shown((module_path, table.name)) for module_path, _, table in self._plan.shards}

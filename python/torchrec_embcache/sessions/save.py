@@ -55,6 +55,8 @@ class SaveSession(Begun[_native.CheckpointSave]):
         self._keep, self._parent, self._merged, self._linked = keep, parent, merged, linked
         self.name = ""
         """The checkpoint's name, once it is begun."""
+        self.builds_on: str | None = None
+        """The name of the checkpoint that it builds on, once it is published: its parent may have been merged meanwhile."""
         self.parts: list[RankPart] = []
         """What each rank wrote, by rank, once all have."""
 
@@ -95,7 +97,7 @@ class SaveSession(Begun[_native.CheckpointSave]):
         Once it is published on all ranks, rows of `tables` that are trained carry `next_epoch`, and deltas can build on it (not on
         a linked one).
         """
-        found = self.ranks.together(self._publish_with(next_epoch))[0]
+        found, self.builds_on = self.ranks.together(self._publish_with(next_epoch))[0]
         assert found is not None, "the coordinator publishes"
         for table in tables:
             table.native.set_epoch(next_epoch)
@@ -103,16 +105,16 @@ class SaveSession(Begun[_native.CheckpointSave]):
                 table.native.saved_as(_native.Ancestor(found, next_epoch))
         return found
 
-    def _publish_with(self, next_epoch: int) -> Callable[[], _native.CheckpointId | None]:
+    def _publish_with(self, next_epoch: int) -> Callable[[], tuple[_native.CheckpointId | None, str | None]]:
         begun, digests = self._begun, [part.digest for part in self.parts]
 
-        def publish() -> _native.CheckpointId | None:
+        def publish() -> tuple[_native.CheckpointId | None, str | None]:
             if begun is None:
-                return None
+                return None, None
             published = begun.publish(digests, next_epoch)
             self._begun = None
             for what in published.left:
                 _log.warning("an older checkpoint in %s could not be removed: %s", self.directory, what)
-            return published.id
+            return published.id, None if published.parent is None else published.parent.name
 
         return publish

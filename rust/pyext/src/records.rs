@@ -149,13 +149,14 @@ impl PyTableWritten {
 #[pyclass(frozen, get_all, name = "Published", module = "torchrec_embcache._native")]
 pub(crate) struct PyPublished {
     id: PyCheckpointId,
+    parent: Option<PyCheckpointId>,
     left: Vec<String>,
 }
 
 impl From<checkpoint::Published> for PyPublished {
     fn from(published: checkpoint::Published) -> Self {
         let left = published.left.iter().map(Error::to_string).collect();
-        Self { id: published.identity.into(), left }
+        Self { id: published.identity.into(), parent: published.parent.map(Into::into), left }
     }
 }
 

@@ -220,7 +220,7 @@ impl Serving {
         if latest.name == served || lock(&self.state).refused == Some(latest.name) {
             return Ok(Polled::Same);
         }
-        if latest.name.seq <= served.seq {
+        if latest.name.seq <= served.seq && !self.source.is_built_on(latest, served)? {
             let what = format!(
                 "LATEST names {}, which is not after {served}, which is served: open the directory anew to serve it",
                 latest.name

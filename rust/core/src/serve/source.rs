@@ -65,6 +65,13 @@ impl Source {
         self.trainer.as_ref().unwrap_or(&self.root)
     }
 
+    /// Whether a checkpoint of the followed directory is a delta on `parent`: its number is lower where `parent` was merged while it was
+    /// written.
+    pub(super) fn is_built_on(&self, latest: Latest, parent: CheckpointName) -> Result<bool> {
+        let newest = Checkpoint::open(self.followed(), latest)?;
+        Ok(newest.manifest().parent.as_ref().is_some_and(|named| named.name == parent.to_string()))
+    }
+
     /// The checkpoint of the followed directory that a version equals.
     pub(super) fn checkpoint_of(&self, version: &Version) -> Result<CheckpointName> {
         if self.trainer.is_some() { version.origin().name.parse() } else { Ok(version.name()) }

@@ -105,9 +105,6 @@ pub(crate) fn open_parent(root: &Directory, child: &Checkpoint, named: &Parent) 
     let damaged = |what: &str, expected: String, got: String| Error::corruption(path, 0, what, expected, got);
     let name = named.name.parse().map_err(|e: Error| damaged("its parent", "a checkpoint".into(), e.to_string()))?;
     let latest = Latest { name };
-    if name.seq >= manifest.seq {
-        return Err(damaged("the number of its parent", format!("below {}", manifest.seq), name.seq.to_string()));
-    }
     if !root.has(&named.name)? {
         let expected = format!("{} in {}", named.name, root.path().display());
         return Err(damaged("the checkpoint that this delta builds on", expected, "missing".into()));
@@ -117,6 +114,10 @@ pub(crate) fn open_parent(root: &Directory, child: &Checkpoint, named: &Parent) 
         let (was, is) = (named.manifest_xxh3, parent.identity().manifest_xxh3);
         let what = format!("the manifest of {}, which this delta builds on", named.name);
         return Err(damaged(&what, format!("{was:016x}"), format!("another, {is:016x}")));
+    }
+    // What the parent was merged into is newer than a delta that was begun before. It is full, so that chains end all the same.
+    if name.seq >= manifest.seq && parent.manifest().merged.is_none() {
+        return Err(damaged("the number of its parent", format!("below {}", manifest.seq), name.seq.to_string()));
     }
     manifest
         .check_fits_parent(parent.manifest())

@@ -97,6 +97,8 @@ pub struct Published {
     pub latest: Latest,
     /// What identifies it: its name and the XXH3 of its manifest.
     pub identity: Parent,
+    /// What a delta builds on: the parent that the save was begun with, or the checkpoint that this was merged into meanwhile.
+    pub parent: Option<Parent>,
     /// Why some older checkpoints could not be removed. The next save tries again.
     pub left: Vec<Error>,
 }
@@ -204,21 +206,22 @@ impl Save {
         manifest.version = version_of(manifest.needs());
         manifest.check(self.name).map_err(refuse)?;
         manifest.check_ranks(&ranks).map_err(refuse)?;
-        let sealed = seal(&render(&manifest)?);
+        let mut sealed = seal(&render(&manifest)?);
         let latest = Latest { name: self.name };
         // Waiting comes before the lock, because other saves wait for the lock.
         self.early.wait()?;
         {
             let _naming = lock_root(&self.root)?;
-            if let Some(named) = parent.as_ref().or(merged.as_ref()) {
-                self.check_newest(named)?;
+            if let Some(merged) = &merged {
+                self.check_newest(merged)?;
             }
-            if let Some(parent) = parent {
-                let (found, identity) = read_manifest(&self.root.below(&parent.name))?;
-                if identity != parent {
-                    return Err(refuse(format!("{} is another than it was when this one was begun", parent.name)));
-                }
+            if let Some(parent) = &parent {
+                let (found, identity) = self.newest_to_build_on(parent, &manifest)?;
                 manifest.check_fits_parent(&found).map_err(refuse)?;
+                if identity != *parent {
+                    manifest.parent = Some(identity);
+                    sealed = seal(&render(&manifest)?);
+                }
             }
             self.name_latest(&sealed)?;
         }
@@ -227,7 +230,27 @@ impl Save {
         let mut left = sweep(&self.root, keep).unwrap_or_else(|error| vec![error]);
         left.extend(sweep_parts(&self.root).unwrap_or_else(|error| vec![error]));
         let identity = Parent { name: self.name.to_string(), manifest_xxh3: checksum(&sealed) };
-        Ok(Published { latest, identity, left })
+        Ok(Published { latest, identity, parent: manifest.parent, left })
+    }
+
+    /// The manifest of the newest checkpoint, where `delta`, which was begun on `parent`, can build on it, and what identifies it. It is
+    /// `parent`, or what `parent` was merged into since: that has the same rows, steps and epochs, and counts of the same tables.
+    ///
+    /// Errors: `State` where it is neither.
+    fn newest_to_build_on(&self, parent: &Parent, delta: &Manifest) -> Result<(Manifest, Parent)> {
+        if let Some(newest) = Latest::find(&self.root)? {
+            let (found, identity) = read_manifest(&self.root.below(newest.name))?;
+            let counted =
+                |manifest: &Manifest| manifest.tables.iter().map(|table| table.pending.is_some()).collect::<Vec<_>>();
+            let is_merged = found.merged.as_ref() == Some(parent) && counted(&found) == counted(delta);
+            if identity == *parent || is_merged {
+                return Ok((found, identity));
+            }
+        }
+        self.check_newest(parent)?;
+        let path = self.dir.path().display();
+        let why = format!("cannot publish {path}: {} is another than it was when this one was begun", parent.name);
+        Err(Error::new(Kind::State, why))
     }
 
     /// `State` unless `named` is still the newest checkpoint. To publish on top of an older one would undo the saves since.

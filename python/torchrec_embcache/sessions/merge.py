@@ -1,0 +1,78 @@
+"""A chain of deltas, or a linked checkpoint, that is written again as a full checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+from torchrec_embcache import _native
+from torchrec_embcache.paths import Directory, PathChecks, open_to_load, open_to_save
+from torchrec_embcache.progress import Tracker
+from torchrec_embcache.reports import SaveReport
+from torchrec_embcache.under_way import finish_saves_to
+
+from .load import open_together, release
+from .ranks import Ranks
+from .save import RankPart, SaveSession
+
+__all__ = ["Merge"]
+
+
+class Merge:
+    """The newest checkpoint of a directory with all that it builds on, to be written again as a full one.
+
+    As a block it keeps saves from removing what is merged until it is left. The order of calls: `open`, `save`.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.chain: _native.CheckpointCompaction | None = None
+        """What is merged; None where the newest checkpoint is full already."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        release([self.chain])
+
+    def open(self, path: str, checks: PathChecks, *, counters: bool = True) -> None:
+        """Open the checkpoint, and the directory to save to. `counters`: counts of ids without a row are merged too. Collective."""
+
+        def open_chain(directory: Directory, latest: str) -> _native.CheckpointCompaction | None:
+            return _native.CheckpointCompaction.open(directory, latest, counters=counters)
+
+        def find() -> tuple[Directory, str]:
+            # This comes first, because it makes no directory where there is none.
+            directory = open_to_load(path, checks)
+            finish_saves_to(directory.path)
+            latest = _native.latest_checkpoint(directory)
+            return open_to_save(path, checks), latest
+
+        self.directory, self.newest, self.chain = open_together(self._ranks, find, open_chain, newest=True)
+
+    def save(self, keep: int, tracker: Callable[[int | None], Tracker]) -> SaveReport:
+        """Write the merged checkpoint and publish it, where there is something to merge. Collective.
+
+        `tracker` is given how many rows this rank writes; None where only the writing tells. `StateError` where something was
+        published to the directory since `open`.
+        """
+        chain, ranks = self.chain, self._ranks
+        if chain is None:
+            return SaveReport(self.newest, "full", None, None, 0, 0)
+
+        def write() -> RankPart:
+            with tracker(chain.rows if ranks.world_size == 1 else None) as told:
+                digest = chain.write(session.name, ranks.rank, ranks.world_size, told.advance)
+            # When the new checkpoint is published, what was merged can be removed.
+            chain.release()
+            return RankPart(digest)
+
+        with SaveSession(self.directory, ranks, keep=keep, merged=chain.id) as session:
+            session.begin()
+            session.write(write)
+            session.publish(chain.next_epoch)
+        return SaveReport(session.name, "full", None, None, chain.rows, 0)
+
+    def was_overtaken(self) -> bool:
+        """Whether another checkpoint is the newest by now, as the first rank sees it. Collective."""
+        return self._ranks.together(lambda: _native.latest_checkpoint(self.directory) != self.newest)[0]
