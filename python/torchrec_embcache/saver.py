@@ -290,8 +290,9 @@ class Saver:
                 raise InputError(f"checkpoint={checkpoint!r} is not the name of one: give SaveReport.checkpoint")
             return {
                 "strict": bool(strict),
-                "tables": None if tables is None else sorted(tables),
-                "rename": sorted((rename or {}).items()),
+                # Others than these are refused when they are held against the checkpoint's tables.
+                "tables": sorted(map(repr, tables)) if isinstance(tables, Collection) else tables,
+                "rename": sorted(rename.items()) if isinstance(rename, Mapping) else rename,
                 "checkpoint": checkpoint,
                 "last_intact": bool(last_intact),
                 "slots": bool(slots),
