@@ -219,9 +219,9 @@ class Group:
 def _exchange(value: T, group: Any) -> list[T]:
     """The value of each rank, in the order of the ranks, by the group's own methods, which need no default group."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    group.allgather([sizes], [torch.tensor([len(data)])]).wait()
-    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(data)], dtype=torch.int64, device="cpu")]).wait()
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device="cpu")
     padded[: len(data)] = data
     everyone = [torch.empty_like(padded) for _ in sizes]
     group.allgather([everyone], [padded]).wait()

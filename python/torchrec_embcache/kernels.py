@@ -214,7 +214,7 @@ class TorchBackend(KernelBackend):
 
     def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
         """See `KernelBackend`."""
-        out = torch.empty(pooled.bags, self.columns, device=self.device)
+        out = torch.empty(pooled.bags, self.columns, dtype=torch.float32, device=self.device)
         column = 0
         for feature, table in enumerate(self.feature_tables):
             tier = self._tier(table)
@@ -259,7 +259,7 @@ class TorchBackend(KernelBackend):
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
         """See `KernelBackend`."""
-        out = torch.empty(count, self.tables[0].dim, device=self.device)
+        out = torch.empty(count, self.tables[0].dim, dtype=torch.float32, device=self.device)
         begin = 0
         for feature, table in enumerate(self.feature_tables):
             slots = self._tensor(plan.slots(feature))
@@ -292,7 +292,7 @@ class TorchBackend(KernelBackend):
         if pooled.mean.any():
             divisor = np.where(np.repeat(pooled.mean, bags), np.maximum(lengths, 1), 1).astype(np.float32)
             scale = torch.from_numpy(1.0 / divisor[bag]).to(self.device)
-        out = torch.zeros(int(pooled.offsets[-1]), device=self.device) if weight_grad else None
+        out = torch.zeros(int(pooled.offsets[-1]), dtype=torch.float32, device=self.device) if weight_grad else None
         columns = np.cumsum([0, *(self.tables[table].dim for table in self.feature_tables)])
         updates = []
         for table in range(len(self.tables)):
@@ -336,7 +336,9 @@ class TorchBackend(KernelBackend):
             for table, slots, grad in updates
             if table in self.sharing
         }
-        none = [torch.zeros(0, self.tables[table].dim, device=self.device) for table in self.sharing]
+        none = [
+            torch.zeros(0, self.tables[table].dim, dtype=torch.float32, device=self.device) for table in self.sharing
+        ]
         each = (refused.get(table, rows) for table, rows in zip(self.sharing, none, strict=True))
         return torch.cat([exact_sums(rows) for rows in each])
 

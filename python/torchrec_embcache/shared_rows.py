@@ -88,7 +88,7 @@ def _add(sums: Tensor, rows: Tensor) -> None:
     place = exponent.clamp(min=1, max=0xFE) - 1
     shifted = torch.where(finite, mantissa << (place % _LIMB_BITS), 0)
     sign = torch.where(bits < 0, -1, 1)
-    begin = torch.arange(dim, device=rows.device) * _PLACES
+    begin = torch.arange(dim, dtype=torch.int64, device=rows.device) * _PLACES
     limb = (begin + place // _LIMB_BITS).flatten()
     sums.index_add_(0, limb, (sign * (shifted & 0xFFFFFFFF)).flatten())
     sums.index_add_(0, limb + 1, (sign * (shifted >> _LIMB_BITS)).flatten())

@@ -131,7 +131,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
             device=device,
         )
         self.weight: nn.Parameter = mark_as_stand_in(
-            nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
+            nn.Parameter(torch.empty(0, self.embedding_dim, dtype=torch.float32, device=self.table.device))
         )
         self.optimizer: FusedOptimizer = FusedOptimizer([self.weight], [optimizer])
         self._group = _group_of(self.table, self.optimizer)
@@ -240,7 +240,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         self.table.close()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        probe = fn(torch.empty(0, device=self.weight.device))
+        probe = fn(torch.empty(0, dtype=torch.float32, device=self.weight.device))
         if probe.dtype != torch.float32:
             raise UnsupportedError(f"table {self.table.name!r} cannot become {probe.dtype}: rows are float32")
         if probe.device != self.weight.device:

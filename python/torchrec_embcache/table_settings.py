@@ -129,7 +129,7 @@ class TableSettings:
     def on_a_device_that_works(self) -> Self:
         """The settings with the number of the device, where `device` is "cuda" alone. `ConfigError` where it cannot be used."""
         try:
-            return replace(self, device=torch.empty(0, device=self.device).device)
+            return replace(self, device=torch.empty(0, dtype=torch.float32, device=self.device).device)
         except (RuntimeError, AssertionError) as cause:
             raise ConfigError(f"device={str(self.device)!r} cannot be used: {cause}") from cause
 

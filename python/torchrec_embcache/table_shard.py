@@ -307,7 +307,7 @@ class TableShard:
         return RowExport((RowChunk(*self._parts(block.ids, block)) for block in stream), self._no_rows)
 
     def _no_rows(self) -> RowChunk:
-        found = self.read_rows(torch.empty(0, dtype=torch.int64))
+        found = self.read_rows(torch.empty(0, dtype=torch.int64, device="cpu"))
         return RowChunk(found.ids, found.weights, found.slots, found.metadata)
 
     def read_rows(self, ids: Ids) -> FoundRows:

@@ -61,14 +61,14 @@ def read_box(
     if full_rows and target.dtype == dtype and _is_in_place(target):
         read(begin, _bytes_of(target))
     elif full_rows and target.nbytes // target.itemsize * dtype.itemsize <= WINDOW_BYTES:
-        window = torch.empty(lengths, dtype=dtype)
+        window = torch.empty(lengths, dtype=dtype, device="cpu")
         read(begin, _bytes_of(window))
         target.copy_(window)
     elif row_bytes <= (WINDOW_BYTES if full_rows else WIDE_ROW_BYTES):
         rows = WINDOW_BYTES // row_bytes
         for row in range(0, lengths[0], rows):
             part = target.narrow(0, row, min(rows, lengths[0] - row))
-            window = torch.empty([len(part), *shape[1:]], dtype=dtype)
+            window = torch.empty([len(part), *shape[1:]], dtype=dtype, device="cpu")
             read(begin + row * row_bytes, _bytes_of(window))
             for dim, (offset, length) in enumerate(zip(offsets[1:], lengths[1:], strict=True), 1):
                 window = window.narrow(dim, offset, length)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from .hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
@@ -140,7 +138,7 @@ def updated_rows(
     rows = _Rows(
         weights=tier.weights.index_select(0, slots),
         vectors=[slot.index_select(0, slots) for slot in tier.vector_slots],
-        scalar=tier.scalars.index_select(0, slots) if tier.scalars is not None else torch.empty(0),
+        scalar=tier.scalars.index_select(0, slots) if tier.scalars is not None else tier.weights.new_empty(0),
         grad=grad,
         numbers=Hyperparameters(*hyperparameters.tolist()),
         step=step,

@@ -336,7 +336,9 @@ class _Into:
 def _load_dense(tensor: Tensor, stored: SavedTensor, pool: Executor) -> None:
     """Copy a dense tensor into `tensor` in windows, or at once where `tensor` is not contiguous."""
     target = tensor.detach()
-    flat = target.reshape(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+    flat = (
+        target.reshape(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype, device="cpu")
+    )
     width = flat.element_size()
 
     def window(begin: int, end: int) -> None:

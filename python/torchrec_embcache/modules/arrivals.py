@@ -117,6 +117,6 @@ def import_torchrec(table: TableShard, weight: Tensor, by: TrainedBy | None) -> 
         some = slice(first, first + _IMPORT_ROWS)
         rows = weight[some]
         parts = {name: values[some] for name, values in slots.items()} if slots else None
-        table.import_rows(torch.arange(first, first + len(rows)), rows, parts)
+        table.import_rows(torch.arange(first, first + len(rows), dtype=torch.int64, device="cpu"), rows, parts)
     if by is not None:
         table.native.set_step(by.step())

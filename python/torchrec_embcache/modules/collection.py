@@ -83,7 +83,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
         self._counts_clicks = self._tables.counts_clicks
         self._flushes = self._tables.flush_schedule(collective=False)
         self._features = [feature for config in configs for feature in config.feature_names]
-        self._anchor = torch.zeros(0, device=on, requires_grad=True)
+        self._anchor = torch.zeros(0, dtype=torch.float32, device=on, requires_grad=True)
         self._lookup: tuple[TableOptimizer, LookupGroup] | None = None
 
     def _holder(self) -> nn.ModuleDict:

@@ -48,7 +48,7 @@ def zero_row_parameter(dim: int, device: torch.device, *, optimized: bool = Fals
 
     `optimized` marks it as TorchRec marks parameters that train in the backward. `in_backward_optimizer_filter` then leaves it out.
     """
-    param = mark_as_stand_in(nn.Parameter(torch.empty(0, dim, device=device)))
+    param = mark_as_stand_in(nn.Parameter(torch.empty(0, dim, dtype=torch.float32, device=device)))
     if optimized:
         param.__dict__["_in_backward_optimizers"] = [EmptyFusedOptimizer()]
     return param

@@ -121,7 +121,7 @@ class ServingEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface
         stride = features.stride()
         ids, bounds = features.values().cpu().numpy(), features.offsets().cpu().numpy().astype(np.int64)
         weights = features.weights().detach().cpu().numpy() if self._is_weighted else None
-        out = torch.empty(stride, sum(self._widths))
+        out = torch.empty(stride, sum(self._widths), dtype=torch.float32, device="cpu")
         first = column = 0
         with pinned(self.served) as version:
             for table, count, pooling in zip(self._tables, self._counts, self._pooling, strict=True):

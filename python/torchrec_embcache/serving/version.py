@@ -177,13 +177,16 @@ class Table:
 
     def rows_of(self, ids: I64) -> Rows:
         """As `lookup`, of an int64 array [N]."""
-        values, found = torch.empty(len(ids), self.dim), torch.empty(len(ids), dtype=torch.bool)
+        values, found = (
+            torch.empty(len(ids), self.dim, dtype=torch.float32, device="cpu"),
+            torch.empty(len(ids), dtype=torch.bool, device="cpu"),
+        )
         self._ready().lookup(ids, values.numpy(), found.numpy())
         return Rows(values, found)
 
     def _stored_rows_of(self, ids: I64) -> Rows:
-        stored = torch.empty(len(ids), self._native.stored_bytes, dtype=torch.uint8)
-        found = torch.empty(len(ids), dtype=torch.bool)
+        stored = torch.empty(len(ids), self._native.stored_bytes, dtype=torch.uint8, device="cpu")
+        found = torch.empty(len(ids), dtype=torch.bool, device="cpu")
         self._ready().lookup_stored(ids, stored.numpy(), found.numpy())
         return Rows(stored.view(self.dtype), found)
 
@@ -230,7 +233,7 @@ class Table:
 
     def bags_of(self, ids: I64, offsets: I64, pooling: Pooling, weights: NDArray[np.float32] | None) -> Tensor:
         """As `lookup_pooled`, of arrays that were checked."""
-        out = torch.empty(len(offsets) - 1, self.dim)
+        out = torch.empty(len(offsets) - 1, self.dim, dtype=torch.float32, device="cpu")
         self._ready().lookup_pooled(ids, offsets, pooling, weights, out.numpy())
         return out
 

@@ -109,7 +109,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         self._group: LookupGroup | None = (
             tables.group(configs, self._optimizer, after_backward, add_up) if configs else None
         )
-        self._anchor = torch.zeros(0, device=tables.device, requires_grad=True)
+        self._anchor = torch.zeros(0, dtype=torch.float32, device=tables.device, requires_grad=True)
         self._after_backward = after_backward
         self._next: PlannedFeatures | None = None
         self._announced: list[HostFeatures] = []

@@ -177,7 +177,7 @@ def _demanded_by(planner: Mapping[str, Any]) -> list[str]:
 
 
 def _meta_parameter(module: Any, name: str, param: nn.Parameter) -> nn.Parameter:
-    planned = nn.Parameter(torch.empty(module.planned_rows(name), param.shape[1], device="meta"))
+    planned = nn.Parameter(torch.empty(module.planned_rows(name), param.shape[1], dtype=torch.float32, device="meta"))
     planned.__dict__.update(param.__dict__)  # has the optimizer in backward, by which the planner sizes the slots
     return planned
 

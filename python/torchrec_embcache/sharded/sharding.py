@@ -90,7 +90,8 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
             # buckets is sent nothing.
             begins = [[bucket_range(rank, ranks, buckets)[0] for rank in range(ranks)] for buckets in num_buckets]
             self.zch_bucketize_row_pos = [
-                torch.tensor([*begin, buckets]) for begin, buckets in zip(begins, num_buckets, strict=True)
+                torch.tensor([*begin, buckets], dtype=torch.int64, device="cpu")
+                for begin, buckets in zip(begins, num_buckets, strict=True)
             ]
             self._feature_total_num_blocks_tensor = torch.tensor([num_buckets], device=device, dtype=torch.int64)
         self._mean = mean
