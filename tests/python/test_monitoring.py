@@ -160,8 +160,8 @@ def test_a_scrape_has_the_numbers_of_stats_and_nothing_else(tmp_path: Path) -> N
     model = Models(tmp_path)
     trained(model.items["inner"])
     step(model.users, [[1, 2], [3]])
-    with PrometheusExporter(model, 0, host="127.0.0.1") as exporter:
-        assert exporter.port > 0
+    with PrometheusExporter(model, 0) as exporter:
+        assert (exporter.host, exporter.port > 0) == ("127.0.0.1", True)  # it listens to this machine alone
         found = scraped(exporter.url)
     wanted: dict[tuple[str, Any], float] = {}
     for own, bag in {("users", "user"): model.users, ("items.inner", "item"): model.items["inner"]}.items():
@@ -415,7 +415,7 @@ def test_tensorboards_own_reader_finds_rates_and_waits(tmp_path: Path) -> None:
     assert found[tag] == [(100, pytest.approx(hits / (hits + misses), rel=1e-6))]
     assert found["embcache/users/user/rows"] == [(0, 0.0), (100, 0.0)]
     assert found["embcache/items.inner/item/rows"] == [(0, 0.0), (100, float(after.rows))]
-    p99 = after.row_wait.quantile(0.99) / 1e6
+    p99 = after.row_wait.quantile_ns(0.99) / 1e6
     assert found["embcache/items.inner/item/row_wait/p99_ms"] == [(100, pytest.approx(p99, rel=1e-6))]
     assert found["embcache/items.inner/item/eviction/evicted_per_second"][0][1] > 0
     assert found["embcache/items.inner/item/eviction/evicted_by_rule/ttl_per_second"][0][1] > 0

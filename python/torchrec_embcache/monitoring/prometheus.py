@@ -40,8 +40,8 @@ class PrometheusExporter:
         model: any `nn.Module` with tables of this package, also of those that are served; or what `serving.open` returned. The
             exporter keeps neither it nor its tables alive.
         port: of TCP, to listen at. 0 picks a free one, which `port` and `url` then say.
-        host: the address to listen at: "127.0.0.1" serves this machine alone, and the default all of its networks. Whoever reaches
-            it can read the names and the sizes of the tables, and change nothing.
+        host: the address to listen at. The default serves this machine alone, and "0.0.0.0" all of its networks, as a container
+            needs it. The endpoint is read-only, and shows the names and the sizes of the tables.
 
     Raises:
         InputError: `model` is neither.
@@ -57,13 +57,13 @@ class PrometheusExporter:
         ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1)
         ... )
         >>> item(torch.tensor([7, 8])).sum().backward()
-        >>> with PrometheusExporter(item, port=0, host="127.0.0.1") as exporter:
+        >>> with PrometheusExporter(item, port=0) as exporter:
         ...     text = urlopen(exporter.url).read().decode()
         >>> [line for line in text.splitlines() if line.startswith("embcache_host_misses_total")]
         ['embcache_host_misses_total{module="",rank="0",table="item"} 2.0']
     """
 
-    def __init__(self, model: nn.Module | Tables, port: int, *, host: str = "0.0.0.0") -> None:
+    def __init__(self, model: nn.Module | Tables, port: int, *, host: str = "127.0.0.1") -> None:
         collectors: list[Any] = [] if isinstance(model, Tables) else [_Collector(Sampler(model))]
         collectors.append(ServingCollector(model))
         try:
