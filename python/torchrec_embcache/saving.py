@@ -21,6 +21,8 @@ from .table_shard import TableShard
 __all__ = ["FullEvery", "SavePlan", "Totals", "check_full_every", "plan_save", "write_tables"]
 
 _log = logging.getLogger("torchrec_embcache.saver")
+# Why the first incremental save to a directory is full, which nobody has to act on.
+_FIRST = "there is no checkpoint yet"
 
 # Which of the incremental saves are full: every how many, or "auto", or none.
 FullEvery = int | Literal["auto"] | None
@@ -101,7 +103,8 @@ def plan_save(
             if found is not None:
                 base, reason = _base(shards, found, counters=counters)
             if reason is not None:
-                _log.warning("%s is saved in full, not as a delta: %s", directory, reason)
+                level = logging.INFO if reason == _FIRST else logging.WARNING
+                _log.log(level, "%s is saved in full, not as a delta: %s", directory, reason)
     return SavePlan(shards, directory, epoch, base, reason, counters)
 
 
@@ -157,7 +160,7 @@ def _newest(directory: Directory) -> tuple[_Newest | None, str | None]:
     try:
         found = _native.newest_checkpoint(directory)
         if found is None:
-            return None, "there is no checkpoint yet"
+            return None, _FIRST
         chain = _Chain.of(directory, found.id.name)
     except CorruptionError as error:
         return None, f"the newest checkpoint there is damaged ({error})"

@@ -79,16 +79,20 @@ def test_deltas_hold_what_was_trained_imported_and_removed(
 
 
 def test_the_first_delta_is_full_and_says_so(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def levels() -> list[str]:
+        return [record.levelname for record in caplog.records if "saved in full" in record.getMessage()]
+
     bag = make_bag()
     train(bag)
-    with caplog.at_level(logging.WARNING, "torchrec_embcache"):
+    with caplog.at_level(logging.INFO, "torchrec_embcache"):
         report = Saver(0).save(bag, root, incremental=True)
-    assert report.kind == "full"
-    assert report.reason == "there is no checkpoint yet"
-    assert "saved in full" in caplog.text
-    two = nn.ModuleDict({"a": bag, "b": make_bag("other")})
-    Saver(0).save(nn.ModuleDict({"a": bag}), root)
-    assert "other tables" in str(Saver(0).save(two, root, incremental=True).reason)
+        assert report.kind == "full"
+        assert report.reason == "there is no checkpoint yet"
+        assert levels() == ["INFO"], "every run begins so"
+        two = nn.ModuleDict({"a": bag, "b": make_bag("other")})
+        Saver(0).save(nn.ModuleDict({"a": bag}), root)
+        assert "other tables" in str(Saver(0).save(two, root, incremental=True).reason)
+    assert levels() == ["INFO", "WARNING"]
     assert Saver(0).save(two, root, incremental=True).kind == "delta", "with nothing in it"
     (name,) = (path for path in root.iterdir() if path.is_dir() and path.name.startswith("0000000004"))
     (name / "manifest.json").write_text("damaged")
