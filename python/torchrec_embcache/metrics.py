@@ -29,7 +29,7 @@ class Histogram:
     Examples:
         >>> from torchrec_embcache import Histogram
         >>> waits = Histogram(count=4, sum_ns=5_000, buckets=((1_024, 3), (2_048, 1)))
-        >>> waits.quantile(0.5), waits.quantile(0.99), waits.mean_ns
+        >>> waits.quantile_ns(0.5), waits.quantile_ns(0.99), waits.mean_ns
         (1024.0, 2048.0, 1250.0)
         >>> (waits + waits).count, (waits - waits).count
         (8, 0)
@@ -49,12 +49,12 @@ class Histogram:
         """The mean duration in nanoseconds; 0.0 where there is none."""
         return self.sum_ns / self.count if self.count else 0.0
 
-    def quantile(self, q: float) -> float:
+    def quantile_ns(self, q: float) -> float:
         """The upper bound in nanoseconds of the bucket of the `q`-quantile; 0.0 where there is no duration.
 
         So at least the share `q` of all durations, from 0.0 to 1.0, took no longer than this. Raises `InputError` for another `q`.
 
-        For example `table.stats().row_wait.quantile(0.99) / 1e6` is a time in milliseconds.
+        For example `table.stats().row_wait.quantile_ns(0.99) / 1e6` is a time in milliseconds.
         """
         if not 0.0 <= q <= 1.0:
             raise InputError(f"q={q!r} is no share: give a number from 0 to 1, as 0.99")
@@ -275,6 +275,11 @@ class TableStats:
         >>> stats = item.stats()
         >>> stats.rows, stats.step, stats.overflow_plans, stats.kernels, stats.ssd
         (3, 1, 0, 'core', None)
+        >>> stats  # a line for each part
+        TableStats(rows=3, step=1, pinned_rows=0, overflow_plans=0, dropped_rows=0, kernels='core')
+          row_wait: 1 in ... ms, p50 ... ms, p99 ... ms
+          lock_held: ... in ... ms, p50 ... ms, p99 ... ms
+          host: rows=3, bytes=..., capacity_bytes=1048576, hits=0, misses=3, evictions=0, ...
     """
 
     rows: int
@@ -305,6 +310,30 @@ class TableStats:
             "ssd": SsdStats.of(native.ssd) if native.ssd is not None else None,
         }
         return cls(**tiers, **_named(cls, native, apart_from=tiers))
+
+    def __repr__(self) -> str:
+        """The numbers of the table in one line, and a line for each histogram and each part that it has."""
+        lines = [f"{type(self).__name__}({_numbers(self)})"]
+        for name in ("row_wait", "lock_held", "admission", "eviction", "device", "host", "ssd"):
+            part = getattr(self, name)
+            if part is not None:
+                lines.append(f"  {name}: {_summary(part) if isinstance(part, Histogram) else _numbers(part)}")
+        return "\n".join(lines)
+
+
+def _numbers(stats: Any) -> str:
+    """The fields of counters, with a summary of a histogram."""
+    values = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    return ", ".join(
+        f"{name}=({_summary(value)})" if isinstance(value, Histogram) else f"{name}={value!r}"
+        for name, value in values.items()
+        if not isinstance(stats, TableStats) or isinstance(value, int | str)
+    )
+
+
+def _summary(waits: Histogram) -> str:
+    p50, p99 = (waits.quantile_ns(q) / 1e6 for q in (0.5, 0.99))
+    return f"{waits.count} in {waits.sum_ns / 1e6:.3f} ms, p50 {p50:.3f} ms, p99 {p99:.3f} ms"
 
 
 def _named(kind: type[Any], native: object, apart_from: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from torchrec_embcache import (
     TableStats,
     TierStats,
     _native,
+    admission,
+    eviction,
     optimizers,
 )
 from torchrec_embcache.cache import internals
@@ -99,3 +101,16 @@ def test_stats_are_what_the_binding_counts(tmp_path):
 )
 def test_what_the_stub_says_of_a_frozen_class_is_there(name):
     assert attributes(getattr(_native, name)) == in_stub(name)
+
+
+def test_counters_print_in_ten_lines_at_most(tmp_path: Path) -> None:
+    settings = {"admission": admission.Count(1), "eviction": eviction.Policy([eviction.Ttl(steps=8)])}
+    tiers = ssd_tiers(tmp_path, host_bytes="64KiB", device_bytes="16KiB")
+    with make_bag(tiers=tiers, **settings) as bag:
+        for number in range(100):
+            step(bag, [[number, number + 1]])
+        shown = repr(bag.stats()).splitlines()
+    assert shown[0].startswith("TableStats(rows=")
+    parts = ("row_wait", "lock_held", "admission", "eviction", "device", "host", "ssd")
+    assert [line.split(":")[0].strip() for line in shown[1:]] == list(parts)
+    assert re.fullmatch(r"  row_wait: \d+ in [\d.]+ ms, p50 [\d.]+ ms, p99 [\d.]+ ms", shown[1])
