@@ -68,6 +68,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "cache.RowExport",
             "cache_modules",
             "flush",
+            "close_all",
         ],
     ),
     "stats": (

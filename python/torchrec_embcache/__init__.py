@@ -14,6 +14,7 @@ from ._native import __version__ as __version__
 from .cache import CacheTable, EvictedRows, FoundRows, RowChunk, RowMetadata
 from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
+from .lifetime import close_all
 from .metrics import AdmissionStats, EvictionStats, Histogram, SsdStats, TableStats, TierStats
 from .miss_ratios import MissRatioCurve
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
@@ -70,6 +71,7 @@ __all__ = [
     "TierStats",
     "admission",
     "cache_modules",
+    "close_all",
     "evict",
     "eviction",
     "exceptions",

@@ -27,6 +27,7 @@ __all__ = [
     "FlushSchedule",
     "TrackedTable",
     "backward_begins",
+    "close_all",
     "dropped",
     "flush_at_exit",
     "forwarded",
@@ -55,6 +56,9 @@ class TrackedTable(FlushedTable, OpenTable, Protocol):
     @property
     def unusable(self) -> str | None:
         """Why every use is refused, as where a load failed; None where it is not."""
+
+    def close(self) -> None:
+        """Flush and close it."""
 
     @property
     def has_unflushed_rows(self) -> bool:
@@ -87,6 +91,34 @@ def open_tables() -> list[TrackedTable]:
     # A table that was closed stays in the set as long as somebody holds it.
     tables = list(_open) if _hooked == os.getpid() else []
     return [table for table in tables if table.is_open and not table.is_closed]
+
+
+def close_all() -> None:
+    """Flush and close every table with an SSD tier that is open in this process, so that a model can be made again.
+
+    It is for notebooks: put it before the model in a cell that may run again. Tables without an SSD tier hold no directory. The
+    first error is raised when all tables are closed; it is one of those of `CacheTable.close`.
+
+    Examples:
+        >>> import os, torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, close_all, optimizers
+        >>> os.mkdir("cache", mode=0o750)
+        >>> tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="64MiB", ssd_dir="cache", reopen="auto")
+        >>> for run in range(2):  # as a cell that is run twice
+        ...     close_all()
+        ...     item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=optimizers.SGD(lr=0.5))
+        ...     item(torch.tensor([7, 8])).sum().backward()
+        >>> len(item), item.table.step()
+        (2, 2)
+    """
+    first: Exception | None = None
+    for table in sorted(open_tables(), key=lambda table: table.name):
+        try:
+            table.close()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 # ---- steps that have begun

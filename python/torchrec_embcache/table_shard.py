@@ -23,7 +23,7 @@ from .buckets import BucketHash, buckets_of
 from .collective import world_size as ranks_of_process
 from .config import Reopen, bucket_range, check_int
 from .device_tier import DeviceTier, memory_that
-from .exceptions import InputError, StateError
+from .exceptions import InputError, InUseError, StateError
 from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
 from .owners import import_on_owners
@@ -183,7 +183,9 @@ class TableShard:
             self._supersedes = disk.look_after(self, lifetime.open_tables(), resumed=state.token)
             warn_of_lost_state(self, state)
             self.telling.watch(native, self.spec)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, InUseError) and any(directory == other.directory for other in lifetime.open_tables()):
+                error.message += ". torchrec_embcache.close_all() closes every table of this process"
             # Whatever failed, such as a warning that the user makes an error: the table can be opened again. The core's is
             # closed, because an error that somebody keeps would hold it, and with it the directory.
             self._tier = self._native = None

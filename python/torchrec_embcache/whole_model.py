@@ -1,13 +1,13 @@
 """The cache modules of a model: how they are found and flushed together."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from .cache import CacheTable, internals
-from .collective import agree_on_arguments
+from .collective import agree_on_arguments, all_gather, together
 from .exceptions import InputError, UnsupportedError
 from .flushing import flush_tables
 from .row_notes import NoteWatch, note_of, refuse_missing_rows
@@ -154,13 +154,18 @@ def path_in_model(model: nn.Module, path: str) -> str:
     return ".".join(names)
 
 
-def flush(model: nn.Module) -> None:
+def flush(model: nn.Module, *, also: Callable[[int], object] | None = None) -> None:
     """Write every dirty row of all tables of all ranks to their SSD tiers, and publish them as one state. Collective.
 
     After a kill before this returns, a resume takes the state before, of every table. Tables without an SSD tier have nothing
     to do. Threads that flush the same tables take turns.
 
-    Raises, on every rank, `InputError` for a model without cache modules, and `StorageError` when one cannot write.
+    `also`: a callable that saves the rest of the model, under the step that it is given: the largest of the tables' steps on all
+    ranks. It is called on every rank, before anything is published, so that whatever a resume finds was saved under its step. Where
+    it raises, nothing is flushed, and every rank raises. `docs/checkpoints.md` has a recipe.
+
+    Raises, on every rank, `InputError` for a model without cache modules, or for an `also` that only some ranks give, and
+    `StorageError` when one cannot write.
 
     Examples:
         >>> import os, torch
@@ -172,16 +177,21 @@ def flush(model: nn.Module) -> None:
         >>> flush(model)  # from here on a killed process resumes with these two rows
         >>> model.stats().ssd.rows
         2
+        >>> flush(model, also=lambda step: torch.save({}, f"dense-{step}.pt"))
+        >>> os.path.exists("dense-1.pt")
+        True
     """
-    found: list[TableShard] = []
+    tables: list[TableShard] = []
 
     def check() -> dict[str, object]:
         modules = cache_modules(model)
         if not modules:
             raise InputError(f"{type(model).__name__} has no cache module: nothing to flush")
-        tables = [internals(table) for module in modules.values() for table in module.tables.values()]
-        found.extend(table for table in tables if table.directory is not None)
-        return {}
+        tables.extend(internals(table) for module in modules.values() for table in module.tables.values())
+        return {"also": "left out" if also is None else "given"}
 
     agree_on_arguments("flush", check)
-    flush_tables(found)
+    if also is not None:
+        step = max(all_gather(max((table.native.step() for table in tables), default=0)))
+        together(lambda: also(step))
+    flush_tables([table for table in tables if table.directory is not None])
