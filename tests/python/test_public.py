@@ -40,6 +40,7 @@ PUBLIC_WITHOUT_TORCHREC = {
     "TierBudgets",
     "TierStats",
     "cache_modules",
+    "close_all",
     "evict",
     "eviction",
     "exceptions",

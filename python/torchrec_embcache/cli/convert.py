@@ -63,6 +63,15 @@ _INTO_CHECKPOINT = ("module", "optimizer", "step", "total_num_buckets", "rename"
 _INTO_TORCHREC = ("model_key", "optimizer_key", "rows", "sequences", "rename", "skip")
 
 
+def _used(from_layout: str, to_layout: str) -> tuple[str, ...]:
+    """The fields of `Settings` that a conversion uses."""
+    if to_layout == "torchrec-dcp":
+        return _INTO_TORCHREC
+    if to_layout != "embcache":
+        return ()
+    return (*_INTO_CHECKPOINT, "model_key") if from_layout == "torchrec-dcp" else _INTO_CHECKPOINT
+
+
 def refuse_unused(settings: Settings, used: Collection[str], conversion: str) -> None:
     """`ConfigError` for an option that is none of the fields `used`, which `conversion` would ignore."""
     for each in dataclasses.fields(Settings):
@@ -96,10 +105,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
             f"from {from_layout} to {to_layout}: one side must be a checkpoint of ours, and one not "
             "(`reshard` and `compact` write a checkpoint again)"
         )
-    used = _INTO_CHECKPOINT if to_layout == "embcache" else _INTO_TORCHREC if to_layout == "torchrec-dcp" else ()
-    if from_layout == "torchrec-dcp":
-        used = (*used, "model_key")
-    refuse_unused(settings, used, f"a conversion from {from_layout} to {to_layout}")
+    refuse_unused(settings, _used(from_layout, to_layout), f"a conversion from {from_layout} to {to_layout}")
     skipped: list[str] = []
     notes: list[str] = []
     if from_layout == "embcache":
