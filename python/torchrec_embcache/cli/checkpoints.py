@@ -16,7 +16,7 @@ from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
 from torchrec_embcache.paths import Directory, GivenPath, default_checks, is_there, open_to_load, open_to_save
 from torchrec_embcache.saver import Saver
-from torchrec_embcache.sessions.load import open_together
+from torchrec_embcache.sessions.load import open_newest
 from torchrec_embcache.sessions.ranks import OneRank
 
 from .report import FOUND, Grid, Report, date_of, date_text
@@ -65,7 +65,7 @@ class Opened:
             directory = open_to_load(GivenPath(os.path.dirname(directory.path)))
             rows = _native.CheckpointRows(directory, name)
         else:
-            directory, name, rows = open_together(OneRank(), lambda: _newest_in(directory), _native.CheckpointRows)
+            directory, name, rows = open_newest(OneRank(), lambda: _newest_in(directory), _native.CheckpointRows)
         return cls(directory, name, rows, json.loads(rows.manifest()))
 
     @property

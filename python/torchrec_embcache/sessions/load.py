@@ -29,7 +29,7 @@ from torchrec_embcache.under_way import finish_saves_to
 from .intact import find_intact
 from .ranks import Ranks
 
-__all__ = ["LoadSession", "TablesUnderLoad", "open_together", "release"]
+__all__ = ["LoadSession", "TablesUnderLoad", "open_newest", "release"]
 
 _log = logging.getLogger("torchrec_embcache.saver")
 
@@ -98,7 +98,7 @@ class TablesUnderLoad:
             table.set_unusable(unusable)
 
 
-def open_together(
+def open_newest(
     ranks: Ranks,
     find: Callable[[], tuple[Directory, str]],
     open_it: Callable[[Directory, str], T],
@@ -221,7 +221,7 @@ class LoadSession:
             finish_saves_to(directory.path)
             return directory, self._checkpoint or _native.latest_checkpoint(directory)
 
-        self.directory, _, self._opened = open_together(
+        self.directory, _, self._opened = open_newest(
             self._ranks, find, _native.CheckpointReader, newest=self._checkpoint is None
         )
         self._saved = {(entry.module, entry.table): entry for entry in self.reader.tables()}

@@ -11,7 +11,7 @@ from torchrec_embcache.progress import Tracker
 from torchrec_embcache.reports import SaveReport
 from torchrec_embcache.under_way import finish_saves_to
 
-from .load import open_together, release
+from .load import open_newest, release
 from .ranks import Ranks
 from .save import RankPart, SaveSession
 
@@ -48,7 +48,7 @@ class Merge:
             latest = _native.latest_checkpoint(directory)
             return open_to_save(path, checks), latest
 
-        self.directory, self.newest, self.chain = open_together(self._ranks, find, open_chain, newest=True)
+        self.directory, self.newest, self.chain = open_newest(self._ranks, find, open_chain, newest=True)
 
     def save(self, keep: int, tracker: Callable[[int | None], Tracker]) -> SaveReport:
         """Write the merged checkpoint and publish it, where there is something to merge. Collective.
