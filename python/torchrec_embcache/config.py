@@ -196,7 +196,7 @@ class TierBudgets:
         if self.host_bytes == 0:
             raise ConfigError("TierBudgets.host_bytes=0: the host tier is mandatory, give it at least a few MiB")
         if self.ssd_dir is not None:
-            path = os.fspath(self.ssd_dir) if isinstance(self.ssd_dir, os.PathLike) else self.ssd_dir
+            path: object = os.fspath(self.ssd_dir) if isinstance(self.ssd_dir, os.PathLike) else self.ssd_dir
             if not isinstance(path, str) or not path or "\0" in path:
                 raise ConfigError(
                     f"TierBudgets.ssd_dir={self.ssd_dir!r} is not a path: give a directory as a str or a Path"
