@@ -30,9 +30,7 @@ __all__ = [
     "OptimizerSpec",
     "PartialRowWiseAdam",
     "RowWiseAdagrad",
-    "check_one_optimizer",
     "check_saved_optimizer",
-    "common_numbers",
     "gradient_limits",
     "native_hyperparameters",
 ]
