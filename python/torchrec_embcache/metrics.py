@@ -29,7 +29,7 @@ class Histogram:
     Examples:
         >>> from torchrec_embcache import Histogram
         >>> waits = Histogram(count=4, sum_ns=5_000, buckets=((1_024, 3), (2_048, 1)))
-        >>> waits.quantile_ns(0.5), waits.quantile_ns(0.99), waits.mean_ns
+        >>> waits.quantile(0.5), waits.quantile(0.99), waits.mean_ns
         (1024.0, 2048.0, 1250.0)
         >>> (waits + waits).count, (waits - waits).count
         (8, 0)
@@ -49,12 +49,12 @@ class Histogram:
         """The mean duration in nanoseconds; 0.0 where there is none."""
         return self.sum_ns / self.count if self.count else 0.0
 
-    def quantile_ns(self, q: float) -> float:
+    def quantile(self, q: float) -> float:
         """The upper bound in nanoseconds of the bucket of the `q`-quantile; 0.0 where there is no duration.
 
         So at least the share `q` of all durations, from 0.0 to 1.0, took no longer than this. Raises `InputError` for another `q`.
 
-        For example `table.stats().row_wait.quantile_ns(0.99) / 1e6` is a time in milliseconds.
+        For example `table.stats().row_wait.quantile(0.99) / 1e6` is a time in milliseconds.
         """
         if not 0.0 <= q <= 1.0:
             raise InputError(f"q={q!r} is no share: give a number from 0 to 1, as 0.99")
@@ -332,7 +332,7 @@ def _numbers(stats: Any) -> str:
 
 
 def _summary(waits: Histogram) -> str:
-    p50, p99 = (waits.quantile_ns(q) / 1e6 for q in (0.5, 0.99))
+    p50, p99 = (waits.quantile(q) / 1e6 for q in (0.5, 0.99))
     return f"{waits.count} in {waits.sum_ns / 1e6:.3f} ms, p50 {p50:.3f} ms, p99 {p99:.3f} ms"
 
 

@@ -95,7 +95,7 @@ def test_a_sum_counts_the_durations_of_both_and_a_difference_takes_them_away(one
 def test_at_least_the_share_of_a_quantile_is_below_it_and_less_below_the_bound_before(
     found: Histogram, q: float
 ) -> None:
-    bound = found.quantile_ns(q)
+    bound = found.quantile(q)
     if not found.count:
         assert bound == 0.0
         return
@@ -107,4 +107,4 @@ def test_at_least_the_share_of_a_quantile_is_below_it_and_less_below_the_bound_b
 @pytest.mark.parametrize("q", [-0.1, 1.01, float("nan"), 99])
 def test_what_is_no_share_is_refused(q: float) -> None:
     with pytest.raises(InputError, match="give a number from 0 to 1"):
-        Histogram().quantile_ns(q)
+        Histogram().quantile(q)

@@ -74,7 +74,7 @@ def test_an_endpoint_is_read_back_as_the_tables_were_sampled(bag: EmbCacheEmbedd
             assert (found.count, found.sum_ns) == (value.count, pytest.approx(value.sum_ns, abs=1000))
             # The endpoint has only powers of two, so that a bound is at most twice as high.
             for q in (0.5, 0.99):
-                assert value.quantile_ns(q) <= max(found.quantile_ns(q), 1024) <= max(2 * value.quantile_ns(q), 1024)
+                assert value.quantile(q) <= max(found.quantile(q), 1024) <= max(2 * value.quantile(q), 1024)
 
 
 @pytest.mark.parametrize("given", ["http://127.0.0.1:{}", "http://127.0.0.1:{}/metrics", ":{}", "127.0.0.1:{}"])

@@ -104,7 +104,7 @@ def _rise(value: float, earlier: Value | None) -> float:
 def _of_waits(name: str, waits: Histogram) -> dict[str, float]:
     if not waits.count:
         return {}
-    found = {f"{name}/{label}_ms": waits.quantile_ns(q) / 1e6 for label, q in QUANTILES.items()}
+    found = {f"{name}/{label}_ms": waits.quantile(q) / 1e6 for label, q in QUANTILES.items()}
     return {**found, f"{name}/mean_ms": waits.mean_ns / 1e6}
 
 
