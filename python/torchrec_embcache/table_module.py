@@ -6,7 +6,7 @@ Shapes: n rows, D the table's width.
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -238,17 +238,6 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         """Forget the batches that were prefetched, then flush and close the table; see `CacheTable.close`."""
         self._group.drop_prefetched()
         self.table.close()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        probe = fn(torch.empty(0, dtype=torch.float32, device=self.weight.device))
-        if probe.dtype != torch.float32:
-            raise UnsupportedError(f"table {self.table.name!r} cannot become {probe.dtype}: rows are float32")
-        if probe.device != self.weight.device:
-            raise UnsupportedError(
-                f"table {self.table.name!r} cannot move to {probe.device}: make the module with device={str(probe.device)!r}"
-            )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module of its own with the same rows, optimizer slots, step and numbers. `StateError` where there is an SSD tier."""

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .cache import CacheTable, internals
@@ -38,6 +39,20 @@ class CacheModule:
     @abstractmethod
     def tables(self) -> Mapping[str, CacheTable]:
         """This rank's shards of the tables, by the tables' names."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Do as `half()`, `to()` and the like ask. `UnsupportedError` for another dtype or device, before this module changes."""
+        for parameter in nn.Module.parameters(self):  # type: ignore[arg-type]  # it is one
+            probe = fn(torch.empty(0, dtype=torch.float32, device=parameter.device))
+            of = f"{type(self).__name__} with tables {', '.join(map(repr, self.tables))}"
+            if probe.dtype != torch.float32:
+                raise UnsupportedError(
+                    f"{of} cannot become {probe.dtype}: rows are float32; convert the dense modules by themselves, and cast the "
+                    "results of this one. Modules that come before it in the model have been converted"
+                )
+            if probe.device != parameter.device:
+                raise UnsupportedError(f"{of} cannot move to {probe.device}: make it with device={str(probe.device)!r}")
+        return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def settle(self) -> None:
         """Give the tables the optimizers that are set by now. It is called before rows are saved or loaded."""

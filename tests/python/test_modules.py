@@ -587,20 +587,6 @@ def test_a_model_of_several_modules_is_found_and_flushed(tmp_path):
     again.close()
 
 
-def test_a_torchrec_module_that_is_frozen_or_in_eval_mode_stays_so():
-    theirs = EmbeddingBagCollection(bag_tables())
-    for frozen, training in ((False, True), (True, True), (False, False)):
-        theirs.requires_grad_(not frozen).train(training)
-        ours = EmbCacheEmbeddingBagCollection.from_torchrec(
-            theirs, TIERS, optimizer=torch.optim.SGD(theirs.parameters(), lr=0.5)
-        )
-        before, pooled = rows(ours), ours(features()).values()
-        if pooled.requires_grad:
-            pooled.sum().backward()
-        assert pooled.requires_grad == (training and not frozen)
-        assert (rows(ours) == before) == (frozen or not training)
-
-
 def test_a_trained_torchrec_module_must_match_the_tables_given_for_it():
     theirs = EmbeddingBagCollection(bag_tables())
     tables = [

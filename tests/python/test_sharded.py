@@ -381,34 +381,6 @@ def test_rows_of_an_unsharded_module_stay_where_one_rank_shards_it():
     assert kept
 
 
-def _frozen(rank: int, world: int, shardings: Any) -> Any:
-    model = Model(Settings(replicated=True))
-    apply_optimizer_in_backward(ROWWISE[0], model.table_parameters(), ROWWISE[1])
-    train(model, batches(2))
-    model.bags.requires_grad_(False)
-    model.sequences.eval()
-    model = sharded(model, shardings)
-    modules, before = cache_modules(model), rows_of(model)
-    modes = [module.training for module in modules.values()]
-    train(model, batches(2, rank, world))
-    frozen = [weight.requires_grad for module in modules.values() for weight in module.weights().values()]
-    still = rows_of(model) == before
-    modules["bags"].requires_grad_(True)
-    train(model, batches(2, rank, world))
-    return modes, frozen, still, pinned_rows(model), rows_of(model) == before
-
-
-@pytest.mark.parametrize("shardings", [ROW_WISE, TABLE_WISE, MIXED], ids=["row-wise", "table-wise", "mixed"])
-def test_a_module_that_was_frozen_or_in_eval_mode_is_so_when_it_is_sharded(two_ranks, shardings):
-    results = two_ranks.run(_frozen, shardings)
-    for modes, frozen, still, pinned, _ in results:
-        assert modes == [True, False]
-        assert frozen == [False, False, True]
-        assert still
-        assert pinned == 0
-    assert not all(thawed for *_, thawed in results)  # a rank may have no row
-
-
 def _without_training(rank: int, world: int) -> Any:
     model = sharded(Model(), MIXED, FUSED)
     steps = list(batches(2, rank, world))

@@ -96,7 +96,8 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
             `torchrec_embcache.lifecycle_configs`.
 
     Of TorchRec's other fields (`data_type`, `init_fn`, `use_virtual_table`, `input_dim`, `num_embeddings_post_pruning`, `need_pos`,
-    `enable_embedding_update`, `stash_weights`) only the defaults are supported.
+    `enable_embedding_update`, `stash_weights`) only the defaults are supported. The `init_fn` of a TorchRec
+    config may be a `functools.partial` of `torch.nn.init.uniform_`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -323,9 +324,16 @@ def _from_torchrec(table: object, kind: type[Any]) -> Any:
         raise ConfigError(f"tables holds {table!r}: give {kind.__name__}")
     names = {field.name for field in dataclasses.fields(kind)}
     values = {field.name: getattr(table, field.name) for field in dataclasses.fields(table) if field.name in names}
-    # TorchRec fills init_fn in. A function that a user gave stays, and is refused.
+    # TorchRec fills init_fn in, as a `uniform_` between its bounds. One between a user's bounds means the same to a row. Any other
+    # function that a user gave stays, and is refused.
     made = values.get("init_fn")
-    if isinstance(made, functools.partial) and made.func is torch.nn.init.uniform_:
+    if (
+        isinstance(made, functools.partial)
+        and made.func is torch.nn.init.uniform_
+        and not made.args
+        and made.keywords.keys() <= {"a", "b"}
+    ):
         values["init_fn"] = None
+        values["weight_init_min"], values["weight_init_max"] = made.keywords.get("a", 0.0), made.keywords.get("b", 1.0)
     values["feature_names"] = list(table.feature_names)
     return kind(**values)

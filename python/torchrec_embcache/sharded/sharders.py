@@ -17,6 +17,7 @@ from torchrec.distributed.types import (
     ShardingEnv2D,
     ShardingType,
 )
+from torchrec.types import DataType
 
 from torchrec_embcache.collective import world_size
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
@@ -39,6 +40,16 @@ if TYPE_CHECKING:
     _SequenceSharder: TypeAlias = BaseEmbeddingSharder[Any]
 else:
     _BagSharder, _SequenceSharder = EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+
+# What a plan says of TorchRec's kernels, and the values that mean what this package does. None and False mean it too.
+_KERNEL_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "enforce_hbm": (),
+    "stochastic_rounding": (),
+    "bounds_check_mode": (),
+    "output_dtype": (DataType.FP32,),
+    "key_value_params": (),
+}
+_CACHE_SETTINGS = ("algorithm", "reserved_memory", "precision", "prefetch_pipeline", "multipass_prefetch_config")
 
 M = TypeVar("M")
 S = TypeVar("S", bound=ShardedCacheModule)
@@ -145,11 +156,23 @@ class _CacheSharder(Generic[M, S]):
                 f"table {config.name!r}: sharding_type={param.sharding_type!r} is not supported yet: "
                 f"use {' or '.join(map(repr, SHARDING_TYPES))}"
             )
+        self._check_kernel_settings(config.name, param)
         if param.sharding_type == ShardingType.ROW_WISE.value and config.total_num_buckets < world_size:
             raise ConfigError(
                 f"table {config.name!r}: total_num_buckets={config.total_num_buckets} is below the {world_size} ranks that share "
                 "them: give at least one bucket a rank, or shard the table table-wise"
             )
+
+    def _check_kernel_settings(self, table: str, param: ParameterSharding) -> None:
+        """`UnsupportedError` for settings of TorchRec's kernels, which do not run here. The load factor is the planner's alone."""
+        cache = param.cache_params
+        given = {name: getattr(param, name) for name in _KERNEL_SETTINGS}
+        given |= {f"cache_params.{name}": getattr(cache, name) for name in _CACHE_SETTINGS if cache is not None}
+        for name, value in given.items():
+            if value is not None and value is not False and value not in _KERNEL_SETTINGS.get(name, ()):
+                raise UnsupportedError(
+                    f"table {table!r}: the plan has {name}={value!r}, which is not supported: leave it out of its constraints"
+                )
 
     def reshard(
         self,
