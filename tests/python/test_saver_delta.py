@@ -284,7 +284,7 @@ def test_loads_of_some_tables_under_other_names_report_what_they_did(root: Path)
         Saver(0).load(fresh, root)
     report = Saver(0).load(fresh, root, strict=False)
     counts = {pair: len(saved[pair[0]]) for pair in ("a/one", "b/two")}
-    rates = dict.fromkeys(counts, {"lr": 0.1})
+    rates = {pair: {"lr": 0.1} for pair in counts}
     assert report == LoadReport(name, 0, counts, ("d/four",), ("c/three",), {}, hyperparameters=rates)
     assert len(fresh["d"]) == 0
     report = Saver(0).load(fresh, root, rename={"c/three": "four"})
