@@ -277,10 +277,9 @@ fn rows_of_one_table_stay_as_they_are_when_there_is_no_room_for_another_tables()
     rows(&b, 10);
     let before = [a.contents().expect("rows"), b.contents().expect("rows")];
     let lookup = Lookup::new(&[a.table.clone(), b.table.clone()], &[0, 1]).expect("a lookup");
-    // Table b is full, and 77 is new to it.
     for mode in [PlanMode::TRAIN, PlanMode::TRAIN_AHEAD] {
         let placed = lookup.plan(&[0, 1, 2, 3, 77], &[0, 4, 5], mode).and_then(|plan| plan.wait());
-        assert_eq!(placed.expect_err("b is full").kind(), Kind::Capacity);
+        assert_eq!(placed.expect_err("b is full, and 77 is new to it").kind(), Kind::Capacity);
         assert_eq!([a.contents().expect("rows"), b.contents().expect("rows")], before);
     }
     let read = a.table.read_rows(&[0, 1, 2, 3]).expect("rows");
