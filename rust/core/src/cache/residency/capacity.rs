@@ -71,7 +71,7 @@ impl Residency {
             None => hold.deferred.iter().chain(&hold.unplaced).copied().collect(),
             Some(_) => (0..).zip(&hold.device).filter(|(_, slot)| **slot == NO_SLOT).map(|(at, _)| at).collect(),
         };
-        let more = self.new_rows_among(hold, &homeless).1 as u64;
+        let more = self.new_rows_among(hold, &homeless, true).1 as u64;
         if self.fits(more) {
             return Ok(());
         }

@@ -198,14 +198,13 @@ impl Residency {
         if all_come || self.device_mut().slots.free_slots() as usize >= homeless.len() {
             return self.make_device_room_if_possible(homeless.len() as u32, mode);
         }
-        let (absent, births) = self.new_rows_among(hold, homeless);
-        let births = if mode.train { births } else { 0 };
+        let (absent, births) = self.new_rows_among(hold, homeless, mode.train);
         self.make_device_room_if_possible((homeless.len() - absent + births) as u32, mode)
     }
 
     /// Returns how many of the ids at `homeless`, which have no slot where kernels run, have no row, and how many of these get one as far as is
-    /// known.
-    pub(super) fn new_rows_among(&self, hold: &Hold, homeless: &[u32]) -> (usize, usize) {
+    /// known. An evaluation adds none.
+    pub(super) fn new_rows_among(&self, hold: &Hold, homeless: &[u32], train: bool) -> (usize, usize) {
         let (ids, slots) = self.host_slots(hold, homeless);
         let elsewhere = homeless.iter().zip(&ids).zip(&slots).filter(|(_, slot)| **slot == NO_SLOT);
         let (elsewhere, ids): (Vec<u32>, Vec<Id>) = elsewhere.map(|((&position, &id), _)| (position, id)).unzip();
@@ -215,8 +214,8 @@ impl Residency {
         }
         let absent = elsewhere.iter().zip(&there).filter(|(_, there)| !**there).map(|(&position, _)| position);
         let absent = absent.collect::<Vec<u32>>();
-        if !self.base.config.admission.refuses() {
-            return (absent.len(), absent.len());
+        if !train || !self.base.config.admission.refuses() {
+            return (absent.len(), if train { absent.len() } else { 0 });
         }
         let births = self.admits(hold, absent.iter().copied()).1.into_iter().filter(|admitted| *admitted).count();
         (absent.len(), births)
