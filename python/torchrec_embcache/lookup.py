@@ -151,10 +151,9 @@ class LookupGroup:
             for telling in self._telling:
                 telling.raise_error()
         plan, dropped = self.lookahead.take(ids, train=train, recomputed=recomputed)
-        if plan is None:
-            plan = self.plan_options(train).plan(lookup, ids, ahead=False)
-        else:
+        if plan is not None:
             plan.check_room()
+        plan = plan or self.plan_options(train).plan(lookup, ids, ahead=False)
         try:
             self._warn_of_dropped(dropped)
         except BaseException:

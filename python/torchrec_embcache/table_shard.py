@@ -34,8 +34,7 @@ from .telling import Teller
 from .under_way import refuse_in_own_save
 
 __all__ = ["TableShard"]
-# Named after the module that users know.
-_log = logging.getLogger(f"{__package__}.cache")
+_log = logging.getLogger(f"{__package__}.cache")  # the module that users know
 
 
 class TableShard:

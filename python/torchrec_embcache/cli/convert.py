@@ -115,15 +115,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
                 f"{source} is a serving checkpoint, which has no optimizer state: convert the checkpoint that it was made from, "
                 f"{opened.manifest['made_from']['name']}"
             )
-        made = not os.path.lexists(target)
-        with Folder.to_save(target) as empty:
-            try:
-                written = _export(opened, empty, to_layout, settings)
-            except BaseException:
-                if made:
-                    with contextlib.suppress(OSError):
-                        os.rmdir(target)
-                raise
+        written = _export_to(target, opened, to_layout, settings)
         if any(opened.pending):
             notes.append(f"the counts of ids that wait for rows are not in {target}: {to_layout} files hold rows alone")
         if to_layout == "torchrec-dcp":
@@ -294,6 +286,19 @@ class _Chunks:
 
 
 # ---- out of a checkpoint
+
+
+def _export_to(target: str, opened: Opened, layout: str, settings: Settings) -> list[dict[str, Any]]:
+    """Export to the directory `target`, and remove it after an error where this made it."""
+    made = not os.path.lexists(target)
+    with Folder.to_save(target) as empty:
+        try:
+            return _export(opened, empty, layout, settings)
+        except BaseException:
+            if made:
+                with contextlib.suppress(OSError):
+                    os.rmdir(target)
+            raise
 
 
 def _export(opened: Opened, target: Folder, layout: str, settings: Settings) -> list[dict[str, Any]]:
