@@ -109,7 +109,9 @@ def refuse_recording(field: str) -> None:
             f"{field} is given under torch.jit.trace, which would record the rows of these ids in place of the lookup: use "
             "torchrec.fx.symbolic_trace, or torch.export of tables that are served (docs/serving.md)"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - torch offers no other way to ask
+    # While dynamo compiles the caller, it gives the stack of its own transforms.
+    in_transform = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack()  # noqa: SLF001 - no public way
+    if in_transform:
         raise UnsupportedError(
             f"{field} is given under torch.vmap or a transform of torch.func, such as grad, which cannot see the lookup: look the "
             "rows up before, and transform what is computed of them"
