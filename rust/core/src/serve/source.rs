@@ -68,6 +68,9 @@ impl Source {
     /// Whether a checkpoint of the followed directory is a delta on `parent`: its number is lower where `parent` was merged while it was
     /// written.
     pub(super) fn is_built_on(&self, latest: Latest, parent: CheckpointName) -> Result<bool> {
+        if !self.followed().has(&latest.to_string())? {
+            return Ok(false);
+        }
         let newest = Checkpoint::open(self.followed(), latest)?;
         Ok(newest.manifest().parent.as_ref().is_some_and(|named| named.name == parent.to_string()))
     }

@@ -11,7 +11,7 @@ use embcache::types::Id;
 use embcache_tests::directory_in;
 
 use crate::delta::{compact, moments, save_chain};
-use crate::made::{ROOT, Table, load, memory, on, save, save_delta, stop_at_each_change, write};
+use crate::made::{ROOT, Table, load, memory, newest_identity, on, save, save_delta, stop_at_each_change, write};
 
 fn tables(salt: u64) -> Vec<Table> {
     let ids: Vec<Id> = (0..20 + salt as i64).collect();
@@ -208,7 +208,7 @@ fn stop_everywhere(
         let direct: Arc<dyn IoEngine> = Arc::new(memory.clone());
         (save_chain(&direct, &moments[..links], &[2]), memory)
     };
-    // It is the same each time.
+    // The names are the same each time.
     let (saved, _) = chain();
     let mut kept = 0;
     let work = |engine| work(&(Arc::new(engine) as Arc<dyn IoEngine>));
@@ -226,7 +226,7 @@ fn stop_everywhere(
                 kept += 1;
                 // What the next delta builds on is whole.
                 let pair = (&*moments[links - 1], &*moments[3]);
-                let options = on(&saved[links - 1].identity);
+                let options = on(&newest_identity(&again).expect("the newest"));
                 save_delta(&again, Path::new(ROOT), pair, (1, 400), 9, options).expect("a delta");
                 assert_eq!(load_from(image.clone()), moments[3]);
                 assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), links + 3, "orphans are swept");
@@ -243,8 +243,7 @@ fn stop_everywhere(
 fn a_stop_at_every_operation_of_a_delta_leaves_the_chain_as_it_was_or_one_longer() {
     let moments = moments(3);
     let (stops, kept) = stop_everywhere(2, 2, |engine| {
-        let directory = directory_in(engine, ROOT);
-        let parent = Chain::open(&directory, Latest::read(&directory)?)?.identity();
+        let parent = newest_identity(engine)?;
         save_delta(engine, Path::new(ROOT), (&moments[1], &moments[2]), (2, 400), 5, on(&parent)).map(|_| ())
     });
     assert!(stops > 30 && kept > 60, "{stops} stops, {kept} kept");

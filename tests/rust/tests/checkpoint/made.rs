@@ -19,6 +19,12 @@ use embcache_tests::directory_in;
 /// The directory to which the tests save.
 pub(crate) const ROOT: &str = "/checkpoints/sparse";
 
+/// The identity of the newest checkpoint in [`ROOT`]. It differs between saves of the same rows, because manifests have the time.
+pub(crate) fn newest_identity(engine: &Arc<dyn IoEngine>) -> Result<Parent> {
+    let directory = directory_in(engine, ROOT);
+    Ok(Chain::open(&directory, Latest::read(&directory)?)?.identity())
+}
+
 /// Rows by id: header and vector part.
 pub(crate) type Rows = BTreeMap<Id, (RowHeader, Vec<f32>)>;
 

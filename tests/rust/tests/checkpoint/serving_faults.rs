@@ -11,7 +11,7 @@ use embcache::types::Id;
 use embcache::{Error, Kind};
 use embcache_tests::directory_in;
 
-use super::made::{ROOT, Table, memory, on, save, save_delta, save_with, stop_at_each_change};
+use super::made::{ROOT, Table, memory, newest_identity, on, save, save_delta, save_with, stop_at_each_change};
 use super::served::check;
 
 const ENOSPC: i32 = 28;
@@ -42,15 +42,9 @@ fn a_trainer_that_is_killed_at_any_point_of_a_publication_leaves_a_published_ver
         save(&engine, root(), &before, 2, 2000, 1).expect("saved");
         memory
     };
-    let first: Arc<dyn IoEngine> = Arc::new(disk());
-    let parent = embcache::checkpoint::Chain::open(
-        &directory_in(&first, ROOT),
-        embcache::checkpoint::Latest::read(&directory_in(&first, ROOT)).expect("a checkpoint"),
-    )
-    .expect("opened")
-    .identity();
     let work = |engine: FaultEngine| {
         let engine: Arc<dyn IoEngine> = Arc::new(engine);
+        let parent = newest_identity(&engine)?;
         save_delta(&engine, root(), (&before, &after), (2, 2000), 2, on(&parent)).map(|_| ())
     };
     let (mut old, mut new) = (0, 0);
