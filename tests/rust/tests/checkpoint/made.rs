@@ -199,11 +199,24 @@ pub(crate) fn write(
 pub(crate) fn save_delta(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
+    pair: (&[Table], &[Table]),
+    ranks: (u32, usize),
+    random: u64,
+    options: SaveOptions,
+) -> Result<Published> {
+    let (save, digests) = write_delta(engine, root, pair, ranks, random, options)?;
+    save.publish(&digests, 1)
+}
+
+/// A delta whose ranks have written everything, and which is to be published with their digests.
+pub(crate) fn write_delta(
+    engine: &Arc<dyn IoEngine>,
+    root: &Path,
     (before, now): (&[Table], &[Table]),
     (world, group_bytes): (u32, usize),
     random: u64,
     options: SaveOptions,
-) -> Result<Published> {
+) -> Result<(Save, Vec<RankDigest>)> {
     let directory = directory_in(engine, root);
     let save = Save::begin_with(&directory, random, options)?;
     let digests = (0..world)
@@ -224,7 +237,7 @@ pub(crate) fn save_delta(
             writer.finish()
         })
         .collect::<Result<Vec<_>>>()?;
-    save.publish(&digests, 1)
+    Ok((save, digests))
 }
 
 /// The options of a save that builds on `parent`.

@@ -11,7 +11,10 @@ use embcache::types::Id;
 use embcache::{Error, Kind};
 use embcache_tests::directory_in;
 
-use super::made::{ROOT, Table, memory, newest_identity, on, save, save_delta, save_with, stop_at_each_change};
+use super::delta::{compact, moments, save_chain};
+use super::made::{
+    ROOT, Table, memory, newest_identity, on, save, save_delta, save_with, stop_at_each_change, write_delta,
+};
 use super::served::check;
 
 const ENOSPC: i32 = 28;
@@ -82,6 +85,27 @@ fn a_server_that_looks_while_a_trainer_publishes_sees_a_published_version() {
             return assert!(same > 20 && newer > 1, "{same} looks found the one before, {newer} the new one");
         }
     }
+}
+
+#[test]
+fn a_delta_whose_parent_was_merged_while_it_was_written_is_served_next() {
+    let versions = moments(4);
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let saved = save_chain(&engine, &versions[..2], &[1]);
+    let pair = (&*versions[1], &*versions[2]);
+    let (save, digests) = write_delta(&engine, root(), pair, (1, 400), 5, on(&saved[1].identity)).expect("written");
+    let merged = compact(&engine, 1, 6).expect("merged");
+    let serving = open(&engine);
+    check(&serving, &versions[1]);
+    let delta = save.publish(&digests, 1).expect("published");
+    assert!(delta.latest.name.seq < merged.latest.name.seq, "the delta was begun before");
+    assert_eq!(serving.poll().expect("a look"), Polled::Newer(delta.latest.name));
+    check(&serving, &versions[2]);
+    assert_eq!(serving.poll().expect("a look"), Polled::Same);
+    let pair = (&*versions[2], &*versions[3]);
+    save_delta(&engine, root(), pair, (1, 400), 7, on(&delta.identity)).expect("the next delta");
+    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+    check(&serving, &versions[3]);
 }
 
 #[test]
