@@ -12,6 +12,7 @@ _CALLED_BY: dict[str, list[str]] = {
         "bags_of", "buckets_changed", "by_pair", "call", "expect_state_dicts", "forget_prefetched", "forked", "given_as",
         "hyperparameters",
         "is_agreed", "is_timed", "kind", "lowest", "lowest_alone", "native", "of", "planned_rows", "resolve", "rows_of",
+        "scalar_slot", "settle", "settle_prefetched", "table_configs", "take_over",
         "takes_a_share", "vector_floats", "weights",
     ],
     "torch and TorchRec": [

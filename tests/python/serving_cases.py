@@ -38,7 +38,7 @@ def two_saves(ckpt: Path) -> tuple[EmbCacheEmbedding, Saver, str]:
 def publish(table: EmbCacheEmbedding, saver: Saver, ckpt: Path, value: float, *, full: bool = False) -> str:
     """Save the row 1 with another value."""
     table.import_rows([1], [[value] * 4])
-    return saver.save(table, ckpt, incremental=not full, keep=5).checkpoint
+    return saver.save(table, ckpt, incremental=not full, keep=5, full_every=None).checkpoint
 
 
 def value_of(version: serving.Version, row_id: int = 1) -> float:

@@ -30,12 +30,13 @@ def save_until_killed(say: Callable[[int], None], path: str, how: str, rank: int
     model = Model(rank, size)
     writer = EmbCacheStorageWriter(path, model)
     with process_group(rank, size, f"{path}.store"):
+        group = dist.new_group(backend="gloo")
         for salt in itertools.count():
             say(salt)
             model.fill(salt)
             state = {"salt": salt, "a": torch.full((1 << 18,), float(salt))}
             if how == "thread":
-                future = dcp.async_save(state, storage_writer=writer)
+                future = dcp.async_save(state, storage_writer=writer, process_group=group)
                 # Training goes on, because the save that is killed runs beside it.
                 model.fill(-salt)
                 state["a"].zero_()

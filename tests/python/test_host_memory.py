@@ -1,6 +1,7 @@
 """Budgets in host RAM that the machine, or the process's cgroup, has no memory for."""
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ WARNING = (
 @pytest.fixture(autouse=True)
 def nothing_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_warned_of", 0)
+    # Tests before may have left tables open.
+    monkeypatch.setattr(host_memory, "_tables", weakref.WeakSet())
 
 
 def bag(name: str, tiers: TierBudgets) -> EmbCacheEmbeddingBag:

@@ -154,8 +154,8 @@ def test_a_path_with_a_scheme_is_refused_by_all_that_takes_one_and_nothing_is_ma
         lambda: serialize.Loader(path, hashtables={"item": bag}),  # type: ignore[arg-type]
         lambda: EmbCacheStorageWriter(path, bag),
         lambda: EmbCacheStorageReader(path, bag),
-        lambda: writer.reset(path),
-        lambda: reader.reset(path),
+        lambda: (writer.reset(path), writer.set_up_storage_writer(True)),
+        lambda: (reader.reset(path), reader.read_metadata()),
         lambda: serving.open(path),
         lambda: serving.open(tmp_path / "ckpt", follow=serving.Follow(source=path)),
         lambda: JsonlLogger(bag, path, interval_s=None),

@@ -248,12 +248,12 @@ def test_other_and_damaged_files_are_typed_errors_that_say_what_was_expected(tmp
         read_panels([path])
 
 
-def test_a_counter_that_no_number_can_hold_is_a_typed_error(tmp_path: Path) -> None:
+def test_a_counter_that_no_number_can_hold_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [line_of(sample) for sample in history([0, 10, 20])]
     path.write_text("\n".join([*lines[:2], lines[2].replace('"host.hits":20', f'"host.hits":{10**400}')]) + "\n")
-    with pytest.raises(CorruptionError, match=r"metrics\.jsonl: a counter has a value that none can have"):
-        read_panels([path])
+    assert read_panels([path])
+    assert "metrics.jsonl: 1 of 3 lines are no whole samples" in caplog.text
 
 
 def test_every_cut_of_a_file_of_traffic_is_refused(folder: Path, tmp_path: Path) -> None:

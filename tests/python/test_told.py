@@ -347,9 +347,8 @@ def test_without_on_evict_nothing_is_kept_and_kept_rows_can_be_drained_in_parts(
         assert [chunk.ids.tolist() for chunk in table.drain_evicted()] == [[1], [2], [3]]
         assert not list(table.drain_evicted())
     with embedding(on_full="evict", on_evict="keep", tiers=TierBudgets(host_bytes="4KiB")) as full:
-        update(full(torch.arange(50)))
-        for first in range(50, 500, 50):
-            update(full(torch.arange(first, first + 50)))
+        for first in range(0, 400, 40):
+            update(full(torch.arange(first, first + 40)))
         assert full.stats().eviction.untold == full.stats().dropped_rows > 0
         assert full.stats().eviction.evicted == 0
 

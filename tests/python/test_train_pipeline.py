@@ -201,7 +201,7 @@ def _crowded(rank: int, world: int, folder: str, lookahead: int) -> Any:
     warnings.simplefilter("ignore")
     plain = made()
     train(plain, batches(STEPS, rank, world))
-    tiers = TierBudgets(host_bytes="24KiB", ssd_bytes="32MiB", ssd_dir=folder)
+    tiers = TierBudgets(host_bytes="12KiB", ssd_bytes="32MiB", ssd_dir=folder)
     model = made(Settings(tiers=tiers))
     drain(
         EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), CPU, lookahead=lookahead),

@@ -316,8 +316,7 @@ class LoadSession:
                 pair = module_path, table.name
                 saved = self._saved[sources[pair]]
                 table.loaded_step = saved.step
-                group = owner.param_group(table.name)
-                if self._slots and group is not None:
+                if self._slots and (group := owner.param_group(table.name)) is not None:
                     restore_hyperparameters(group, saved.hyperparameters)
                 if self._builds_on(sources[pair], pair) and not dropped[pair]:
                     table.native.saved_as(_native.Ancestor(reader.id, reader.next_epoch))
