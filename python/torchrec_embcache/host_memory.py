@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ class OpenTable(Protocol):
 
 
 _tables: weakref.WeakSet[OpenTable] = weakref.WeakSet()
+_lock = threading.Lock()
 # The budgets that the last warning named.
 _warned_of = 0
 
@@ -42,8 +44,10 @@ def look_after(table: OpenTable) -> None:
     There is one warning, and another one when the budgets have doubled.
     """
     global _warned_of
-    _tables.add(table)
-    tables = [each for each in _tables if each.is_open and not each.is_closed]
+    with _lock:
+        _tables.add(table)
+        known = list(_tables)
+    tables = [each for each in known if each.is_open and not each.is_closed]
     budgets = sum(each.tiers.host + (each.tiers.device if each.device.type == "cpu" else 0) for each in tables)
     limit, of = _memory()
     if budgets <= limit or budgets < 2 * _warned_of:

@@ -29,7 +29,7 @@ from .device_tier import bring_rows, memory_of
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts, gradient_of_anchor
 from .kernels import KernelBackend, Pooled, kernel_threads
-from .lookahead import IdBatch, Lookahead, PlanOptions
+from .lookahead import MOST_ANNOUNCED, IdBatch, Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
 from .profiling import profiled
 from .rows import contiguous
@@ -106,7 +106,7 @@ class LookupGroup:
         False where the budget ended before all rows were fetched; the forward fetches the rest.
         """
         lookup, _ = self._open()
-        self._warn_of_dropped(self.lookahead.make_room(train=train))
+        self._warn_of_dropped(self.lookahead.make_room(train=train), f"prefetch at most {MOST_ANNOUNCED} ahead")
         return self.lookahead.announce(lookup, ids, self.plan_options(train))
 
     def prefetch_beside(self, ids: IdBatch, *, train: bool, failed: Callable[[Exception], None]) -> None:
@@ -161,10 +161,10 @@ class LookupGroup:
             raise
         return PlannedBatch(self, plan, train)
 
-    def _warn_of_dropped(self, batches: int) -> None:
+    def _warn_of_dropped(self, batches: int, cure: str = "prefetch in the order of the forwards") -> None:
         if batches:
             which = f"{batches} prefetched batch(es) of {self.names()} are not the forward's and were dropped"
-            warnings.warn(f"{which}: prefetch in the order of the forwards", EmbCacheWarning, stacklevel=3)
+            warnings.warn(f"{which}: {cure}", EmbCacheWarning, stacklevel=3)
 
     def names(self) -> str:
         """The names of the tables, for messages."""

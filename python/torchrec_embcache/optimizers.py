@@ -340,6 +340,11 @@ def check_one_optimizer(table: str, param: torch.nn.Parameter | None, *, others:
     They are those of `apply_optimizer_in_backward`, and `others` that the table was given otherwise.
     """
     count = others + len(getattr(param, "_optimizer_classes", ()))
+    if others and count > others:
+        raise UnsupportedError(
+            f"table {table!r} has {count} optimizers in backward, of which one is that of optimizer=: leave its weight out of "
+            "apply_optimizer_in_backward"
+        )
     if count > 1:
         raise UnsupportedError(
             f"table {table!r} has {count} optimizers in backward: apply one, before the first step and before sharding. To change "

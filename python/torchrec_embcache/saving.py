@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from . import _native
-from .collective import all_gather, together
+from .collective import all_gather, gathered, together
 from .config import check_int
 from .exceptions import ConfigError, CorruptionError
 from .paths import Directory
@@ -93,7 +93,7 @@ def plan_save(
     full_every: FullEvery = "auto",
 ) -> SavePlan:
     """Decide what a save is to be; the log says why one is full that was to be a delta. Collective."""
-    epoch = max(all_gather(max((table.native.epoch() for _, _, table in shards), default=0))) + 1
+    epoch = max(gathered(lambda: max((table.native.epoch() for _, _, table in shards), default=0))) + 1
     base, reason = None, None
     if incremental:
         found, reason = all_gather(together((lambda: _newest(directory)) if rank == 0 else (lambda: (None, None))))[0]
@@ -186,9 +186,13 @@ def _base(shards: list[Shard], found: _Newest, *, counters: bool) -> tuple[Base 
         known = table.native.ancestors()
         return next((one for one in known if one.id in (found.id, found.merged)), None)
 
-    ancestors = {(module_path, table.name): ancestor(table) for module_path, _, table in shards}
-    unknown = sorted(pair for pair, one in ancestors.items() if one is None or one.next_epoch != found.next_epoch)
-    unknown = [pair for pairs in all_gather(unknown) for pair in pairs]
+    ancestors: dict[Pair, _native.Ancestor | None] = {}
+
+    def unknown_here() -> list[Pair]:
+        ancestors.update({(module_path, table.name): ancestor(table) for module_path, _, table in shards})
+        return sorted(pair for pair, one in ancestors.items() if one is None or one.next_epoch != found.next_epoch)
+
+    unknown = [pair for pairs in gathered(unknown_here) for pair in pairs]
     if unknown:
         return None, (
             f"what changed in table {shown(unknown[0])} since {name} is not known: another run saved that, "
@@ -207,11 +211,14 @@ def _sweeps_differ(shards: list[Shard], base: Base) -> str | None:
     A delta says one list of sweeps for all rows of a table. `table.evict()` on one rank alone makes them differ, until the next
     sweep of all ranks.
     """
-    sweeps = {
-        (path, table.name): table.native.sweeps_since(base.ancestors[path, table.name]) for path, _, table in shards
-    }
+
+    def sweeps() -> dict[Pair, list[str]]:
+        return {
+            (path, table.name): table.native.sweeps_since(base.ancestors[path, table.name]) for path, _, table in shards
+        }
+
     first: dict[Pair, tuple[int, list[str]]] = {}
-    for rank, of_rank in enumerate(all_gather(sweeps)):
+    for rank, of_rank in enumerate(gathered(sweeps)):
         for pair, made in of_rank.items():
             before, others = first.setdefault(pair, (rank, made))
             if made != others:
@@ -228,10 +235,14 @@ def _rows_differ(shards: list[Shard], base: Base, saved: dict[Pair, int]) -> str
     No table should come to that: it keeps an error in the bookkeeping of a table from making a chain that cannot be loaded.
     `saved` is how many rows a load of `base` finds.
     """
-    counts = {
-        (path, table.name): table.native.count_changes(base.ancestors[path, table.name]) for path, _, table in shards
-    }
-    everyone = all_gather(counts)
+
+    def counts() -> dict[Pair, _native.ChangeCounts]:
+        return {
+            (path, table.name): table.native.count_changes(base.ancestors[path, table.name])
+            for path, _, table in shards
+        }
+
+    everyone = gathered(counts)
     for pair, before in sorted(saved.items()):
         of_ranks = [counted[pair] for counted in everyone if pair in counted]
         rows, doomed = sum(one.rows for one in of_ranks), sum(one.doomed for one in of_ranks)

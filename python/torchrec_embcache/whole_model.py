@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import CacheTable, internals
-from .collective import agree_on_arguments, all_gather, together
+from .collective import agree_on_arguments, gathered, together
 from .exceptions import InputError, UnsupportedError
 from .flushing import flush_tables
 from .row_notes import NoteWatch, note_of, refuse_missing_rows
@@ -50,6 +50,8 @@ class CacheModule:
                     f"{of} cannot become {probe.dtype}: rows are float32; convert the dense modules by themselves, and cast the "
                     "results of this one. Modules that come before it in the model have been converted"
                 )
+            if probe.device.type == "meta":
+                raise UnsupportedError(f"{of} cannot move to meta: its rows stay where their tiers are")
             if probe.device != parameter.device:
                 raise UnsupportedError(f"{of} cannot move to {probe.device}: make it with device={str(probe.device)!r}")
         return super()._apply(fn, recurse)  # type: ignore[misc]
@@ -207,6 +209,6 @@ def flush(model: nn.Module, *, also: Callable[[int], object] | None = None) -> N
 
     agree_on_arguments("flush", check)
     if also is not None:
-        step = max(all_gather(max((table.native.step() for table in tables), default=0)))
+        step = max(gathered(lambda: max((table.native.step() for table in tables), default=0)))
         together(lambda: also(step))
     flush_tables([table for table in tables if table.directory is not None])

@@ -125,11 +125,11 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
     def reset_parameters(self) -> None:
         """Do nothing. A row is born when it is first looked up."""
 
-    def _ready(self) -> tuple[TableOptimizer, LookupGroup]:
-        """The optimizer as it is set by now, and the lookup over all tables."""
+    def _ready(self, weights: Mapping[str, nn.Parameter] | None = None) -> tuple[TableOptimizer, LookupGroup]:
+        """The optimizer as it is set by now, and the lookup over all tables. `weights`: what `weights()` returns, if known."""
         if not self._tables:
             raise StateError(f"module {self.name!r} was sharded and its tables went with it: use the sharded module")
-        weights = self.weights()
+        weights = self.weights() if weights is None else weights
         chosen = {name: choose_optimizer(name, weights[name], None) for name in self._tables.untrainable}
         new = {name: spec for name, spec in chosen.items() if spec is not None}
         for name, spec in new.items():
@@ -152,13 +152,14 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             owner=owner,
             device=self._device,
         )
-        train = self.training and torch.is_grad_enabled() and trainable(owner, self.weights())
-        _, lookup = self._ready()
+        weights = self.weights()
+        train = self.training and torch.is_grad_enabled() and trainable(owner, weights)
+        _, lookup = self._ready(weights)
         if train:
             self._check_alone(owner)
             if self._tables.untrainable:
                 raise no_optimizer_error(self._tables.untrainable)
-            for name, weight in self.weights().items():
+            for name, weight in weights.items():
                 check_one_optimizer(name, weight)
             self._flushes.before_forward()
         return in_order(features, self._features), lookup, train

@@ -25,6 +25,7 @@ def find_intact(directory: Directory, wanted: str | None) -> tuple[str, dict[str
     All rows are read for that. `CorruptionError` where none is whole; `PathError` where there is none.
     """
     skipped: dict[str, str] = {}
+    below = None if wanted is None else _built_on(directory, wanted)
     if wanted is None:
         try:
             wanted = _native.latest_checkpoint(directory)
@@ -39,7 +40,7 @@ def find_intact(directory: Directory, wanted: str | None) -> tuple[str, dict[str
             rows = _native.CheckpointRows(directory, name)
             manifest = json.loads(rows.manifest())
             # A delta may build on a merged checkpoint of a higher number. Others of higher numbers are newer.
-            if is_newer and "merged" not in manifest:
+            if is_newer and ("merged" not in manifest or (below is not None and name not in below)):
                 continue
             _read_all(rows, manifest)
         except (CorruptionError, StorageError) as error:  # a file that is missing is one of storage
@@ -50,6 +51,22 @@ def find_intact(directory: Directory, wanted: str | None) -> tuple[str, dict[str
             _log.warning("loading %s of %s, the newest that is whole: %s", name, directory, skipped)
         return name, skipped
     raise CorruptionError(f"no checkpoint in {directory} is whole: {skipped}")
+
+
+def _built_on(directory: Directory, name: str) -> set[str]:
+    """The names of the checkpoints that `name` builds on, as far as manifests say."""
+    found: set[str] = set()
+    while _is_complete(directory, name):
+        try:
+            with open(os.path.join(directory.path, name, "manifest.json"), encoding="utf-8") as file:
+                parent = json.load(file).get("parent")
+        except (OSError, ValueError):
+            break
+        if not isinstance(parent, dict) or not isinstance(parent.get("name"), str) or parent["name"] in found:
+            break
+        name = parent["name"]
+        found.add(name)
+    return found
 
 
 def _is_complete(directory: Directory, name: str) -> bool:
