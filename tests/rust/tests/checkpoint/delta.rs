@@ -14,7 +14,7 @@ use embcache::types::Id;
 use embcache_tests::directory_in;
 use proptest::prelude::*;
 
-use crate::made::{ROOT, Table, kind, load, load_chain, memory, on, save, save_delta, save_with};
+use crate::made::{ROOT, Table, kind, load, load_chain, memory, on, save, save_delta, save_with, write_delta};
 
 fn root() -> &'static Path {
     Path::new(ROOT)
@@ -306,6 +306,30 @@ fn a_save_on_a_long_chain_reads_each_manifest_of_it_a_few_times() {
     assert!(faulty.will_hit(), "so many files were not opened");
     faulty.clear();
     assert!(load(&engine, root(), 1).expect("loaded") == table(DELTAS));
+}
+
+#[test]
+fn a_merged_parent_of_a_higher_number_stays_as_long_as_its_delta() {
+    for (keep, is_read) in [(1, true), (2, false), (1, false)] {
+        let versions = moments(4);
+        let (_, engine) = in_memory();
+        let saved = save_chain(&engine, &versions[..2], &[1]);
+        let pair = (&*versions[1], &*versions[2]);
+        let (save, digests) = write_delta(&engine, root(), pair, (1, 400), 5, on(&saved[1].identity)).expect("written");
+        let merged = compact(&engine, 1, 6).expect("merged").latest.name;
+        let delta = save.publish(&digests, 1).expect("published").latest;
+        assert!(delta.name.seq < merged.seq, "the delta was begun before");
+        let directory = directory_in(&engine, ROOT);
+        let reading = is_read.then(|| Chain::open(&directory, delta).expect("opened"));
+        let options = SaveOptions { keep, ..SaveOptions::default() };
+        save_with(&engine, root(), &versions[3], (1, 400), 7, options).expect("saved");
+        let there: Vec<bool> = [merged, delta.name].map(|name| directory.has(&name.to_string()).expect("there")).into();
+        assert_eq!(there, [keep > 1 || is_read; 2], "keep {keep}, read {is_read}");
+        if there[0] {
+            assert_eq!(load_chain(&engine, root(), 1, delta, None).expect("loaded"), versions[2]);
+        }
+        drop(reading);
+    }
 }
 
 #[test]

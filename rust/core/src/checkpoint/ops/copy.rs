@@ -137,12 +137,17 @@ fn make_newest(from: &Chain, to: &Directory) -> Result<bool> {
     let _naming = lock_root(to)?;
     match Latest::find(to)? {
         Some(newest) if newest.name == latest.name => Ok(true),
-        Some(newest) if newest.name.seq >= latest.name.seq => Ok(false),
+        // What the copy builds on is older, also where it was merged while the copied delta was written.
+        Some(newest) if newest.name.seq >= latest.name.seq && !builds_on(&copy, newest.name) => Ok(false),
         _ => {
             publish(to.engine(), &to.join(LATEST_FILE), format!("{latest}\n").as_bytes())?;
             Ok(true)
         }
     }
+}
+
+fn builds_on(chain: &Chain, name: CheckpointName) -> bool {
+    chain.links().iter().any(|link| link.manifest().name == name.to_string())
 }
 
 /// Read every byte of a checkpoint and of all that it builds on, and hold it against its checksums.

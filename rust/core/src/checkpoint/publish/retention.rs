@@ -19,6 +19,26 @@ fn parent(root: &Directory, name: CheckpointName) -> Result<Option<CheckpointNam
     manifest.parent.map(|parent| parent.name.parse()).transpose()
 }
 
+/// The age of a checkpoint, greater for newer ones. A delta is newer than what it builds on, which has a higher number where it was merged while
+/// the delta was written.
+fn age(root: &Directory, name: CheckpointName) -> Result<(u64, bool, CheckpointName)> {
+    let built_on = match parent(root, name) {
+        Err(error) if error.is_damage_or_absence() => None,
+        built_on => built_on?,
+    };
+    Ok(match built_on {
+        Some(older) if older.seq > name.seq => (older.seq, true, name),
+        _ => (name.seq, false, name),
+    })
+}
+
+/// Returns these checkpoints, the newest first.
+fn newest_first(root: &Directory, names: Vec<CheckpointName>) -> Result<Vec<CheckpointName>> {
+    let mut aged = names.into_iter().map(|name| age(root, name)).collect::<Result<Vec<_>>>()?;
+    aged.sort_unstable_by(|a, b| b.cmp(a));
+    Ok(aged.into_iter().map(|(.., name)| name).collect())
+}
+
 /// The complete checkpoints that stay: of those up to the one that `LATEST` names the `keep` newest, those that a file elsewhere refers
 /// to, and all that these build on.
 ///
@@ -31,13 +51,15 @@ fn kept(root: &Directory, keep: usize) -> Result<Option<BTreeSet<CheckpointName>
     }
     let mut complete = Vec::new();
     for name in root.named::<CheckpointName>()? {
-        if name != latest && name.seq < latest.seq && is_complete(root, name)? {
+        if name.seq < latest.seq && is_complete(root, name)? {
             complete.push(name);
         }
     }
-    complete.sort_unstable();
+    if keep > 1 {
+        complete = newest_first(root, complete)?;
+    }
     let mut stay = BTreeSet::new();
-    for (place, &name) in [latest].iter().chain(complete.iter().rev()).enumerate() {
+    for (place, &name) in [latest].iter().chain(&complete).enumerate() {
         let stays = place < keep.max(1) || root.below(name).has(REFERENCE_FILE)?;
         let mut next = stays.then_some(name);
         while let Some(name) = next.filter(|&name| stay.insert(name)) {
@@ -72,14 +94,18 @@ pub(crate) fn sweep(root: &Directory, keep: usize) -> Result<Vec<Error>> {
         Some(kept) => Ok(kept.contains(&name)),
         None => is_complete(root, name),
     };
-    // A delta is removed before what it builds on. So whenever this stops, every delta that is left has all it needs.
-    let mut names = root.named::<CheckpointName>()?;
-    names.sort_unstable_by(|a, b| b.cmp(a));
     // To find these reads the manifests of all that stay, which may be a long chain. So it is done once for all that stay.
-    let kept_first = if names.is_empty() { None } else { kept(root, keep)? };
+    let kept_first = kept(root, keep)?;
+    let mut leaving = Vec::new();
+    for name in root.named::<CheckpointName>()? {
+        if !stays(&kept_first, name)? {
+            leaving.push(name);
+        }
+    }
     let mut in_use = BTreeSet::new();
-    for name in names {
-        if in_use.contains(&name) || stays(&kept_first, name)? {
+    // A delta is removed before what it builds on. So whenever this stops, every delta that is left has all it needs.
+    for name in newest_first(root, leaving)? {
+        if in_use.contains(&name) {
             continue;
         }
         let dir = root.below(name);
