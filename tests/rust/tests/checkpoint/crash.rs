@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::checkpoint::{Chain, Latest, SaveOptions};
+use embcache::checkpoint::{Latest, SaveOptions};
 use embcache::config::OptimizerKind::{Adagrad, RowWiseAdagrad};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, publish, read_file};
 use embcache::types::Id;
