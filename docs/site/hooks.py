@@ -71,7 +71,7 @@ def _page_of(notebook: Path) -> str:
 
 
 def _shown(output: dict[str, Any]) -> str:
-    """What a cell printed as a block, or its picture."""
+    """The output of a cell as a block, or its picture."""
     if "text" in output:
         return f"```text\n{''.join(output['text'])}```"
     picture = base64.b64encode("".join(output["data"]["image/svg+xml"]).encode()).decode()

@@ -80,7 +80,7 @@ class Published:
 
 @final
 class Copied:
-    """What a copy of a checkpoint did."""
+    """The result of a copy of a checkpoint."""
 
     names: list[str]  # of the checkpoints that were not there yet, oldest first
     bytes: int  # of their files
@@ -88,7 +88,7 @@ class Copied:
 
 @final
 class Pruned:
-    """What a removal of checkpoints did."""
+    """The result of a removal of checkpoints."""
 
     removed: list[str]  # names, oldest first
     left: list[str]  # which could not be removed, and why

@@ -18,18 +18,18 @@ __all__ = ["OpenTable", "look_after"]
 
 
 class OpenTable(Protocol):
-    """What is asked of an open table here."""
+    """The attributes of an open table that are read here."""
 
     tiers: TierBudgets
     device: torch.device
 
     @property
     def is_open(self) -> bool:
-        """Whether its tiers were opened."""
+        """True if its tiers were opened."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether they were closed again."""
+        """True if they were closed again."""
 
 
 _tables: weakref.WeakSet[OpenTable] = weakref.WeakSet()

@@ -106,7 +106,7 @@ def mark_as_stand_in(weight: nn.Parameter) -> nn.Parameter:
 
 
 def stands_for_rows(value: object) -> bool:
-    """Whether this is the parameter of a table."""
+    """True if this is the parameter of a table."""
     return hasattr(value, _STANDS_FOR_ROWS)
 
 
@@ -195,9 +195,9 @@ class NoteWatch:
     """
 
     is_quiet: bool = False
-    """Whether the rows are in good hands, or the warning was given."""
+    """True if the rows are in good hands, or the warning was given."""
     is_watching: bool = False
-    """Whether a note is alive whose end will be noticed."""
+    """True if a note is alive whose end will be noticed."""
 
     def __deepcopy__(self, memo: object) -> "NoteWatch":
         """A watch of its own, for a copy of the module."""

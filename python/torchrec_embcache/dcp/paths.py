@@ -36,7 +36,7 @@ class AtPath:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a reader or a writer takes it: it is a path, and not the address of another storage."""
+        """True if a reader or a writer takes it: it is a path, and not the address of another storage."""
         try:
             given_path("checkpoint_id", checkpoint_id)
         except PathError:

@@ -75,7 +75,7 @@ def split_budgets(
 ) -> dict[str, TierBudgets]:
     """The budgets of each table of `shards`: its own, or a share of the module's `tiers`.
 
-    Of each budget every table gets a minimum: `_MINIMUM`, or half of an equal share where that is less. The rest is divided in
+    Every table gets a minimum of each budget: `_MINIMUM`, or half of an equal share where that is less. The rest is divided in
     proportion to expected rows times bytes a row.
 
     `ConfigError` where a table has neither, or its share has no room for a row.
@@ -111,7 +111,7 @@ class _Sharing:
     rows: int
     """Those that are expected on this rank."""
     row_bytes: Mapping[str, int]
-    """Of each budget, by its field."""
+    """Bytes of a row in each tier, by the field of its budget."""
 
 
 #: What every table of a module gets of each budget that they share, if there is enough.

@@ -70,7 +70,7 @@ def _built_on(directory: Directory, name: str) -> set[str]:
 
 
 def _is_complete(directory: Directory, name: str) -> bool:
-    """Whether this is the name of a checkpoint that a save has completed."""
+    """True if this is the name of a checkpoint that a save has completed."""
     return bool(CHECKPOINT_NAME.fullmatch(name)) and os.path.lexists(
         os.path.join(directory.path, name, "manifest.json")
     )

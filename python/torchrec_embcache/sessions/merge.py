@@ -74,5 +74,5 @@ class Merge:
         return SaveReport(session.name, "full", None, None, chain.rows, 0)
 
     def was_overtaken(self) -> bool:
-        """Whether another checkpoint is the newest by now, as the first rank sees it. Collective."""
+        """True if another checkpoint is the newest by now, as the first rank sees it. Collective."""
         return self._ranks.together(lambda: _native.latest_checkpoint(self.directory) != self.newest)[0]

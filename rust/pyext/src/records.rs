@@ -160,7 +160,7 @@ impl From<checkpoint::Published> for PyPublished {
     }
 }
 
-/// What a copy of a checkpoint did.
+/// The result of a copy of a checkpoint.
 #[pyclass(frozen, get_all, name = "Copied", module = "torchrec_embcache._native")]
 pub(crate) struct PyCopied {
     names: Vec<String>,
@@ -175,7 +175,7 @@ impl From<checkpoint::Copied> for PyCopied {
     }
 }
 
-/// What a removal of checkpoints did.
+/// The result of a removal of checkpoints.
 #[pyclass(frozen, get_all, name = "Pruned", module = "torchrec_embcache._native")]
 pub(crate) struct PyPruned {
     removed: Vec<String>,

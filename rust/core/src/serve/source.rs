@@ -65,7 +65,7 @@ impl Source {
         self.trainer.as_ref().unwrap_or(&self.root)
     }
 
-    /// Whether a checkpoint of the followed directory is a delta on `parent`: its number is lower where `parent` was merged while it was
+    /// True if a checkpoint of the followed directory is a delta on `parent`: its number is lower where `parent` was merged while it was
     /// written.
     pub(super) fn is_built_on(&self, latest: Latest, parent: CheckpointName) -> Result<bool> {
         if !self.followed().has(&latest.to_string())? {

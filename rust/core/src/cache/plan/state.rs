@@ -43,7 +43,7 @@ pub(super) struct Pooled {
 pub(super) struct PlanState {
     pub(super) tables: Vec<TablePlan>,
     pub(super) stage: Stage,
-    /// Whether every table was found to have room for the batch.
+    /// True if every table was found to have room for the batch.
     pub(super) has_room: bool,
     pub(super) pooled: Option<Pooled>,
 }

@@ -20,7 +20,7 @@ pub(super) enum Whereabouts {
     Nowhere,
 }
 
-/// Whether an id has a slot in RAM or on the device.
+/// True if an id has a slot in RAM or on the device.
 pub(super) fn is_in_ram(host: &HostTier, device: Option<&DeviceTier>, id: Id) -> bool {
     host.slots.get(id) != NO_SLOT || device.is_some_and(|tier| tier.slots.get(id) != NO_SLOT)
 }

@@ -91,9 +91,9 @@ pub(crate) struct Hold {
     pub(super) device: Vec<CacheSlot>,
     /// Reads that rows of this plan wait for.
     pub(super) loads: Vec<Arc<Loading>>,
-    /// Whether the plan has begun. What it has left for later is done when it is placed.
+    /// True if the plan has begun. What it has left for later is done when it is placed.
     pub(super) has_begun: bool,
-    /// Whether the table had room then for all new rows of the plan, while all of its own stay.
+    /// True if the table had room then for all new rows of the plan, while all of its own stay.
     pub(super) has_room: bool,
     /// Positions that an `ahead` plan has left for later.
     pub(super) unplaced: Vec<u32>,
@@ -216,7 +216,7 @@ impl Hold {
         self.has_room
     }
 
-    /// Whether every id has its slot, or its read under way, or is deferred.
+    /// True if every id has its slot, or its read under way, or is deferred.
     pub(crate) fn is_complete(&self) -> bool {
         self.unplaced.is_empty()
     }

@@ -370,7 +370,7 @@ impl Manifest {
 }
 
 impl TableEntry {
-    /// Whether these changes of the table can lead from the rows of `before` to those that this entry says: each row is new or there before,
+    /// True if these changes of the table can lead from the rows of `before` to those that this entry says: each row is new or there before,
     /// and without sweeps nothing leaves but what has a tombstone.
     fn can_follow(&self, before: &Self) -> bool {
         let most = before.total_rows.saturating_add(self.rows);

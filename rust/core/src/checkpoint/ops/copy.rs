@@ -15,14 +15,14 @@ use crate::io::{DirLock, LOCK_FILE, Open, copy_file, publish, read_file};
 /// Bytes of a stream of extents that are read at a time.
 const WINDOW_BYTES: u64 = 64 * CHUNK_BYTES as u64;
 
-/// What a copy did.
+/// The result of a copy.
 #[derive(Debug)]
 pub struct Copied {
     /// The checkpoints that were copied, oldest first. Those that were there already are left out.
     pub names: Vec<CheckpointName>,
     /// Bytes of their files.
     pub bytes: u64,
-    /// Whether the copy is the newest checkpoint of the directory.
+    /// True if the copy is the newest checkpoint of the directory.
     pub is_newest: bool,
 }
 

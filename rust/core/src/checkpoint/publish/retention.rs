@@ -136,7 +136,7 @@ pub(crate) fn sweep(root: &Directory, keep: usize) -> Result<Vec<Error>> {
     Ok(left)
 }
 
-/// What a removal of checkpoints did.
+/// The result of a removal of checkpoints.
 #[derive(Debug)]
 pub struct Pruned {
     /// The checkpoints that were removed, oldest first.
