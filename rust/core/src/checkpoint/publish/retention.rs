@@ -7,7 +7,7 @@ use crate::checkpoint::manifest::holds::hold_to_sweep;
 use crate::checkpoint::manifest::latest::{CheckpointName, Latest, PartName};
 use crate::checkpoint::manifest::names::{MANIFEST_FILE, REFERENCE_FILE};
 use crate::checkpoint::manifest::read::read_manifest;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 fn is_complete(root: &Directory, name: CheckpointName) -> Result<bool> {
     root.below(name).has(MANIFEST_FILE)
@@ -23,7 +23,8 @@ fn parent(root: &Directory, name: CheckpointName) -> Result<Option<CheckpointNam
 /// the delta was written.
 fn age(root: &Directory, name: CheckpointName) -> Result<(u64, bool, CheckpointName)> {
     let built_on = match parent(root, name) {
-        Err(error) if error.is_damage_or_absence() => None,
+        // A symbolic link or a file in the place of its directory builds on nothing.
+        Err(error) if error.is_damage_or_absence() || error.kind() == Kind::Path => None,
         built_on => built_on?,
     };
     Ok(match built_on {
