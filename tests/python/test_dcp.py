@@ -361,6 +361,27 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_nothing_else(tmp_pat
     assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(3))
 
 
+@pytest.mark.parametrize("fails", ["prepare_global_plan", "write_data", "_publish"])
+def test_failed_async_save_removes_the_staged_tables(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(salt=1)
+    save(dense_state(1), tmp_path / "ckpt", model)
+    before = sorted(os.listdir(tmp_path / "ckpt"))
+    writer = EmbCacheStorageWriter(tmp_path / "ckpt", model, overwrite=fails != "prepare_global_plan")
+
+    def refused(*_arguments: object) -> None:
+        raise StoragePermissionError("not today")
+
+    if fails == "write_data":
+        monkeypatch.setattr("torchrec_embcache.dcp.writer._write_item", refused)
+    elif fails == "_publish":
+        monkeypatch.setattr(SaveSession, "publish", refused)
+    with pytest.raises(CheckpointException):
+        dcp.async_save(stageable(dense_state(2)), storage_writer=writer).result()
+    assert sorted(os.listdir(tmp_path / "ckpt")) == before
+
+
 def test_a_publication_that_fails_after_the_parts_were_taken_over_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,6 +163,14 @@ class TableWriter:
             self._staged.outcome.exception()
         self._staged = self._held = None
 
+    def abandon(self, staged: Staged | None) -> None:
+        """Remove the part with the tables of a save that failed, when it is written."""
+        if staged is not None and isinstance(staged.outcome, Future):
+            staged.outcome.exception()
+        held, self._held = self._held, None
+        if held is not None:
+            held.abandon()
+
     def _shards(self) -> list[Shard]:
         """This rank's tables, opened."""
         return shards_of(self._model_here())

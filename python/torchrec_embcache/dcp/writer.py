@@ -1,11 +1,13 @@
 """The storage writer: what `dcp.save` and `dcp.async_save` write checkpoints by."""
 
+import contextlib
 import dataclasses
 import functools
 import io
 import math
 import os
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +165,11 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         `InputError` where some ranks give a model and others do not.
         """
         save = self._current()
+        with self._abandoning(save):
+            self._prepare(save, plans)
+        return plans
+
+    def _prepare(self, save: _Save, plans: list[SavePlan]) -> None:
         # A plan that DCP has cached says nothing.
         if said := [plan.storage_data for plan in plans if plan.storage_data is not None]:
             refuse_difference([("EmbCacheStorageWriter", each) for each in said])
@@ -179,7 +186,6 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         if not self.overwrite and holds_checkpoint(save.directory):
             raise StateError(f"Checkpoint already exists in {save.directory} and overwrite=False: give another path")
         _native.sweep_parts(save.directory)
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items and tables durably into a part, which the coordinator takes over in `finish`.
@@ -188,11 +194,11 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         in its planner for one, DCP has ended the save on all. So no rank waits for another that does not sweep.
         """
         save = self._current()
-        if save.staged is None:
-            self._tables.sweep()
-        with PartSession() as part:
+        with self._abandoning(save):
+            if save.staged is None:
+                self._tables.sweep()
+            save.part = part = PartSession()
             part.begin(save.directory, expected_bytes=sum(_tensor_bytes(item) for item in plan.items))
-            save.part = part
             results = [_write_item(part, item, planner) for item in plan.items]
             epoch = self._tables.write(part) if save.staged is None else None
             parts = [PartResult(part.finish(), epoch)]
@@ -206,14 +212,21 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Gather the ranks' parts into a checkpoint and publish it. Until then a load finds the one before."""
         save = self._current()
-        try:
+        with self._abandoning(save):
             self._publish(save.directory, metadata, results)
+        self._save = None
+
+    @contextlib.contextmanager
+    def _abandoning(self, save: _Save) -> Iterator[None]:
+        """Abandon this rank's parts where an error or an interrupt ends the save."""
+        try:
+            yield
         except BaseException:
+            self._save = None
             if save.part is not None:
                 save.part.abandon()
+            self._tables.abandon(save.staged)
             raise
-        finally:
-            self._save = None
 
     def _publish(self, directory: Directory, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [[result.storage_data for result in of_rank] for of_rank in results]
