@@ -93,7 +93,7 @@ bench-cuda: $(NATIVE)
 # Neither these tests nor the models of loom need Python.
 test-rust:
 	@if cargo nextest --version >/dev/null 2>&1; then \
-		cargo nextest run --locked --no-tests=pass && cargo test --quiet --locked --doc; \
+		cargo nextest run --locked --no-tests=pass --no-fail-fast && cargo test --quiet --locked --doc; \
 	else \
 		cargo test --quiet --locked; \
 	fi
