@@ -37,6 +37,8 @@ def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> Hyperparamete
     """The numbers of a `param_groups` entry. `ConfigError` names `owner`."""
 
     def number(field: str, value: Any, below: float = math.inf, *, zero: bool = True) -> float:
+        if type(value) is float and 0 < value < below:  # nearly all are, and every step checks them
+            return value
         try:
             result = float(value)
         except (TypeError, ValueError):

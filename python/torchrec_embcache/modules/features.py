@@ -37,12 +37,13 @@ def check_features(
             f"{owner}: features={type(features).__name__} is no batch of features: give a KeyedJaggedTensor"
         )
     keys = features.keys()
-    missing = [name for name in names if name not in set(keys)]
+    present = set(keys)
+    missing = [name for name in names if name not in present]
     if missing:
         raise InputError(
             f"{owner}: the batch has features {keys} and lacks {missing}: tables read every feature they name"
         )
-    if len(set(keys)) != len(keys):
+    if len(present) != len(keys):
         raise InputError(f"{owner}: the batch names features twice: {keys}")
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
         raise UnsupportedError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -141,7 +141,7 @@ def _byte_fields(tiers: TierBudgets) -> dict[str, int]:
 
 def table_weights(holder: nn.ModuleDict) -> dict[str, nn.Parameter]:
     """The parameter of each table. TorchRec's `holder` has a module for each table."""
-    return {name: child.get_parameter("weight") for name, child in holder.items()}
+    return {name: cast(nn.Parameter, child.weight) for name, child in holder.items()}
 
 
 class ModuleTables(Mapping[str, CacheTable]):
