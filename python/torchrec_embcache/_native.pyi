@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from ._native_checkpoint import (
     Ancestor as Ancestor,
-)
-from ._native_checkpoint import (
     BlockReader as BlockReader,
     BlockRun as BlockRun,
     BlockSave as BlockSave,

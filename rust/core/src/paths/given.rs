@@ -78,7 +78,8 @@ fn local_only(scheme: &str) -> String {
         "give the path that follows it".to_owned()
     } else {
         format!(
-            "give a directory of a file system, such as one where the storage is mounted, or './{scheme}:/...' for a directory of that name"
+            "give a directory of a file system, such as one where the storage is mounted; a directory of that name needs its absolute path, \
+             with one slash after '{scheme}:'"
         )
     };
     format!("has the scheme {scheme:?}, and only paths of the local file systems are supported: {cure}")
