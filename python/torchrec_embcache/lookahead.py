@@ -187,6 +187,8 @@ class Lookahead:
         its rows are unpinned, and the forward plans it.
         """
         with self._changed:
+            if not self._batches:
+                return None, 0
             mine = [batch for batch in self._batches if batch.options.train == train]
             found = next((index for index, batch in enumerate(mine) if batch.is_of(ids)), None)
             other = self._use_in_other_mode(ids, train=train) if found is None and not recomputed else None

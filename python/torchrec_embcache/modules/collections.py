@@ -19,7 +19,7 @@ from torchrec_embcache.tracing import as_one_call
 
 from .collection import CacheCollection, Trainer, matching, stand_ins
 from .configs import EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig, as_cache_configs, lifecycle_of
-from .features import clicks_of
+from .features import clicks_of, ids_and_offsets
 
 __all__ = ["EmbCacheEmbeddingBagCollection", "EmbCacheEmbeddingCollection"]
 
@@ -181,10 +181,10 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
         if traced is not None:
             return traced
         features, lookup, train = self._start(features, weighted=self._is_weighted)
-        ids, offsets = (copy.numpy() for copy in host_copies([features.values(), features.offsets()]))
+        ids, offsets = ids_and_offsets(features)
         values = lookup.pooled(
             ids,
-            offsets.astype(np.int64),
+            offsets,
             self._mean,
             features.weights() if self._is_weighted else None,
             train=train,

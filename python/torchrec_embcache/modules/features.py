@@ -14,7 +14,7 @@ from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.host_copies import host_copies
 from torchrec_embcache.rows import check_plain, clicks_array, contiguous
 
-__all__ = ["check_features", "clicks_of", "copied", "in_order"]
+__all__ = ["check_features", "clicks_of", "copied", "ids_and_offsets", "in_order"]
 
 
 def check_features(
@@ -135,6 +135,14 @@ def _lengths(owner: str, features: KeyedJaggedTensor, device: torch.device) -> t
     if total != values.numel():
         raise InputError(f"{owner}: lengths sum to {total} and there are {values.numel()} values: make them agree")
     return lengths
+
+
+def ids_and_offsets(features: KeyedJaggedTensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ids [N] of a checked batch on the host, and where each bag begins in them and the last one ends: int64 [F * B + 1]."""
+    ids, lengths = (copy.numpy() for copy in host_copies([features.values(), features.lengths()]))
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return ids, offsets
 
 
 def copied(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
