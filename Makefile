@@ -95,7 +95,7 @@ test-rust:
 	@if cargo nextest --version >/dev/null 2>&1; then \
 		cargo nextest run --locked --no-tests=pass --no-fail-fast && cargo test --quiet --locked --doc; \
 	else \
-		cargo test --quiet --locked; \
+		cargo test --quiet --locked --no-fail-fast; \
 	fi
 
 # The loom models: every interleaving of a few threads on a slot's pins and, with at most two preemptions, in the SSD tier and in a table.
