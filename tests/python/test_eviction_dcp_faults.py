@@ -119,3 +119,32 @@ def staged_badly(rank: int, world: int, path: str) -> None:
 
 def test_a_directory_that_one_rank_cannot_open_ends_a_save_beside_training_on_all(two_ranks, tmp_path: Path):
     two_ranks.run(staged_badly, str(tmp_path))
+
+
+def refused(*_arguments: object) -> None:
+    raise StorageError("the disk is full")
+
+
+def written_badly(rank: int, world: int, path: str) -> None:
+    model = made()
+    train(model, batches(6, rank, world))
+    group = dist.new_group(backend="gloo")
+    state, writer = dcp_cases.stageable(dcp_cases.dense_state()), EmbCacheStorageWriter(path, model)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("torchrec_embcache.dcp.writer._write_item", refused)
+        with pytest.raises(CheckpointException, match="the disk is full") as raised:
+            dcp.async_save(state, storage_writer=writer, process_group=group).result()
+        assert raised.value.failures.keys() == {1}
+    dist.barrier()
+    # Rank 0 holds its two parts until its next save; rank 1 has removed both of its own.
+    parts = [name for name in dcp_cases.held(path) if name.startswith("part-")]
+    assert len(parts) == 2, parts
+    dist.barrier()
+    dcp.async_save(state, storage_writer=writer, process_group=group).result()
+    dist.barrier()
+    assert not [name for name in dcp_cases.held(path) if name.startswith("part-")]
+
+
+def test_async_save_that_fails_on_one_rank_leaves_no_part_after_the_next(two_ranks, tmp_path: Path):
+    two_ranks.run(written_badly, str(tmp_path / "saved"))

@@ -194,6 +194,8 @@ def test_a_path_with_a_scheme_is_refused_by_all_that_takes_one_and_nothing_is_ma
     assert not list(work.iterdir())
     Saver().save(bag, "./s3:/rows")  # a directory of that name
     assert (work / "s3:" / "rows" / "LATEST").exists()
+    Saver().save(bag, work / "s3:" / "advised")  # as the message advises
+    assert (work / "s3:" / "advised" / "LATEST").exists()
 
 
 @pytest.mark.parametrize("path", [5, None, b"x", "", "a\0b", "~/x", "s3://bucket", "x" * 1025])

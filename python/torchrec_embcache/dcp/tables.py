@@ -47,6 +47,11 @@ class Staged:
             outcome = error
         return {"outcome": outcome}
 
+    def wait(self) -> None:
+        """Wait until the tables are written, or have failed to be."""
+        if isinstance(self.outcome, Future):
+            self.outcome.exception()
+
     def result(self) -> PartResult:
         """Wait for the part and return it. Raises what kept it from being written."""
         outcome = self.outcome.result() if isinstance(self.outcome, Future) else self.outcome
@@ -159,14 +164,14 @@ class TableWriter:
 
     def close(self) -> None:
         """Forget what was staged, when it is written."""
-        if self._staged is not None and isinstance(self._staged.outcome, Future):
-            self._staged.outcome.exception()
+        if self._staged is not None:
+            self._staged.wait()
         self._staged = self._held = None
 
     def abandon(self, staged: Staged | None) -> None:
-        """Remove the part with the tables of a save that failed, when it is written."""
-        if staged is not None and isinstance(staged.outcome, Future):
-            staged.outcome.exception()
+        """Remove the part that was `staged` for a save that failed, when it is written."""
+        if staged is not None:
+            staged.wait()
         held, self._held = self._held, None
         if held is not None:
             held.abandon()
