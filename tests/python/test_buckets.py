@@ -18,7 +18,7 @@ from test_saver_ranks import Shards
 from torchrec_embcache import CacheTable, TierBudgets, buckets, initializers, optimizers
 from torchrec_embcache.cache import internals
 from torchrec_embcache.config import bucket_range
-from torchrec_embcache.exceptions import ConfigError, MismatchError
+from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Loader
 from torchrec_embcache.sharded.sharding import BucketFeaturesDist
@@ -190,26 +190,6 @@ def test_a_checkpoint_of_version_1_loads_at_any_world_size_and_its_rule_goes_on(
         together |= found
     assert together == OLD_ROWS
     assert sum(len(found) for _, found, _ in results) == len(OLD_ROWS)
-
-
-def test_ssd_directories_of_version_1_resume_and_each_rank_keeps_its_rows(tmp_path: Path) -> None:
-    root = old(tmp_path, "ssd")
-    together: dict[int, Any] = {}
-    for again in range(2):  # they are resumed as they are, and as this version leaves them
-        for rank in range(2):
-            tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="8MiB", ssd_dir=root, reopen="resume")
-            with CacheTable(**settings(rank, 2, tiers=tiers, total_num_buckets=OLD_BUCKETS)) as table:
-                table.open()
-                assert table.bucket_hash == "plain"
-                mine = rows_of(table)
-                begin, end = bucket_range(rank, 2, OLD_BUCKETS)
-                assert all(begin <= row_id % (1 << 64) % OLD_BUCKETS < end for row_id in mine)
-                assert internals(table).owns(np.array(list(mine), np.int64)).all()
-                together |= mine
-        assert together == OLD_ROWS, again
-    tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="8MiB", ssd_dir=root, reopen="resume")
-    with pytest.raises(MismatchError, match="total_num_buckets.*Saver"):
-        CacheTable(**settings(0, 2, tiers=tiers, total_num_buckets=13)).open()
 
 
 @pytest.mark.parametrize("size", [1, 3])

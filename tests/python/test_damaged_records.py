@@ -1,9 +1,6 @@
-"""Records on SSD that are not those that were written: every way to read them reports it. The formats before this one are still
-read.
-"""
+"""Records on SSD that are not those that were written: every way to read them reports it."""
 
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,21 +12,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tables import make_bag, ssd_tiers, step
-from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
+from torchrec_embcache import EmbCacheEmbeddingBag
 from torchrec_embcache.cli import main
 from torchrec_embcache.dcp import EmbCacheStorageWriter
-from torchrec_embcache.exceptions import CorruptionError, EmbCacheError
+from torchrec_embcache.exceptions import EmbCacheError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Saver as BlockSaver
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
-# The trailer is the last 48 bytes of a segment. It has the number of records at byte 8.
-TRAILER_BYTES = 48
-
-
-def id_at(data: bytes) -> int:
-    """Where in a record of a segment with these bytes the id is."""
-    return 4 if data[:8] == b"EMBCSEG4" else 8
+# The trailer is the last 72 bytes of a segment. It has the number of records at byte 8.
+TRAILER_BYTES = 72
+# Where in a record the id is.
+ID_AT = 4
 
 
 def records(path: Path) -> Iterator[tuple[int, int, int]]:
@@ -38,7 +31,7 @@ def records(path: Path) -> Iterator[tuple[int, int, int]]:
     header, content, length = struct.unpack_from("<I", data, 8)[0], data[12], struct.unpack_from("<I", data, 16)[0]
     count = struct.unpack_from("<I", data, len(data) - TRAILER_BYTES + 8)[0] & 0xFFFFFF
     for at in range(header, header + count * length, length) if content == 1 else ():
-        yield at, length, struct.unpack_from("<q", data, at + id_at(data))[0]
+        yield at, length, struct.unpack_from("<q", data, at + ID_AT)[0]
 
 
 def place_of(root: Path, row: int) -> tuple[Path, int, int]:
@@ -52,7 +45,7 @@ def place_of(root: Path, row: int) -> tuple[Path, int, int]:
 
 def flip_id(root: Path, row: int) -> None:
     path, at, _ = place_of(root, row)
-    at += id_at(path.read_bytes()) + 1
+    at += ID_AT + 1
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -70,87 +63,11 @@ def replace_by(root: Path, row: int, other: int) -> None:
         file.write(record)
 
 
-def in_old_version(root: Path) -> EmbCacheEmbeddingBag:
-    """The table whose files an earlier version wrote: see `test_a_directory_of_an_old_version_goes_on`."""
-    return make_bag(
-        embedding_dim=8,
-        tiers=TierBudgets(host_bytes="64KiB", ssd_bytes="2MiB", ssd_dir=root / "ssd", reopen="resume"),
-        optimizer=optimizers.SGD(lr=0.5),
-        initializer=initializers.Constant(7.0),
-    )
-
-
-def copy_of(version: str, tmp_path: Path) -> Path:
-    root = tmp_path / version
-    shutil.copytree(FIXTURES / version / "ssd_tier", root)
-    for path in [root, *root.rglob("*")]:
-        path.chmod(0o700 if path.is_dir() else 0o600)
-    return root
-
-
-@pytest.fixture
-def version_1(tmp_path: Path) -> Path:
-    return copy_of("v1", tmp_path)
-
-
-@pytest.fixture(params=["v1", "v2", "v3"])
-def old_version(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    return copy_of(request.param, tmp_path)
-
-
 def weights(bag: EmbCacheEmbeddingBag) -> dict[int, float]:
     found = {}
     for chunk in bag.export():
         found.update(zip(chunk.ids.tolist(), chunk.weights[:, 3].tolist(), strict=True))
     return found
-
-
-# Rows 0 to 119 were trained once and flushed. Then each third was trained once more, each tenth removed, and the rest flushed.
-OF_OLD_VERSIONS = {row: 6.0 if row % 3 == 0 else 6.5 for row in range(120) if row % 10}
-
-
-def test_a_directory_of_an_old_version_goes_on(old_version):
-    with in_old_version(old_version) as bag:
-        assert weights(bag) == OF_OLD_VERSIONS
-        found = bag.read_rows(torch.arange(-5, 125))
-        assert found.ids[found.found].tolist() == list(OF_OLD_VERSIONS)
-        out = bag(torch.tensor([[1], [2], [200]]))
-        out.sum().backward()
-    # By now the rows lie in segments of the old version and of this one, and compaction moves the rest of the old ones.
-    expected = {**OF_OLD_VERSIONS, 1: 6.0, 2: 6.0, 200: 6.5}
-    with in_old_version(old_version) as bag:
-        assert weights(bag) == expected
-        for _ in range(20):
-            ids = torch.arange(300, 1500)
-            bag(ids.view(-1, 1)).sum().backward()
-            bag.flush()
-        assert {row: value for row, value in weights(bag).items() if row < 300} == expected
-
-
-def test_a_snapshot_of_an_old_version_is_verified_and_loaded(old_version, tmp_path, capsys):
-    assert main(["verify", str(old_version / "snapshot")]) == 0, capsys.readouterr()
-    with make_bag(
-        embedding_dim=8,
-        tiers=ssd_tiers(tmp_path / "new", ssd_bytes="2MiB"),
-        optimizer=optimizers.SGD(lr=0.5),
-        initializer=initializers.Constant(7.0),
-    ) as bag:
-        Saver(0).load(bag, old_version / "snapshot")
-        assert weights(bag) == OF_OLD_VERSIONS
-
-
-def test_another_record_in_a_segment_of_version_1_is_no_row_that_was_never_trained(version_1):
-    (version_1 / "snapshot").rename(version_1.parent / "kept")  # the names of its files
-    replace_by(version_1, 11, 13)
-    with in_old_version(version_1) as bag:
-        with pytest.raises(CorruptionError, match="record's id should be 11 and is 13"):
-            bag.read_rows(torch.tensor([11]))
-        with pytest.raises(CorruptionError):
-            bag(torch.tensor([[11]]))
-        with pytest.raises(CorruptionError, match="live records"):
-            weights(bag)
-        assert bag.read_rows(torch.tensor([13])).found.all()
-        assert len(bag) == len(OF_OLD_VERSIONS)
 
 
 def closed_tier(root: Path) -> None:

@@ -1,21 +1,17 @@
 """Tokens of flushes grow whatever the clock says, whoever flushes, and whatever is left on disk."""
 
-import shutil
 import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from tables import Contents, make_bag, ssd_tiers, step
-from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers, publish
+from torchrec_embcache import EmbCacheEmbeddingBag, flush, publish
 from torchrec_embcache.cache import internals
 from torchrec_embcache.config import SsdRoot
 from torchrec_embcache.exceptions import EmbCacheError, StateError
-
-VERSION_1 = Path(__file__).parent.parent / "fixtures" / "v1" / "ssd_tier"
 
 
 def bag_in(root: Path, name: str = "item", reopen: str | None = None) -> EmbCacheEmbeddingBag:
@@ -83,31 +79,6 @@ def test_threads_that_flush_one_table_or_its_model_take_turns(tmp_path):
     model = model_in(tmp_path / "ssd", reopen="resume")
     assert [Contents.of(bag) for bag in model] == held
     close(model)
-
-
-def test_tokens_of_the_clock_are_followed_by_larger_ones(tmp_path):
-    shutil.copytree(VERSION_1 / "ssd", tmp_path / "ssd")
-    for path in [tmp_path / "ssd", *(tmp_path / "ssd").rglob("*")]:
-        path.chmod(0o700 if path.is_dir() else 0o600)
-
-    def opened() -> EmbCacheEmbeddingBag:
-        return make_bag(
-            embedding_dim=8,
-            tiers=TierBudgets(host_bytes="64KiB", ssd_bytes="2MiB", ssd_dir=tmp_path / "ssd", reopen="resume"),
-            optimizer=optimizers.SGD(lr=0.5),
-            initializer=initializers.Constant(7.0),
-        )
-
-    with opened() as bag:
-        clock = bag.table.published()
-        assert min(clock) > 10**18
-        bag.flush()
-        flush(bag)
-        assert min(bag.table.published()) > max(clock)
-        bag(torch.tensor([[1000]])).sum().backward()
-        held = Contents.of(bag)
-    with opened() as bag:
-        assert Contents.of(bag) == held
 
 
 def test_a_mark_that_an_earlier_run_left_is_no_mark_of_a_new_flush(tmp_path):

@@ -48,10 +48,10 @@ fn a_segment_with_the_last_serial_is_refused() {
     bytes[20..28].fill(0xff);
     let crc = crc32c::crc32c(&bytes[..header - 4]).to_le_bytes();
     bytes[header - 4..header].copy_from_slice(&crc);
-    let trailer = bytes.len() - 48;
+    let trailer = bytes.len() - 72;
     bytes[trailer + 32..trailer + 40].fill(0xff);
-    let crc = crc32c::crc32c(&bytes[trailer..trailer + 44]);
-    bytes[trailer + 44..].copy_from_slice(&crc.to_le_bytes());
+    let crc = crc32c::crc32c(&bytes[trailer..trailer + 68]);
+    bytes[trailer + 68..].copy_from_slice(&crc.to_le_bytes());
     files.insert(path, bytes);
     let (_, state) = files.iter_mut().filter(|(path, _)| path.to_string_lossy().ends_with(".state")).last().unwrap();
     let start = state.iter().position(|&byte| byte == b'\n').unwrap() + 1;
@@ -60,6 +60,19 @@ fn a_segment_with_the_last_serial_is_refused() {
     *state = state_file(&serde_json::to_vec(&value).unwrap());
     assert_eq!(refusal(&files), Some(embcache::Kind::Corruption));
     use_it(&files, None, true).unwrap();
+}
+
+#[test]
+fn a_state_of_another_format_is_refused() {
+    for format in ["0", "2", "4294967297", "-1", "01", "one"] {
+        let mut files = seed().clone();
+        for (_, state) in files.iter_mut().filter(|(path, _)| path.to_string_lossy().ends_with(".state")) {
+            let (first, rest) = (b"embcache-ssd-state ", state.split_off("embcache-ssd-state 1".len()));
+            *state = [&first[..], format.as_bytes(), &rest].concat();
+        }
+        assert_eq!(refusal(&files), Some(embcache::Kind::Mismatch), "{format}");
+        use_it(&files, None, false).unwrap();
+    }
 }
 
 #[test]

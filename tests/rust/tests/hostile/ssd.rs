@@ -83,15 +83,12 @@ struct Layout {
     /// Bytes of an entry's `write_seq`.
     seq: usize,
     count: usize,
-    /// Where the bytes begin that the checksum of the trailer covers.
-    checked: usize,
     trailer: usize,
 }
 
 impl Layout {
     fn of(bytes: &[u8]) -> Option<Self> {
-        const TRAILER: usize = 48;
-        const STEPS: usize = 24;
+        const TRAILER: usize = 72;
         let (header, record) = (le(bytes, 8), le(bytes, 16).max(12));
         if header < 4 || header + TRAILER > bytes.len() {
             return None;
@@ -102,12 +99,11 @@ impl Layout {
         let count = le(bytes, trailer + 8) & 0xff_ffff;
         let seq = width(long(trailer + 24).saturating_sub(long(trailer + 16)));
         let entry = 8 + seq + usize::from(bytes[trailer + 11]) + width(count.saturating_sub(1) as u64);
-        // A trailer of this magic has the last steps before it, and entries have bytes for theirs.
-        let has_steps = bytes[trailer..].starts_with(b"EMBCFOT3") && trailer >= header + STEPS;
-        let checked = if has_steps { trailer - STEPS } else { trailer };
-        let entry = entry + if has_steps { usize::from(bytes[checked + 16]) } else { 0 };
-        let count = count.min((checked - header) / (record + entry));
-        Some(Self { header, record, entry, seq, count, checked, trailer })
+        // 255 says that entries have no bytes of last steps.
+        let step = usize::from(bytes[trailer + 56]);
+        let entry = entry + if step == 255 { 0 } else { step };
+        let count = count.min((trailer - header) / (record + entry));
+        Some(Self { header, record, entry, seq, count, trailer })
     }
 
     fn entries(&self) -> std::ops::Range<usize> {
@@ -119,7 +115,7 @@ impl Layout {
 /// Make the checksums of a segment right and, with `sorted`, the order of its entries too.
 pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
     let Some(layout) = Layout::of(bytes) else { return };
-    let Layout { header, record, entry, seq, checked, trailer, .. } = layout;
+    let Layout { header, record, entry, seq, trailer, .. } = layout;
     set_crc(bytes, 0..header - 4, header - 4);
     for number in 0..layout.count {
         let at = header + number * record;
@@ -133,13 +129,13 @@ pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
         all.sort_by_key(|entry| (hash_id(number(&entry[..8]) as Id), number(&entry[8..8 + seq])));
         bytes[entries.clone()].copy_from_slice(&all.concat());
     }
-    set_crc(bytes, entries, trailer + 40);
-    set_crc(bytes, checked..trailer + 44, trailer + 44);
+    set_crc(bytes, entries, trailer + 64);
+    set_crc(bytes, trailer..trailer + 68, trailer + 68);
 }
 
 /// A state file around this JSON.
 pub(crate) fn state_file(body: &[u8]) -> Vec<u8> {
-    let line = format!("embcache-ssd-state 2 {:08x} {} 0\n", crc32c::crc32c(body), body.len());
+    let line = format!("embcache-ssd-state 1 {:08x} {} 0\n", crc32c::crc32c(body), body.len());
     [line.as_bytes(), body].concat()
 }
 

@@ -31,10 +31,10 @@ fn place_of(engine: &dyn IoEngine, id: Id) -> (PathBuf, std::ops::Range<usize>) 
     for path in segments(engine) {
         let bytes = read_file(engine, &path, 8 << 20).unwrap();
         let (header, record) = (word(&bytes, 8), word(&bytes, 16));
-        // The trailer is the last 48 bytes of a sealed segment, and tells how many records there are.
-        let trailer = bytes.len().saturating_sub(48);
+        // The trailer is the last 72 bytes of a sealed segment, and tells how many records there are.
+        let trailer = bytes.len().saturating_sub(72);
         let count =
-            if bytes[trailer..].starts_with(b"EMBCFO") { word(&bytes, trailer + 8) & 0xff_ffff } else { usize::MAX };
+            if bytes[trailer..].starts_with(b"EMBCFOOT") { word(&bytes, trailer + 8) & 0xff_ffff } else { usize::MAX };
         let records = (header..).step_by(record).take(count).take_while(|at| at + record <= bytes.len());
         let holds_rows = bytes[12] == 1;
         let found = records.into_iter().find(|at| holds_rows && bytes[at + 4..at + 12] == id.to_le_bytes());

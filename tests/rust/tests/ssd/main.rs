@@ -12,4 +12,3 @@ mod reopen;
 mod resume_errors;
 mod reuse;
 mod room;
-mod versions;

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::io::{ALIGNMENT, BufPool, PooledBuf};
 use crate::memory;
 use crate::process::PerProcess;
-use crate::ssd::format::footer::{Entry, Footer, MOST_ENTRY_BYTES, MOST_TRAILER_BYTES, Trailer};
+use crate::ssd::format::footer::{Entry, Footer, MOST_ENTRY_BYTES, TRAILER_BYTES, Trailer};
 
 /// A segment is filled up with zeros where less than one part in this many of its room is left. Then its file has the full length, and can
 /// be written again for another segment.
@@ -84,7 +84,7 @@ impl DerefMut for EndBytes {
 }
 
 fn most_footer_bytes(entries: usize) -> usize {
-    entries * MOST_ENTRY_BYTES + MOST_TRAILER_BYTES
+    entries * MOST_ENTRY_BYTES + TRAILER_BYTES
 }
 
 /// The most bytes that [`end_of`] takes for a segment of `records` records, the last of which lie in a buffer of `buffer_bytes`.

@@ -5,14 +5,13 @@
 //!          sorted by `hash_id(id)`, then write_seq; the last four in as many bytes as the widest of the segment takes, 0 to 8, 0 to 4,
 //!          0 to 8 and 0 to 3
 //! padding  zeros, so that the trailer ends with the file, whose length is a multiple of 4096
-//! steps    highest last step u64 | lowest last step u64 | bytes of an entry's step u8 | 7 × 0
-//! trailer  "EMBCFOT3" | n u24 | bytes of an entry's epoch u8 | highest epoch u32 | lowest write_seq u64 | highest write_seq u64 | serial u64
-//!          | crc32c of the entries u32 | crc32c of the steps and the trailer so far u32
+//! trailer  "EMBCFOOT" | n u24 | bytes of an entry's epoch u8 | highest epoch u32 | lowest write_seq u64 | highest write_seq u64 | serial u64
+//!          | highest last step u64 | lowest last step u64 | bytes of an entry's step u8 | 7 × 0
+//!          | crc32c of the entries u32 | crc32c of the trailer so far u32
 //! ```
 //!
-//! A footer that says nothing of last steps has no such bytes in its entries, its trailer begins with "EMBCFOOT", and there are no steps
-//! before it. Those are the footers of tombstones, of segments of versions 1 and 2, and of segments whose steps would not fit: entries have
-//! at most [`MOST_ENTRY_BYTES`], with which the rows that fit a table's cap are counted.
+//! Where entries say nothing of last steps, the bytes of a step are 255, and both steps are 0. Those are the footers of tombstones, and of
+//! segments whose steps would not fit: entries have at most [`MOST_ENTRY_BYTES`], with which the rows that fit a table's cap are counted.
 //!
 //! The hash is not stored, because it is a function of the id. Whether entries are rows or tombstones is the segment's content.
 
@@ -25,19 +24,16 @@ use crate::ssd::format::head::Highest;
 use crate::ssd::format::words::{le_u32, le_u64};
 use crate::types::{Id, hash_id};
 
-/// The magic of a trailer that says nothing of last steps.
 const TRAILER_MAGIC: &[u8; 8] = b"EMBCFOOT";
-/// The magic of a trailer that has steps before it.
-const TRAILER_MAGIC_3: &[u8; 8] = b"EMBCFOT3";
+/// The bytes of an entry's step where the footer has no last steps.
+const NO_STEPS: u8 = u8::MAX;
 
 /// The most bytes of an entry of a footer.
 pub(crate) const MOST_ENTRY_BYTES: usize = 8 + 8 + 4 + 3;
-/// Bytes of a trailer, without the steps that may be before it.
-pub(crate) const TRAILER_BYTES: usize = 48;
-/// Bytes of the steps before a trailer.
-const STEPS_BYTES: usize = 24;
-/// The most bytes of a trailer and its steps.
-pub(crate) const MOST_TRAILER_BYTES: usize = STEPS_BYTES + TRAILER_BYTES;
+/// Bytes of a trailer.
+pub(crate) const TRAILER_BYTES: usize = 72;
+/// Where the checksum of a trailer is.
+const CRC_AT: usize = TRAILER_BYTES - 4;
 
 /// The last step of a row, where it is known. It takes no more room than the number, so the largest number counts as unknown.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -187,11 +183,6 @@ impl EntryFormat {
 }
 
 impl Trailer {
-    /// Its bytes, with the steps before it.
-    pub(crate) fn bytes(&self) -> usize {
-        TRAILER_BYTES + if self.steps.is_some() { STEPS_BYTES } else { 0 }
-    }
-
     /// How the entries before the trailer lie.
     pub(crate) fn entries(&self) -> EntryFormat {
         EntryFormat {
@@ -230,7 +221,7 @@ impl<'a> Footer<'a> {
 
     /// Its bytes, without the padding between the entries and the trailer.
     pub(crate) fn bytes(&self) -> usize {
-        self.entries.len() * self.trailer.entries().bytes() + self.trailer.bytes()
+        self.entries.len() * self.trailer.entries().bytes() + TRAILER_BYTES
     }
 
     /// Write the entries to the start of `into`, the trailer to its end, and zeros between them. Returns what the trailer says.
@@ -246,7 +237,7 @@ impl<'a> Footer<'a> {
         }
         let (body, rest) = into.split_at_mut(self.entries.len() * format.bytes());
         self.trailer.entries_crc = crc32c::crc32c(body);
-        let at = rest.len() - self.trailer.bytes();
+        let at = rest.len() - TRAILER_BYTES;
         rest[..at].fill(0);
         encode_trailer(&mut self.trailer, serial, &mut rest[at..]);
         self.trailer
@@ -325,76 +316,70 @@ fn describe(entries: &[Entry]) -> Trailer {
     }
 }
 
-/// Write a trailer and its steps into `into`, and note its checksum.
+/// Write a trailer into `into`, and note its checksum.
 fn encode_trailer(trailer: &mut Trailer, serial: u64, into: &mut [u8]) {
-    let mut magic = TRAILER_MAGIC;
-    if let Some(steps) = trailer.steps {
-        magic = TRAILER_MAGIC_3;
-        into[..8].copy_from_slice(&steps.highest.to_le_bytes());
-        into[8..16].copy_from_slice(&steps.lowest.to_le_bytes());
-        into[16] = steps.bytes;
-    }
-    let checked = into.len() - 4;
-    let tail = &mut into[checked + 4 - TRAILER_BYTES..];
-    tail[..8].copy_from_slice(magic);
-    tail[8..12].copy_from_slice(&trailer.records.to_le_bytes());
-    tail[11] = trailer.epoch_bytes;
-    tail[12..16].copy_from_slice(&trailer.highest_epoch.to_le_bytes());
-    tail[16..24].copy_from_slice(&trailer.lowest_seq.to_le_bytes());
-    tail[24..32].copy_from_slice(&trailer.highest_seq.to_le_bytes());
-    tail[32..40].copy_from_slice(&serial.to_le_bytes());
-    tail[40..44].copy_from_slice(&trailer.entries_crc.to_le_bytes());
-    trailer.crc = crc32c::crc32c(&into[..checked]);
-    into[checked..].copy_from_slice(&trailer.crc.to_le_bytes());
+    let (steps, step_bytes) = match trailer.steps {
+        Some(steps) => ([steps.highest, steps.lowest], steps.bytes),
+        None => ([0, 0], NO_STEPS),
+    };
+    into.fill(0);
+    into[..8].copy_from_slice(TRAILER_MAGIC);
+    into[8..12].copy_from_slice(&trailer.records.to_le_bytes());
+    into[11] = trailer.epoch_bytes;
+    into[12..16].copy_from_slice(&trailer.highest_epoch.to_le_bytes());
+    into[16..24].copy_from_slice(&trailer.lowest_seq.to_le_bytes());
+    into[24..32].copy_from_slice(&trailer.highest_seq.to_le_bytes());
+    into[32..40].copy_from_slice(&serial.to_le_bytes());
+    into[40..48].copy_from_slice(&steps[0].to_le_bytes());
+    into[48..56].copy_from_slice(&steps[1].to_le_bytes());
+    into[56] = step_bytes;
+    into[64..68].copy_from_slice(&trailer.entries_crc.to_le_bytes());
+    trailer.crc = crc32c::crc32c(&into[..CRC_AT]);
+    into[CRC_AT..].copy_from_slice(&trailer.crc.to_le_bytes());
 }
 
 fn bounds<T: Ord + Copy + Default>(values: impl Iterator<Item = T> + Clone) -> (T, T) {
     (values.clone().min().unwrap_or_default(), values.max().unwrap_or_default())
 }
 
-/// Check and take apart the trailer at the end of `bytes`, which are the last [`MOST_TRAILER_BYTES`] of the file at `path` and begin at
-/// `offset`.
+/// Check and take apart a trailer. It is `bytes`, the last [`TRAILER_BYTES`] of the file at `path`, and begins at `offset`.
 pub(crate) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64) -> Result<Trailer> {
-    let (before, tail) = bytes.split_at(bytes.len() - TRAILER_BYTES);
-    let has_steps = tail.starts_with(TRAILER_MAGIC_3);
-    let checked = if has_steps { bytes } else { tail };
-    let at = offset + (bytes.len() - checked.len()) as u64;
-    let (stored, crc) = (le_u32(tail, 44), crc32c::crc32c(&checked[..checked.len() - 4]));
+    let (stored, crc) = (le_u32(bytes, CRC_AT), crc32c::crc32c(&bytes[..CRC_AT]));
     if stored != crc {
         let (expected, got) = (format!("{stored:08x}"), format!("{crc:08x}"));
-        return Err(Error::corruption(path, at, "the footer's checksum", expected, got));
+        return Err(Error::corruption(path, offset, "the footer's checksum", expected, got));
     }
-    let at = offset + before.len() as u64;
-    if !has_steps && !tail.starts_with(TRAILER_MAGIC) {
-        let got = format!("{:?}", &tail[..8]);
-        return Err(Error::corruption(path, at, "the footer's magic", "EMBCFOT3 or EMBCFOOT", got));
+    if !bytes.starts_with(TRAILER_MAGIC) {
+        let got = format!("{:?}", &bytes[..8]);
+        return Err(Error::corruption(path, offset, "the footer's magic", "EMBCFOOT", got));
     }
-    if le_u64(tail, 32) != serial {
-        return Err(Error::corruption(path, at + 32, "the segment's serial", serial, le_u64(tail, 32)));
+    if le_u64(bytes, 32) != serial {
+        return Err(Error::corruption(path, offset + 32, "the segment's serial", serial, le_u64(bytes, 32)));
     }
-    if tail[11] > 4 {
-        return Err(Error::corruption(path, at + 11, "the bytes of an entry's epoch", "at most 4", tail[11]));
+    if bytes[11] > 4 {
+        return Err(Error::corruption(path, offset + 11, "the bytes of an entry's epoch", "at most 4", bytes[11]));
     }
-    let steps = Steps { lowest: le_u64(before, 8), highest: le_u64(before, 0), bytes: before[16] };
+    let steps = Steps { lowest: le_u64(bytes, 48), highest: le_u64(bytes, 40), bytes: bytes[56] };
+    let has_steps = steps.bytes != NO_STEPS;
     if has_steps && (steps.bytes > 8 || steps.lowest > steps.highest) {
         let what = "the highest and the lowest last step and the bytes of an entry's step";
         let got = format!("{}, {}, {}", steps.highest, steps.lowest, steps.bytes);
-        return Err(Error::corruption(path, offset, what, "a range, and at most 8 bytes", got));
+        return Err(Error::corruption(path, offset + 40, what, "a range, and at most 8 bytes", got));
     }
     let trailer = Trailer {
-        records: le_u32(tail, 8) & 0xff_ffff,
-        epoch_bytes: tail[11],
+        records: le_u32(bytes, 8) & 0xff_ffff,
+        epoch_bytes: bytes[11],
         steps: has_steps.then_some(steps),
-        highest_epoch: le_u32(tail, 12),
-        lowest_seq: le_u64(tail, 16),
-        highest_seq: le_u64(tail, 24),
-        entries_crc: le_u32(tail, 40),
+        highest_epoch: le_u32(bytes, 12),
+        lowest_seq: le_u64(bytes, 16),
+        highest_seq: le_u64(bytes, 24),
+        entries_crc: le_u32(bytes, 64),
         crc,
     };
     let entry_bytes = trailer.entries().bytes();
     if entry_bytes > MOST_ENTRY_BYTES {
         let expected = format!("at most {MOST_ENTRY_BYTES}");
-        return Err(Error::corruption(path, at, "the bytes of an entry of the footer", expected, entry_bytes));
+        return Err(Error::corruption(path, offset, "the bytes of an entry of the footer", expected, entry_bytes));
     }
     Ok(trailer)
 }
@@ -471,21 +456,18 @@ mod tests {
             let mut entries = [entry(0, 1, 0, steps[0]), entry(1, 1 + seq, epoch, steps[1])];
             let mut footer = Vec::new();
             let trailer = encode_footer(&mut entries, 1, most_bytes, &mut footer);
-            let tail = &[&[0; STEPS_BYTES], &footer[..]].concat()[..];
-            assert_eq!(
-                decode_trailer(&tail[tail.len() - MOST_TRAILER_BYTES..], Path::new("x"), 0, 1).unwrap(),
-                trailer
-            );
+            let tail = &footer[footer.len() - TRAILER_BYTES..];
+            assert_eq!(decode_trailer(tail, Path::new("x"), 0, 1).unwrap(), trailer);
             (trailer.steps.map(|steps| (steps.lowest, steps.highest)), footer.len())
         };
         let (low, high) = (LastStep::of(7), LastStep::of(9));
         assert_eq!(made([low, high], 0, 1, ROOM), (Some((7, 9)), 2 * 11 + 72));
         assert_eq!(made([low, high], 0, 1, 2 * 11 + 72), (Some((7, 9)), 2 * 11 + 72));
-        assert_eq!(made([low, high], 0, 1, 2 * 11 + 71), (None, 2 * 10 + 48));
-        assert_eq!(made([low, LastStep::UNKNOWN], 0, 1, ROOM), (None, 2 * 10 + 48));
-        assert_eq!(made([low, LastStep::of(u64::MAX)], 0, 1, ROOM), (None, 2 * 10 + 48), "it counts as unknown");
+        assert_eq!(made([low, high], 0, 1, 2 * 11 + 71), (None, 2 * 10 + 72));
+        assert_eq!(made([low, LastStep::UNKNOWN], 0, 1, ROOM), (None, 2 * 10 + 72));
+        assert_eq!(made([low, LastStep::of(u64::MAX)], 0, 1, ROOM), (None, 2 * 10 + 72), "it counts as unknown");
         let wide = LastStep::of(u64::MAX - 1);
-        assert_eq!(made([low, wide], 1 << 24, 1 << 32, ROOM), (None, 2 * 18 + 48), "23 bytes an entry do not hold it");
+        assert_eq!(made([low, wide], 1 << 24, 1 << 32, ROOM), (None, 2 * 18 + 72), "23 bytes an entry do not hold it");
         assert_eq!(made([low, wide], 200, 1 << 32, ROOM).0, Some((7, u64::MAX - 1)));
     }
 
@@ -494,21 +476,21 @@ mod tests {
         for known in [true, false] {
             let step = |i: u32| if known { LastStep::of(1000 - u64::from(i)) } else { LastStep::UNKNOWN };
             let mut entries: Vec<Entry> = (0..50).map(|i| entry(i, 100 + u64::from(i), i % 7, step(i))).collect();
-            let mut bytes = vec![0; STEPS_BYTES];
+            let mut bytes = Vec::new();
             let trailer = encode_footer(&mut entries, 9, ROOM, &mut bytes);
             assert!(entries.is_sorted_by_key(|entry| hash_id(entry.id)));
             let format = trailer.entries();
             assert_eq!(format.bytes(), 8 + 1 + 1 + usize::from(known) + 1);
-            let body = &bytes[STEPS_BYTES..][..50 * format.bytes()];
+            let body = &bytes[..50 * format.bytes()];
             assert!(body.chunks(format.bytes()).map(|bytes| format.decode(bytes)).eq(entries.iter().copied()));
-            let tail = &bytes[bytes.len() - MOST_TRAILER_BYTES..];
+            let tail = &bytes[bytes.len() - TRAILER_BYTES..];
             assert_eq!(decode_trailer(tail, Path::new("x"), 0, 9).unwrap(), trailer);
             assert_eq!(
                 (trailer.records, trailer.highest_epoch, trailer.lowest_seq, trailer.highest_seq),
                 (50, 6, 100, 149)
             );
             assert_eq!(trailer.steps.map(|steps| (steps.lowest, steps.highest)), known.then_some((951, 1000)));
-            for bit in (MOST_TRAILER_BYTES - trailer.bytes()) * 8..MOST_TRAILER_BYTES * 8 {
+            for bit in 0..TRAILER_BYTES * 8 {
                 let mut flipped = tail.to_vec();
                 flipped[bit / 8] ^= 1 << (bit % 8);
                 let error = decode_trailer(&flipped, Path::new("x"), 0, 9).unwrap_err();

@@ -1,7 +1,6 @@
 //! The head of a record: what lies before its payload.
 //!
-//! In segments of version 4 a head is packed: each number takes as few bytes as the segment needs ([`Widths`]), which the segment's header
-//! says.
+//! A head is packed: each number takes as few bytes as the segment needs ([`Widths`]), which the segment's header says.
 //!
 //! ```text
 //! crc32c of all that follows, payload included, xor the mask of the record's position u32 | id i64 | write_seq | last step
@@ -9,35 +8,20 @@
 //! ```
 //!
 //! The last five take at most 8, 8, 4, 4 and 4 bytes. What has no bytes is 0.
-//!
-//! In segments of versions 1 to 3 a head has 44 bytes ([`Head::Fixed`]):
-//!
-//! | byte | bytes | field |
-//! | --- | --- | --- |
-//! | 0 | 4 | the checksum, as above. In version 1 the mask is 0 |
-//! | 4 | 1 | version of the record, 1 or 2 |
-//! | 5 | 1 | kind: 1 row, 2 tombstone |
-//! | 6 | 2 | 0 |
-//! | 8 | 8 | id |
-//! | 16 | 8 | `write_seq` |
-//! | 24 | 8 | last step |
-//! | 32 | 4 | `modified_epoch` |
-//! | 36 | 4 | count |
-//! | 40 | 4 | score, f32 |
 
 use crate::rows::RowHeader;
-use crate::ssd::format::words::{le_u32, le_u64};
+use crate::ssd::format::words::le_u64;
 use crate::types::Id;
 
 /// The checksum of a record is of the bytes from this one on.
 pub(crate) const CHECKED_FROM: usize = 4;
-/// Bytes of a fixed head.
-pub(crate) const FIXED_HEAD_BYTES: usize = 44;
-/// Bytes of a packed head before the numbers that are packed: the checksum and the id.
-const UNPACKED_BYTES: usize = CHECKED_FROM + 8;
-/// The most bytes of a head that is written now.
+/// Where the id is.
+pub(crate) const ID_AT: usize = CHECKED_FROM;
+/// Bytes of a head before the numbers that are packed: the checksum and the id.
+const UNPACKED_BYTES: usize = ID_AT + 8;
+/// The most bytes of a head.
 pub(crate) const MOST_HEAD_BYTES: usize = UNPACKED_BYTES + 8 + 8 + 4 + 4 + 4;
-/// A number of a packed head is written and read as 8 bytes, of which the next one takes those that are too many. So the last one needs
+/// A number of a head is written and read as 8 bytes, of which the next one takes those that are too many. So the last one needs
 /// so many bytes after it.
 const SPARE_BYTES: usize = 8;
 
@@ -54,6 +38,7 @@ pub(crate) struct Highest {
 
 impl Highest {
     /// Of any record.
+    #[cfg(test)]
     pub(crate) const ANY: Self =
         Self { write_seq: u64::MAX, last_step: u64::MAX, modified_epoch: u32::MAX, count: u32::MAX, scores: true };
 
@@ -80,7 +65,7 @@ impl Highest {
     }
 }
 
-/// Bytes that the packed numbers of a head take.
+/// Bytes that the numbers of a head take, which say how the heads of a segment's records lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Widths {
     write_seq: u8,
@@ -149,7 +134,7 @@ impl Widths {
     #[inline]
     pub(crate) fn encode(self, fields: &HeadFields, into: &mut [u8]) {
         let mut bytes = [0; MOST_HEAD_BYTES + SPARE_BYTES];
-        bytes[CHECKED_FROM..UNPACKED_BYTES].copy_from_slice(&fields.id.to_le_bytes());
+        bytes[ID_AT..UNPACKED_BYTES].copy_from_slice(&fields.id.to_le_bytes());
         let values = [
             fields.write_seq,
             fields.last_step,
@@ -166,18 +151,54 @@ impl Widths {
         into.copy_from_slice(&bytes[..at]);
     }
 
+    /// Bytes of the head.
+    #[inline]
+    pub(crate) fn bytes(self) -> usize {
+        UNPACKED_BYTES + self.each().iter().map(|width| usize::from(*width)).sum::<usize>()
+    }
+
+    /// The most that a record with such a head can have.
+    pub(crate) fn highest(self) -> Highest {
+        Highest {
+            write_seq: mask(self.write_seq),
+            last_step: mask(self.last_step),
+            modified_epoch: mask(self.modified_epoch) as u32,
+            count: mask(self.count) as u32,
+            scores: self.score > 0,
+        }
+    }
+
+    /// The fields of a record's head, whose bytes are `head`. The checksum is not looked at.
+    #[inline]
+    pub(crate) fn decode(self, head: &[u8]) -> HeadFields {
+        let mut bytes = [0; MOST_HEAD_BYTES + SPARE_BYTES];
+        bytes[..head.len()].copy_from_slice(head);
+        let mut at = UNPACKED_BYTES;
+        let [write_seq, last_step, modified_epoch, count, score] = self.each().map(|width| {
+            let value = le_u64(&bytes, at) & mask(width);
+            at += usize::from(width);
+            value
+        });
+        HeadFields {
+            id: id_of(&bytes),
+            write_seq,
+            last_step,
+            modified_epoch: modified_epoch as u32,
+            count: count as u32,
+            score: f32::from_bits(score as u32),
+        }
+    }
+
     /// In the order of the head.
     fn each(self) -> [u8; 5] {
         [self.write_seq, self.last_step, self.modified_epoch, self.count, self.score]
     }
 }
 
-/// How the heads of a segment's records lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Head {
-    /// As in segments of versions 1 to 3, with the version of their records. None is written any more.
-    Fixed(u8),
-    Packed(Widths),
+/// The id of a record.
+#[inline]
+pub(crate) fn id_of(record: &[u8]) -> Id {
+    le_u64(record, ID_AT) as Id
 }
 
 /// The fields of a head.
@@ -189,77 +210,6 @@ pub(crate) struct HeadFields {
     pub(crate) modified_epoch: u32,
     pub(crate) count: u32,
     pub(crate) score: f32,
-}
-
-impl Head {
-    /// Bytes of the head.
-    #[inline]
-    pub(crate) fn bytes(self) -> usize {
-        match self {
-            Self::Fixed(_) => FIXED_HEAD_BYTES,
-            Self::Packed(widths) => {
-                UNPACKED_BYTES + widths.each().iter().map(|width| usize::from(*width)).sum::<usize>()
-            }
-        }
-    }
-
-    /// Where the id is.
-    #[inline]
-    pub(crate) fn id_at(self) -> usize {
-        match self {
-            Self::Fixed(_) => 8,
-            Self::Packed(_) => CHECKED_FROM,
-        }
-    }
-
-    /// The id of a record.
-    #[inline]
-    pub(crate) fn id_of(self, record: &[u8]) -> Id {
-        le_u64(record, self.id_at()) as Id
-    }
-
-    /// The most that a record with such a head can have.
-    pub(crate) fn highest(self) -> Highest {
-        let Self::Packed(widths) = self else { return Highest::ANY };
-        Highest {
-            write_seq: mask(widths.write_seq),
-            last_step: mask(widths.last_step),
-            modified_epoch: mask(widths.modified_epoch) as u32,
-            count: mask(widths.count) as u32,
-            scores: widths.score > 0,
-        }
-    }
-
-    /// The fields of a record's head, whose bytes are `head`. The checksum is not looked at.
-    #[inline]
-    pub(crate) fn decode(self, head: &[u8]) -> HeadFields {
-        let Self::Packed(widths) = self else {
-            return HeadFields {
-                id: le_u64(head, 8) as Id,
-                write_seq: le_u64(head, 16),
-                last_step: le_u64(head, 24),
-                modified_epoch: le_u32(head, 32),
-                count: le_u32(head, 36),
-                score: f32::from_bits(le_u32(head, 40)),
-            };
-        };
-        let mut bytes = [0; MOST_HEAD_BYTES + SPARE_BYTES];
-        bytes[..head.len()].copy_from_slice(head);
-        let mut at = UNPACKED_BYTES;
-        let [write_seq, last_step, modified_epoch, count, score] = widths.each().map(|width| {
-            let value = le_u64(&bytes, at) & mask(width);
-            at += usize::from(width);
-            value
-        });
-        HeadFields {
-            id: le_u64(&bytes, CHECKED_FROM) as Id,
-            write_seq,
-            last_step,
-            modified_epoch: modified_epoch as u32,
-            count: count as u32,
-            score: f32::from_bits(score as u32),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -301,13 +251,12 @@ mod tests {
             let highest = highest_of(&fields).max(highest_of(&other));
             let widths = Widths::of_rows(&highest);
             prop_assert_eq!(Widths::from_bits(widths.to_bits()), Some(widths));
-            let head = Head::Packed(widths);
-            prop_assert!(head.bytes() <= MOST_HEAD_BYTES);
-            prop_assert_eq!(head.highest().max(highest), head.highest());
-            let mut bytes = vec![1; head.bytes()];
+            prop_assert!(widths.bytes() <= MOST_HEAD_BYTES);
+            prop_assert_eq!(widths.highest().max(highest), widths.highest());
+            let mut bytes = vec![1; widths.bytes()];
             widths.encode(&fields, &mut bytes);
-            prop_assert_eq!(bits_of(&head.decode(&bytes)), bits_of(&fields));
-            prop_assert_eq!(head.id_of(&bytes), fields.id);
+            prop_assert_eq!(bits_of(&widths.decode(&bytes)), bits_of(&fields));
+            prop_assert_eq!(id_of(&bytes), fields.id);
         }
 
         /// Whatever a header says, it is no widths or those that it says.
@@ -315,7 +264,7 @@ mod tests {
         fn bits_are_widths_or_none(bits in any::<u16>()) {
             if let Some(widths) = Widths::from_bits(bits) {
                 prop_assert_eq!(widths.to_bits(), bits);
-                prop_assert!(Head::Packed(widths).bytes() <= MOST_HEAD_BYTES);
+                prop_assert!(widths.bytes() <= MOST_HEAD_BYTES);
             }
         }
     }
@@ -332,7 +281,7 @@ mod tests {
         };
         let bytes = |write_seq, rows: &[RowHeader]| {
             let highest = Highest { write_seq, ..Highest::of_rows(rows.iter()) };
-            [Widths::of_rows(&highest), Widths::of_tombstones(&highest)].map(|widths| Head::Packed(widths).bytes())
+            [Widths::of_rows(&highest), Widths::of_tombstones(&highest)].map(Widths::bytes)
         };
         assert_eq!(bytes(1, &[row(0, 0, 0, 0.0)]), [16, 16]);
         assert_eq!(bytes(1, &[row(1, 1, 1, 0.0)]), [21, 17]);

@@ -4,14 +4,14 @@
 //! `write_seq` is the order of writing. Compaction keeps it, and `modified_epoch`.
 //!
 //! The mask (see [`Binding`]) binds a record to its table, its segment and its number there. So a whole record that lies where another
-//! belongs, because a disk lost a write or put it elsewhere, is damage like any other. In segments of version 1 the mask is 0.
+//! belongs, because a disk lost a write or put it elsewhere, is damage like any other.
 
 use std::path::Path;
 
 use crate::error::{Error, Result};
 use crate::rows::{RowHeader, RowLayout, RowRef};
 use crate::ssd::format::checksums::checksums;
-use crate::ssd::format::head::{CHECKED_FROM, Head, HeadFields, MOST_HEAD_BYTES, Widths};
+use crate::ssd::format::head::{CHECKED_FROM, HeadFields, MOST_HEAD_BYTES, Widths};
 use crate::ssd::format::words::le_u32;
 use crate::types::{Id, hash_id};
 
@@ -24,16 +24,6 @@ const MASK_STEP: u32 = 0x9e37_79b1;
 // The payload is copied as it lies in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "records are little-endian");
 
-/// What a record says of its id.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum RecordKind {
-    /// This is its row.
-    Row = 1,
-    /// It was removed.
-    Tombstone = 2,
-}
-
 /// Ties the records of a segment to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Binding {
@@ -42,9 +32,6 @@ pub(crate) struct Binding {
 }
 
 impl Binding {
-    /// The binding of records of version 1, which is none.
-    pub(crate) const NONE: Self = Self { first: 0, step: 0 };
-
     /// The binding of the records of segment `serial` of the table `key`.
     pub(crate) fn new(key: u64, serial: u64) -> Self {
         let first = hash_id((key ^ serial.rotate_left(32)) as i64) as u32;
@@ -79,7 +66,7 @@ fn mask_checksum(record: &mut [u8], mask: u32) {
 /// How the records of a segment lie, and what ties them to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RecordFormat {
-    pub(crate) head: Head,
+    pub(crate) widths: Widths,
     pub(crate) binding: Binding,
 }
 
@@ -96,7 +83,6 @@ pub(crate) fn most_record_bytes(layout: &RowLayout) -> usize {
 /// A record that was read and checked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Record<'a> {
-    pub(crate) kind: RecordKind,
     pub(crate) head: HeadFields,
     /// Little-endian floats. A tombstone has none.
     pub(crate) payload: &'a [u8],
@@ -110,7 +96,7 @@ pub(crate) fn encode_rows(
     layout: &RowLayout,
     (widths, first_seq): (Widths, u64),
 ) {
-    let record_bytes = Head::Packed(widths).bytes() + payload_bytes(layout);
+    let record_bytes = widths.bytes() + payload_bytes(layout);
     let rows = rows.iter().zip(first_seq..);
     encode_each(into, record_bytes, rows, |record, (row, write_seq)| {
         encode_row(record, row, layout.scalar_slot, (widths, write_seq));
@@ -119,7 +105,7 @@ pub(crate) fn encode_rows(
 
 /// Write records again that were read, with heads of these widths. They are still to be bound to their segments.
 pub(crate) fn repack<'a>(into: &mut [u8], records: impl Iterator<Item = &'a Record<'a>>, widths: Widths) {
-    let head_bytes = Head::Packed(widths).bytes();
+    let head_bytes = widths.bytes();
     let mut records = records.peekable();
     let record_bytes = head_bytes + records.peek().map_or(0, |record| record.payload.len());
     encode_each(into, record_bytes, records, |bytes, record| {
@@ -150,7 +136,7 @@ fn encode_each<T>(
 /// Write a row's record but for its checksum.
 #[inline]
 fn encode_row(into: &mut [u8], row: &RowRef<'_>, scalar_slot: bool, (widths, write_seq): (Widths, u64)) {
-    let (head, payload) = into.split_at_mut(Head::Packed(widths).bytes());
+    let (head, payload) = into.split_at_mut(widths.bytes());
     widths.encode(&head_of(row.header, write_seq), head);
     let (vector, scalar) = payload.split_at_mut(row.vector.len() * 4);
     vector.copy_from_slice(bytemuck::cast_slice(row.vector));
@@ -204,8 +190,8 @@ pub(crate) fn decode_with<'a>(
     path: &Path,
     offset: u64,
 ) -> Result<Record<'a>> {
-    let Some((head, payload)) = bytes.split_at_checked(format.head.bytes()) else {
-        return Err(Error::corruption(path, offset, "the record's length", format.head.bytes(), bytes.len()));
+    let Some((head, payload)) = bytes.split_at_checked(format.widths.bytes()) else {
+        return Err(Error::corruption(path, offset, "the record's length", format.widths.bytes(), bytes.len()));
     };
     let stored = le_u32(head, 0);
     let crc = crc ^ format.binding.mask(number);
@@ -213,31 +199,7 @@ pub(crate) fn decode_with<'a>(
         let (expected, got) = (format!("{stored:08x}"), format!("{crc:08x}"));
         return Err(Error::corruption(path, offset, "the record's checksum", expected, got));
     }
-    let kind = if let Head::Fixed(version) = format.head {
-        kind_of_fixed(version, head, payload, path, offset)?
-    } else if payload.is_empty() {
-        RecordKind::Tombstone
-    } else {
-        RecordKind::Row
-    };
-    Ok(Record { kind, head: format.head.decode(head), payload })
-}
-
-/// What a record with a fixed head is of.
-fn kind_of_fixed(version: u8, head: &[u8], payload: &[u8], path: &Path, offset: u64) -> Result<RecordKind> {
-    if head[4] != version {
-        return Err(Error::corruption(path, offset + 4, "the record's version", version, head[4]));
-    }
-    let kind = match head[5] {
-        1 => RecordKind::Row,
-        2 => RecordKind::Tombstone,
-        other => return Err(Error::corruption(path, offset + 5, "the record's kind", "1 or 2", other)),
-    };
-    if (kind == RecordKind::Tombstone) != payload.is_empty() {
-        let got = format!("{} for a {kind:?}", payload.len());
-        return Err(Error::corruption(path, offset, "the record's payload", "empty for tombstones only", got));
-    }
-    Ok(kind)
+    Ok(Record { head: format.widths.decode(head), payload })
 }
 
 impl Record<'_> {
@@ -272,13 +234,13 @@ mod tests {
     }
 
     fn position() -> (RecordFormat, u32) {
-        (RecordFormat { head: Head::Packed(widths()), binding: BINDING }, NUMBER)
+        (RecordFormat { widths: widths(), binding: BINDING }, NUMBER)
     }
 
     fn sample() -> (RowHeader, Vec<f32>, Vec<u8>) {
         let header = header();
         let vector: Vec<f32> = (0..6).map(|x| x as f32 - 2.5).collect();
-        let mut bytes = vec![0; Head::Packed(widths()).bytes() + payload_bytes(&LAYOUT)];
+        let mut bytes = vec![0; widths().bytes() + payload_bytes(&LAYOUT)];
         encode_rows(&mut bytes, &[RowRef { header: &header, vector: &vector }], &LAYOUT, (widths(), 77));
         BINDING.bind(NUMBER, &mut bytes);
         (header, vector, bytes)
@@ -289,7 +251,7 @@ mod tests {
         let (header, vector, bytes) = sample();
         assert_eq!(bytes.len(), 12 + 4 + 3 + 1 + 1 + 4 + 7 * 4);
         let record = decode(&bytes, position(), Path::new("x"), 0).unwrap();
-        assert_eq!((record.kind, record.head.id, record.head.write_seq), (RecordKind::Row, -7, 77));
+        assert_eq!((record.head.id, record.head.write_seq), (-7, 77));
         let mut read = vec![0.0; 6];
         let got = record.unpack(&LAYOUT, &mut read);
         assert_eq!(bytemuck::bytes_of(&got), bytemuck::bytes_of(&header));
@@ -310,33 +272,29 @@ mod tests {
 
     #[test]
     fn zeros_and_short_bytes_are_no_record() {
-        for head in [position().0.head, Head::Fixed(2)] {
-            for len in [0, 1, 24, 25, 43, 44, 72] {
-                let position = (RecordFormat { head, binding: BINDING }, NUMBER);
-                let decoded = decode(&vec![0; len], position, Path::new("x"), 0).map(|record| record.head.id);
-                assert_eq!(decoded.unwrap_err().kind(), Kind::Corruption, "{len}");
-            }
+        for len in [0, 1, 24, 25, 43, 44, 72] {
+            let decoded = decode(&vec![0; len], position(), Path::new("x"), 0).map(|record| record.head.id);
+            assert_eq!(decoded.unwrap_err().kind(), Kind::Corruption, "{len}");
         }
     }
 
     #[test]
     fn a_tombstone_has_no_payload() {
         let widths = Widths::of_tombstones(&Highest { write_seq: 6, modified_epoch: 5, ..Highest::default() });
-        let format = RecordFormat { head: Head::Packed(widths), binding: BINDING };
-        let mut bytes = vec![0; format.head.bytes()];
+        let format = RecordFormat { widths, binding: BINDING };
+        let mut bytes = vec![0; format.widths.bytes()];
         encode_tombstone(&mut bytes, i64::MIN, 5, (widths, 6));
         BINDING.bind(NUMBER, &mut bytes);
         let record = decode(&bytes, (format, NUMBER), Path::new("x"), 0).unwrap();
         let HeadFields { id, modified_epoch, write_seq, .. } = record.head;
-        assert_eq!((record.kind, id, modified_epoch, write_seq), (RecordKind::Tombstone, i64::MIN, 5, 6));
+        assert_eq!((record.payload.len(), id, modified_epoch, write_seq), (0, i64::MIN, 5, 6));
     }
 
     #[test]
     fn a_whole_record_at_another_position_is_found() {
         let (_, _, bytes) = sample();
-        let head = position().0.head;
         let refused = |(binding, number): (Binding, u32)| {
-            let position = (RecordFormat { head, binding }, number);
+            let position = (RecordFormat { binding, ..position().0 }, number);
             decode(&bytes, position, Path::new("x"), 0).is_err_and(|error| error.kind() == Kind::Corruption)
         };
         assert!((0..1 << 20).filter(|number| *number != NUMBER).all(|number| refused((BINDING, number))));
@@ -357,43 +315,19 @@ mod tests {
         assert_eq!((bytemuck::bytes_of(&got), read), (bytemuck::bytes_of(&header), vector));
     }
 
-    /// A record as versions 1 and 2 wrote it.
-    fn fixed(version: u8, kind: u8, header: &RowHeader, write_seq: u64, payload: &[u8]) -> Vec<u8> {
-        let fields: [&[u8]; 8] = [
-            &[version, kind, 0, 0],
-            &header.id.to_le_bytes(),
-            &write_seq.to_le_bytes(),
-            &header.last_step.to_le_bytes(),
-            &header.modified_epoch.to_le_bytes(),
-            &header.count.to_le_bytes(),
-            &header.score.to_le_bytes(),
-            payload,
-        ];
-        let checked = fields.concat();
-        [crc32c::crc32c(&checked).to_le_bytes().to_vec(), checked].concat()
-    }
-
     #[test]
-    fn records_with_fixed_heads_are_read_and_written_again_with_packed_ones() {
-        let (header, vector, packed) = sample();
-        let payload = &packed[position().0.head.bytes()..];
-        for version in [1, 2] {
-            let format = RecordFormat { head: Head::Fixed(version), binding: Binding::NONE };
-            let bytes = fixed(version, 1, &header, 77, payload);
-            let record = decode(&bytes, (format, 3), Path::new("x"), 0).unwrap();
+    fn a_record_is_written_again_with_other_widths() {
+        let (header, vector, bytes) = sample();
+        let wide = Widths::of_rows(&Highest::ANY);
+        let record = decode(&bytes, position(), Path::new("x"), 0).unwrap();
+        let mut again = vec![0; 2 * (wide.bytes() + payload_bytes(&LAYOUT))];
+        repack(&mut again, [&record, &record].into_iter(), wide);
+        for copy in again.chunks_exact_mut(wide.bytes() + payload_bytes(&LAYOUT)) {
+            BINDING.bind(NUMBER, copy);
+            let format = RecordFormat { widths: wide, binding: BINDING };
             let mut read = vec![0.0; 6];
-            let got = record.unpack(&LAYOUT, &mut read);
+            let got = decode(copy, (format, NUMBER), Path::new("x"), 0).unwrap().unpack(&LAYOUT, &mut read);
             assert_eq!((bytemuck::bytes_of(&got), &read), (bytemuck::bytes_of(&header), &vector));
-            let mut again = vec![0; 2 * packed.len()];
-            repack(&mut again, [&record, &record].into_iter(), widths());
-            again.chunks_exact_mut(packed.len()).for_each(|record| BINDING.bind(NUMBER, record));
-            assert_eq!(again, [packed.clone(), packed.clone()].concat());
-            for (other, kind, payload) in
-                [(3 - version, 1, payload), (version, 3, payload), (version, 2, payload), (version, 1, &[])]
-            {
-                let bytes = fixed(other, kind, &header, 77, payload);
-                assert_eq!(decode(&bytes, (format, 3), Path::new("x"), 0).unwrap_err().kind(), Kind::Corruption);
-            }
         }
     }
 }

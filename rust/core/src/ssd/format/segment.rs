@@ -1,28 +1,21 @@
-//! The frame of a segment's file, in format version 4: a header, packed records, and the footer (see `footer`).
+//! The frame of a segment's file: a header, packed records, and the footer (see `footer`).
 //!
 //! ```text
-//! header   "EMBCSEG4" | header bytes u32 | content u8 (1 rows, 2 tombstones) | field count u8 | widths of the records' heads u16
+//! header   "EMBCSEG1" | header bytes u32 | content u8 (1 rows, 2 tombstones) | field count u8 | widths of the records' heads u16
 //!          | record bytes u32 | serial u64 | table key u64 | fields: name bytes u8, name, dtype u8 (1 = f32), width u32 | crc32c u32
 //! records  n × record bytes
 //! entries, padding, trailer: the footer, which ends with the file, whose length is a multiple of 4096
 //! ```
-//!
-//! In version 3 the header begins with "EMBCSEG3", there are no widths, and the records have fixed heads (see `head`). In version 2 it
-//! begins with "EMBCSEG2", and in version 1 with "EMBCSEG1". Their footers say nothing of last steps. In version 1 the records are of version
-//! 1 too. All else is the same. Such segments are read, and compaction moves their records to segments of version 4.
 
 use std::path::Path;
 
 use crate::config::OptimizerKind;
 use crate::error::{Error, Result};
 use crate::rows::RowLayout;
-use crate::ssd::format::head::{Head, MOST_HEAD_BYTES, Widths};
+use crate::ssd::format::head::{MOST_HEAD_BYTES, Widths};
 use crate::ssd::format::record::{Binding, RecordFormat, payload_bytes};
 
-const HEADER_MAGIC: [u8; 8] = *b"EMBCSEG4";
-const HEADER_MAGIC_3: [u8; 8] = *b"EMBCSEG3";
-const HEADER_MAGIC_2: [u8; 8] = *b"EMBCSEG2";
-const HEADER_MAGIC_1: [u8; 8] = *b"EMBCSEG1";
+const HEADER_MAGIC: [u8; 8] = *b"EMBCSEG1";
 const FIXED_HEADER_BYTES: usize = 36;
 /// Where a header has the widths of the records' heads.
 const WIDTHS_AT: usize = 14;
@@ -69,12 +62,12 @@ impl Schema {
         Self { table_key, payload_bytes: payload_bytes(layout), fields }
     }
 
-    /// Bytes of a record with such a head in a segment of `content`.
-    pub(crate) fn record_bytes(&self, content: Content, head: Head) -> usize {
-        head.bytes() + self.payload_bytes(content)
+    /// Bytes of a record whose head has these widths in a segment of `content`.
+    pub(crate) fn record_bytes(&self, content: Content, widths: Widths) -> usize {
+        widths.bytes() + self.payload_bytes(content)
     }
 
-    /// The most bytes of a record that is written now to a segment of `content`.
+    /// The most bytes of a record in a segment of `content`.
     pub(crate) fn most_record_bytes(&self, content: Content) -> usize {
         MOST_HEAD_BYTES + self.payload_bytes(content)
     }
@@ -91,24 +84,19 @@ impl Schema {
         FIXED_HEADER_BYTES + self.fields.iter().map(|field| field.name.len() + 6).sum::<usize>() + 4
     }
 
-    /// The format of records that are written now to segment `serial`.
+    /// The format of the records of segment `serial`, whose heads have these widths.
     pub(crate) fn record_format(&self, serial: u64, widths: Widths) -> RecordFormat {
-        RecordFormat { head: Head::Packed(widths), binding: Binding::new(self.table_key, serial) }
+        RecordFormat { widths, binding: Binding::new(self.table_key, serial) }
     }
 
-    /// The header of segment `serial`, in the version that is written now.
+    /// The header of segment `serial`.
     pub(crate) fn header(&self, serial: u64, content: Content, widths: Widths) -> Vec<u8> {
-        self.header_with(HEADER_MAGIC, serial, content, Head::Packed(widths))
-    }
-
-    fn header_with(&self, magic: [u8; 8], serial: u64, content: Content, head: Head) -> Vec<u8> {
-        let widths = if let Head::Packed(widths) = head { widths.to_bits() } else { 0 };
         let mut bytes = Vec::with_capacity(self.header_bytes());
-        bytes.extend_from_slice(&magic);
+        bytes.extend_from_slice(&HEADER_MAGIC);
         bytes.extend_from_slice(&(self.header_bytes() as u32).to_le_bytes());
         bytes.extend_from_slice(&[content as u8, self.fields.len() as u8]);
-        bytes.extend_from_slice(&widths.to_le_bytes());
-        bytes.extend_from_slice(&(self.record_bytes(content, head) as u32).to_le_bytes());
+        bytes.extend_from_slice(&widths.to_bits().to_le_bytes());
+        bytes.extend_from_slice(&(self.record_bytes(content, widths) as u32).to_le_bytes());
         bytes.extend_from_slice(&serial.to_le_bytes());
         bytes.extend_from_slice(&self.table_key.to_le_bytes());
         for field in &self.fields {
@@ -125,29 +113,19 @@ impl Schema {
     /// Check that `bytes`, the start of the file at `path`, are the header of segment `serial`. Returns its content and the format of its
     /// records.
     pub(crate) fn check_header(&self, bytes: &[u8], path: &Path, serial: u64) -> Result<(Content, RecordFormat)> {
-        let (magic, head) = version_of(bytes);
-        let binding = if magic == HEADER_MAGIC_1 { Binding::NONE } else { Binding::new(self.table_key, serial) };
+        let bits = bytes.get(WIDTHS_AT..WIDTHS_AT + 2).map_or(0, |bits| u16::from_le_bytes([bits[0], bits[1]]));
+        // The header does not agree with widths that it does not have.
+        let widths = Widths::from_bits(bits).unwrap_or(Widths::NONE);
         for content in [Content::Rows, Content::Tombstones] {
-            if bytes == self.header_with(magic, serial, content, head) {
-                return Ok((content, RecordFormat { head, binding }));
+            if bytes == self.header(serial, content, widths) {
+                return Ok((content, self.record_format(serial, widths)));
             }
         }
-        let expected = self.header_with(magic, serial, Content::Rows, head);
+        let expected = self.header(serial, Content::Rows, widths);
         let at = expected.iter().zip(bytes).position(|(a, b)| a != b).unwrap_or(bytes.len());
         let got = bytes.get(at).map_or_else(|| "missing".to_owned(), |byte| format!("{byte:#04x}"));
         Err(Error::corruption(path, at as u64, "the segment's header", "that of this table's rows", got))
     }
-}
-
-/// The magic of a header's version, and how the heads of its records lie. Of a header that no version writes it is any answer, with which the
-/// header does not agree.
-fn version_of(header: &[u8]) -> ([u8; 8], Head) {
-    let older = [(HEADER_MAGIC_1, 1), (HEADER_MAGIC_2, 2), (HEADER_MAGIC_3, 2)];
-    if let Some((magic, version)) = older.into_iter().find(|(magic, _)| header.starts_with(magic)) {
-        return (magic, Head::Fixed(version));
-    }
-    let bits = header.get(WIDTHS_AT..WIDTHS_AT + 2).map_or(0, |bits| u16::from_le_bytes([bits[0], bits[1]]));
-    (HEADER_MAGIC, Head::Packed(Widths::from_bits(bits).unwrap_or(Widths::NONE)))
 }
 
 #[cfg(test)]
@@ -170,17 +148,8 @@ mod tests {
         assert_eq!(header.len(), schema.header_bytes());
         let (content, format) = schema.check_header(&header, Path::new("x"), 3).unwrap();
         assert_eq!((content, format), (Content::Rows, schema.record_format(3, widths)));
-        let binding = format.binding;
-        for (magic, head, binding) in [
-            (HEADER_MAGIC_3, Head::Fixed(2), binding),
-            (HEADER_MAGIC_2, Head::Fixed(2), binding),
-            (HEADER_MAGIC_1, Head::Fixed(1), Binding::NONE),
-        ] {
-            let before = schema.header_with(magic, 3, Content::Tombstones, head);
-            assert_eq!(before[16..20], 44_u32.to_le_bytes());
-            let found = schema.check_header(&before, Path::new("x"), 3).unwrap();
-            assert_eq!(found, (Content::Tombstones, RecordFormat { head, binding }));
-        }
+        let tombstones = schema.header(3, Content::Tombstones, widths);
+        assert_eq!(schema.check_header(&tombstones, Path::new("x"), 3).unwrap(), (Content::Tombstones, format));
         for bit in 0..header.len() * 8 {
             let mut flipped = header.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);

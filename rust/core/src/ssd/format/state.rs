@@ -1,6 +1,6 @@
 //! The file of a published state: a small file that names the segments of one consistent state, their lengths and checksums.
 //!
-//! `<token>.state` is a line `embcache-ssd-state 2 <crc32c> <bytes> <note bytes>`, then as many bytes of JSON, then the table's note. It is
+//! `<token>.state` is a line `embcache-ssd-state 1 <crc32c> <bytes> <note bytes>`, then as many bytes of JSON, then the table's note. It is
 //! published whole (temporary file, sync, rename, sync of the directory) after every segment that it names was synced.
 
 use std::collections::HashSet;
@@ -13,10 +13,8 @@ use crate::ssd::format::names::state_path;
 use crate::ssd::identity::{Identity, StateCounters};
 
 const TITLE: &str = "embcache-ssd-state";
-/// The format that is written. It says how ids fall into buckets (`bucket_hash`).
-const FORMAT: u32 = 2;
-/// The oldest format that is read. Its tables have plain buckets, and all its segments are of version 1.
-const OLDEST_FORMAT: u32 = 1;
+/// The format, of which the segments' files are a part.
+const FORMAT: u32 = 1;
 /// No file of a state is longer: 2²⁰ segments at less than 128 bytes each, and the longest note.
 const LIMIT_BYTES: u64 = 256 << 20;
 
@@ -115,14 +113,12 @@ impl StateFile {
             let expected = format!("'{TITLE} {FORMAT} <crc32c> <bytes> <note bytes>'");
             return Err(damaged("the first line", expected, format!("'{line}'")));
         };
-        if !(OLDEST_FORMAT..=FORMAT).any(|known| format == known.to_string()) {
-            return Err(Error::new(
-                Kind::Mismatch,
-                format!(
-                    "{} has format {format} and this version reads formats {OLDEST_FORMAT} to {FORMAT}",
-                    path.display()
-                ),
-            ));
+        if format != FORMAT.to_string() {
+            let what = format!(
+                "{} has format {format} and this release reads {FORMAT}: open it with the release that wrote it",
+                path.display()
+            );
+            return Err(Error::new(Kind::Mismatch, what));
         }
         let lengths = len.parse::<usize>().ok().zip(note_len.parse::<usize>().ok());
         let whole = lengths.filter(|(len, note_len)| len.checked_add(*note_len) == Some(body.len()));

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, IoFile, Open, descriptors};
 use crate::ssd::format::end::most_padding;
-use crate::ssd::format::footer::{MOST_ENTRY_BYTES, MOST_TRAILER_BYTES, decode_trailer};
+use crate::ssd::format::footer::{MOST_ENTRY_BYTES, TRAILER_BYTES, decode_trailer};
 use crate::ssd::format::names::segment_path;
 use crate::ssd::format::record::RecordFormat;
 use crate::ssd::format::segment::{Content, MAX_HEADER_BYTES};
@@ -70,7 +70,7 @@ fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
         return Err(Error::corruption(path, 0, "the file's length", named.file_bytes, file_bytes));
     }
     let header_bytes = home.schema.header_bytes();
-    let least = (header_bytes + MOST_TRAILER_BYTES) as u64;
+    let least = (header_bytes + TRAILER_BYTES) as u64;
     if file_bytes < least {
         return Err(Error::corruption(path, 0, "the file's length", format!("at least {least}"), file_bytes));
     }
@@ -82,16 +82,15 @@ fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
         let expected = if named.tombstones { "tombstones" } else { "rows" };
         return Err(Error::corruption(path, 12, "the segment's content", expected, format!("{content:?}")));
     }
-    let mut trailer = [0; MOST_TRAILER_BYTES];
-    let at = file_bytes - MOST_TRAILER_BYTES as u64;
+    let mut trailer = [0; TRAILER_BYTES];
+    let at = file_bytes - TRAILER_BYTES as u64;
     file.read_at(at, &mut trailer)?;
     let trailer = decode_trailer(&trailer, path, at, named.serial)?;
-    let at = file_bytes - trailer.bytes() as u64;
     if trailer.crc != named.crc {
         let (expected, got) = (format!("{:08x}", named.crc), format!("{:08x}", trailer.crc));
         return Err(Error::corruption(path, at, "the footer's checksum named by the state", expected, got));
     }
-    let record_bytes = home.schema.record_bytes(content, format.head);
+    let record_bytes = home.schema.record_bytes(content, format.widths);
     let records = u64::from(trailer.records) * (record_bytes + trailer.entries().bytes()) as u64;
     let padded_from = header_bytes as u64 + records;
     if trailer.records > Location::MAX_RECORDS || padded_from > at || at - padded_from > most_padding(file_bytes) {

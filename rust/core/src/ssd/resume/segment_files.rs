@@ -8,8 +8,7 @@ use crate::error::{Error, Result};
 use crate::io::{IoEngine, Open, link_or_copy};
 use crate::rows::{RowHeader, RowLayout, RowRef};
 use crate::ssd::format::names::segment_path;
-use crate::ssd::format::record::RecordKind;
-use crate::ssd::format::segment::{Content, Schema};
+use crate::ssd::format::segment::Schema;
 use crate::ssd::format::state::SegmentSet;
 use crate::ssd::identity::Identity;
 use crate::ssd::index::{TAG_BITS, TagIndex};
@@ -114,7 +113,6 @@ impl SegmentFiles {
         let record_bytes = segment.record_bytes;
         let records = segment.records();
         let at_once = (CHUNK_BYTES / record_bytes).max(1) as u32;
-        let kind = if segment.content == Content::Rows { RecordKind::Row } else { RecordKind::Tombstone };
         let mut bytes = vec![0; at_once.min(records) as usize * record_bytes];
         let mut vector = vec![0.0; self.layout.vector_floats()];
         let mut rows = 0;
@@ -124,11 +122,6 @@ impl SegmentFiles {
             segment.file.read_at(segment.offset(first), chunk)?;
             let decoded = (first..).zip(chunk.chunks_exact(record_bytes));
             let decoded = decoded.map(|(number, bytes)| segment.decode(number, bytes)).collect::<Result<Vec<_>>>()?;
-            if let Some(at) = decoded.iter().position(|record| record.kind != kind) {
-                let offset = segment.offset(first + at as u32) + 5;
-                let (expected, got) = (format!("{kind:?}"), format!("{:?}", decoded[at].kind));
-                return Err(Error::corruption(segment.path(), offset, "the record's kind", expected, got));
-            }
             let ids: Vec<Id> = decoded.iter().map(|record| record.head.id).collect();
             let mut here = vec![None; ids.len()];
             index.get_batch(&ids, &mut here);

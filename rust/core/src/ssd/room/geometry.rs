@@ -5,8 +5,8 @@ use crate::error::{Error, Kind, Result};
 use crate::io::ALIGNMENT;
 use crate::ssd::classes::MOST_CLASSES;
 use crate::ssd::format::end::file_bytes;
-use crate::ssd::format::footer::{MOST_ENTRY_BYTES, MOST_TRAILER_BYTES, TRAILER_BYTES, most_entry_bytes_with_steps};
-use crate::ssd::format::head::{Head, Highest, MOST_HEAD_BYTES, Widths};
+use crate::ssd::format::footer::{MOST_ENTRY_BYTES, TRAILER_BYTES, most_entry_bytes_with_steps};
+use crate::ssd::format::head::{Highest, MOST_HEAD_BYTES, Widths};
 use crate::ssd::format::segment::{Content, MAX_HEADER_BYTES, Schema};
 use crate::ssd::index::{Location, TagIndex};
 use crate::ssd::workers::COMPACTORS;
@@ -144,7 +144,7 @@ impl Geometry {
 
     /// Bytes of a row's record that is written now, where none has more than this.
     pub(crate) fn record_bytes(&self, highest: &Highest) -> usize {
-        self.row_bytes - MOST_HEAD_BYTES + Head::Packed(Widths::of_rows(highest)).bytes()
+        self.row_bytes - MOST_HEAD_BYTES + Widths::of_rows(highest).bytes()
     }
 
     /// Rows that a segment takes at least, where none has more than this.
@@ -154,7 +154,7 @@ impl Geometry {
         let record_bytes = self.record_bytes(highest);
         let most = (self.segment_bytes / record_bytes as u64).min(u64::from(Location::MAX_RECORDS));
         let entry_bytes = most_entry_bytes_with_steps(most as u32, highest);
-        let room = self.segment_bytes.saturating_sub((self.header_bytes + MOST_TRAILER_BYTES) as u64);
+        let room = self.segment_bytes.saturating_sub((self.header_bytes + TRAILER_BYTES) as u64);
         most.min(room / (record_bytes + entry_bytes) as u64).max(u64::from(self.rows_per_segment))
     }
 
@@ -163,7 +163,7 @@ impl Geometry {
     pub(crate) fn full_bytes(&self, highest: &Highest) -> u64 {
         let rows = self.rows_in(highest);
         let each = self.record_bytes(highest) + most_entry_bytes_with_steps(rows as u32, highest);
-        let frame = (self.header_bytes + MOST_TRAILER_BYTES) as u64;
+        let frame = (self.header_bytes + TRAILER_BYTES) as u64;
         let least = (frame + rows * each as u64).next_multiple_of(ALIGNMENT as u64);
         file_bytes(least.min(self.segment_bytes), self.segment_bytes)
     }

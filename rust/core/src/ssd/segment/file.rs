@@ -121,7 +121,7 @@ impl Segment {
             slot: home.space.take(bytes)?,
             content,
             format,
-            record_bytes: home.schema.record_bytes(content, format.head),
+            record_bytes: home.schema.record_bytes(content, format.widths),
             header_bytes: home.geometry.header_bytes,
             class,
             made_seq,
@@ -202,7 +202,7 @@ impl Segment {
 
     /// No record of it has more than this. It must be sealed.
     pub(crate) fn highest(&self) -> Highest {
-        let highest = self.format.head.highest();
+        let highest = self.format.widths.highest();
         let last_step = self.steps().map_or(highest.last_step, |steps| steps.highest);
         Highest { write_seq: 0, last_step, modified_epoch: self.highest_epoch(), ..highest }
     }

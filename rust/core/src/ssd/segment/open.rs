@@ -4,10 +4,8 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::io::{ALIGNMENT, AlignedBuf};
-use crate::ssd::format::footer::{
-    Entry, LastStep, MOST_TRAILER_BYTES, TRAILER_BYTES, most_entry_bytes, most_entry_bytes_with_steps,
-};
-use crate::ssd::format::head::{Head, Highest, Widths};
+use crate::ssd::format::footer::{Entry, LastStep, TRAILER_BYTES, most_entry_bytes, most_entry_bytes_with_steps};
+use crate::ssd::format::head::{Highest, Widths};
 use crate::ssd::format::names::segment_path;
 use crate::ssd::format::segment::Content;
 use crate::ssd::index::Location;
@@ -101,7 +99,7 @@ impl OpenSegment {
     /// Whether its records' heads are as wide as those that are written now, where none has more than this.
     #[inline]
     pub(crate) fn has_current_widths(&self, highest: &Highest) -> bool {
-        self.segment.format.head == Head::Packed(Self::widths_for(self.segment.content, highest))
+        self.segment.format.widths == Self::widths_for(self.segment.content, highest)
     }
 
     /// Rows that it takes at least, beside those in it, where none has more than this.
@@ -136,14 +134,10 @@ impl OpenSegment {
     #[inline]
     fn has_room_for(&self, records: u32, highest: &Highest) -> bool {
         let (frame, each) = (self.segment.header_bytes, self.segment.record_bytes);
-        let entry = most_entry_bytes_with_steps(records, highest);
-        let bytes = (frame + MOST_TRAILER_BYTES) as u64 + u64::from(records) * (each + entry) as u64;
-        if bytes <= self.room {
-            return records <= Location::MAX_RECORDS;
-        }
-        let entry = most_entry_bytes(records, highest);
-        let bytes = (frame + TRAILER_BYTES) as u64 + u64::from(records) * (each + entry) as u64;
-        records <= Location::MAX_RECORDS && bytes <= self.room && records <= self.sure_records
+        let fits = |entry| (frame + TRAILER_BYTES) as u64 + u64::from(records) * (each + entry) as u64 <= self.room;
+        records <= Location::MAX_RECORDS
+            && (fits(most_entry_bytes_with_steps(records, highest))
+                || (records <= self.sure_records && fits(most_entry_bytes(records, highest))))
     }
 
     /// Room for one more record, and its number. The caller fills all of its bytes.
@@ -179,7 +173,7 @@ impl OpenSegment {
 
     /// As [`OpenSegment::write_row`], of a copy of record `number` of `victim`, which was checked, and whose head lies as here.
     pub(crate) fn copy_row(&mut self, row: NewRecord<'_>, (victim, number): (&Segment, u32)) -> Location {
-        debug_assert_eq!(victim.format.head, self.segment.format.head, "else it is written again");
+        debug_assert_eq!(victim.format.widths, self.segment.format.widths, "else it is written again");
         let binding = self.segment.format.binding;
         self.add_row(row, |record, bytes| victim.format.binding.rebind(number, (binding, record), bytes))
     }

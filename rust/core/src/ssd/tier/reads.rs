@@ -9,7 +9,7 @@ use std::time::Instant;
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, IoEngine, Read};
 use crate::rows::{RowLayout, RowMut};
-use crate::ssd::format::record::RecordKind;
+use crate::ssd::format::head::ID_AT;
 use crate::ssd::index::{Location, Prints};
 use crate::ssd::room::space::Space;
 use crate::ssd::segment::file::Segment;
@@ -134,15 +134,20 @@ impl Reads {
     #[inline]
     fn put(&self, bytes: &[u8], segment: &Segment, number: u32, (id, to): (Id, RowMut)) -> Result<bool> {
         let record = segment.decode(number, bytes)?;
-        if record.kind != RecordKind::Row {
-            let (at, got) = (segment.offset(number) + 5, format!("{:?}", record.kind));
-            return Err(Error::corruption(segment.path(), at, "the record's kind", "Row", got));
+        if record.payload.is_empty() {
+            return Err(Error::corruption(
+                segment.path(),
+                segment.offset(number),
+                "the record",
+                "a row",
+                "a tombstone",
+            ));
         }
         if record.head.id != id {
             if self.prints.are_equal(record.head.id, id) {
                 return Ok(false);
             }
-            let at = segment.offset(number) + segment.format.head.id_at() as u64;
+            let at = segment.offset(number) + ID_AT as u64;
             return Err(Error::corruption(segment.path(), at, "the record's id", id, record.head.id));
         }
         let to = to.address();

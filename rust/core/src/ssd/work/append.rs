@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::error::{Error, Kind, Result};
 use crate::rows::{RowHeader, RowRef};
 use crate::ssd::classes::{Classes, MOST_CLASSES, keep_neighbours_together};
-use crate::ssd::format::head::{Head, Highest, Widths};
+use crate::ssd::format::head::{Highest, Widths};
 use crate::ssd::format::record::encode_rows;
 use crate::ssd::format::segment::Content;
 use crate::ssd::index::{Found, Location, TagIndex};
@@ -125,7 +125,7 @@ fn check_rows(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool]) -> Result<(
 }
 
 fn record_bytes(tier: &TierInner, widths: Widths) -> usize {
-    tier.home.schema.record_bytes(Content::Rows, Head::Packed(widths))
+    tier.home.schema.record_bytes(Content::Rows, widths)
 }
 
 /// Make the records of rows. The tier's lock is not held meanwhile.

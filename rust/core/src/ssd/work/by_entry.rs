@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::io::Read;
+use crate::ssd::format::head::ID_AT;
 use crate::ssd::format::record::Record;
 use crate::ssd::index::Location;
 use crate::ssd::segment::file::Segment;
@@ -80,13 +81,7 @@ pub(crate) fn decode_wanted<'a>(segment: &Segment, (id, number): Wanted, bytes: 
     if record.head.id == id {
         return Ok(record);
     }
-    Err(Error::corruption(
-        segment.path(),
-        segment.offset(number) + segment.format.head.id_at() as u64,
-        "the record's id",
-        id,
-        record.head.id,
-    ))
+    Err(Error::corruption(segment.path(), segment.offset(number) + ID_AT as u64, "the record's id", id, record.head.id))
 }
 
 /// Read the records from number `first` on. Records of a segment that was dropped with its buffer are read as zeros.

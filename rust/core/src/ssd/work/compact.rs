@@ -12,7 +12,7 @@ use crate::io::{ALIGNMENT, BufPool, PooledBuf};
 use crate::memory;
 use crate::process::PerProcess;
 use crate::ssd::classes::MOST_CLASSES;
-use crate::ssd::format::head::{Head, HeadFields, Widths};
+use crate::ssd::format::head::{HeadFields, Widths, id_of};
 use crate::ssd::format::record::{Record, checksums_of, repack};
 use crate::ssd::format::segment::Content;
 use crate::ssd::index::{AHEAD, Found, Location};
@@ -176,7 +176,7 @@ fn move_rows(tier: &Arc<TierInner>, victim: &Arc<Segment>) -> Result<()> {
     for (first, count) in chunks_of(victim) {
         // Write buffers of its rows' classes are asked for here, because nobody can be told once some rows have moved.
         let buffers = Pool::of_process().missing_bytes(usize::from(MOST_CLASSES), tier.home.block_bytes);
-        let is_repacked = victim.format.head != Head::Packed(tier.view().widths());
+        let is_repacked = victim.format.widths != tier.view().widths();
         let repacked = if is_repacked { count as usize * tier.home.geometry.row_bytes } else { 0 };
         memory::room_or_reserve("compact the SSD tier", buffers + repacked)?;
         let chunk = Chunk::read(victim, first, count)?;
@@ -202,7 +202,7 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
     // Memory is asked for while nothing has changed.
     let mut moved = Moved::with_room_for(records.len());
     let (mut repacked, mut state) = (None, tier.state());
-    while repacked.as_ref().map_or(victim.format.head, Repacked::head) != Head::Packed(state.widths()) {
+    while repacked.as_ref().map_or(victim.format.widths, |repacked: &Repacked| repacked.widths) != state.widths() {
         let widths = state.widths();
         drop(state);
         repacked = Some(Repacked::of(&records, widths));
@@ -281,14 +281,10 @@ struct Repacked {
 impl Repacked {
     fn of(records: &[Live<'_>], widths: Widths) -> Self {
         let payload_bytes = records.first().map_or(0, |live| live.record.payload.len());
-        let record_bytes = Head::Packed(widths).bytes() + payload_bytes;
+        let record_bytes = widths.bytes() + payload_bytes;
         let mut bytes = vec![0; records.len() * record_bytes];
         repack(&mut bytes, records.iter().map(|live| &live.record), widths);
         Self { widths, record_bytes, bytes }
-    }
-
-    fn head(&self) -> Head {
-        Head::Packed(self.widths)
     }
 
     fn record(&self, at: usize) -> &[u8] {
@@ -313,7 +309,7 @@ fn live_records<'a>(tier: &TierInner, victim: &Segment, chunk: &'a Chunk) -> (Ve
         let is_known_dead = |number: u32| dead.is_some_and(|dead| dead.contains(number));
         chunk.records(victim).filter(|(number, _)| !is_known_dead(*number)).collect()
     };
-    let ids: Vec<Id> = maybe_live.iter().map(|(_, record)| victim.format.head.id_of(record)).collect();
+    let ids: Vec<Id> = maybe_live.iter().map(|(_, record)| id_of(record)).collect();
     let mut found = vec![Found::NONE; ids.len()];
     tier.view().index().find_batch(&ids, &mut found);
     let found = maybe_live.into_iter().zip(found);

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::rows::{RowHeader, RowRef};
 use crate::ssd::format::footer::Entry;
+use crate::ssd::format::head::id_of;
 use crate::ssd::format::segment::Content;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::footers::read_entries;
@@ -152,7 +153,7 @@ pub(crate) fn scan_part(
         let chunk = &mut bytes[..count as usize * record_bytes];
         read_records(tier, segment, first, chunk)?;
         ids.clear();
-        ids.extend(chunk.chunks_exact(record_bytes).map(|record| segment.format.head.id_of(record)));
+        ids.extend(chunk.chunks_exact(record_bytes).map(id_of));
         here.clear();
         here.resize(ids.len(), None);
         wanted.clear();
