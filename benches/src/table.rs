@@ -3,7 +3,7 @@
 use embcache::cache::host_row_bytes;
 use embcache::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::rows::Initializer;
-use embcache::types::{BucketHash, DEFAULT_SCORE_HALF_LIFE_STEPS, DEFAULT_TOTAL_NUM_BUCKETS};
+use embcache::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, DEFAULT_TOTAL_NUM_BUCKETS};
 
 use crate::plain_kernels::DIM;
 
@@ -19,7 +19,6 @@ pub fn table_config(optimizer: OptimizerKind, rows: u64) -> TableConfig {
         initializer: Initializer::Constant { value: 0.0 },
         seed: 0,
         total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
-        bucket_hash: BucketHash::SplitMix64,
         buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
         host_bytes: rows * host_row_bytes(&optimizer.layout(DIM), policy),
         device_rows: None,

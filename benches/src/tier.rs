@@ -49,7 +49,6 @@ pub fn open_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64, reopen: Reo
         seed: 0,
         initializer: "Constant(0)".into(),
         total_num_buckets: 1,
-        bucket_hash: embcache::types::BucketHash::SplitMix64,
         bucket_begin: 0,
         bucket_end: 1,
     };

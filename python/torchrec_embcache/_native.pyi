@@ -73,7 +73,6 @@ F32 = NDArray[np.float32]
 
 # Reads the rows of cache slots [n] of the device tier.
 DeviceGather = Callable[[I64], GatheredRows]
-BucketHash = Literal["splitmix64", "plain"]
 Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "ftrl", "lamb"]
 Policy = Literal["lru", "lfu", "s3fifo"]
 
@@ -335,7 +334,6 @@ class Table:
         initializer: RowInitializer,
         seed: int,
         total_num_buckets: int,
-        bucket_hash: BucketHash,
         bucket_begin: int,
         bucket_end: int,
         host_bytes: int,
@@ -360,7 +358,6 @@ class Table:
     ) -> Table: ...
     name: str
     key: int
-    bucket_hash: BucketHash  # as given, or as the state that was resumed says
     dim: int
     optimizer: str
     slot_names: list[str]
@@ -575,7 +572,7 @@ def check_ssd_dir(ssd_dir: str, path_checks: Literal["strict", "trusted"]) -> st
 def table_dir(ssd_dir: str, module: str, table: str, rank: int, world_size: int) -> str: ...  # a table's own directory, names encoded
 def sweep_tables(tables: list[Table], rules: list[SweepRule | None]) -> None: ...  # `Table.sweep` of each with its rule, which no Ctrl-C cuts in two
 def has_room_for_threads() -> bool: ...  # memory for threads: one that begins and gets none for what is its own ends the process
-def buckets_of(ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: BucketHash) -> NDArray[np.uint32]: ...
+def buckets_of(ids: NDArray[np.int64], total_num_buckets: int) -> NDArray[np.uint32]: ...
 def hash_ids(ids: NDArray[np.int64]) -> None: ...  # in place: what "splitmix64" divides by the number of buckets
 def ids_of_hashes(hashes: NDArray[np.int64]) -> None: ...  # in place: the inverse
-def bucket_order(ids: I64, total_num_buckets: int, bucket_hash: BucketHash, begin: int, end: int) -> BucketOrder: ...
+def bucket_order(ids: I64, total_num_buckets: int, begin: int, end: int) -> BucketOrder: ...

@@ -9,7 +9,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ._native import F32, I64, BucketHash, RowBlock, RowMetadata, Table
+from ._native import F32, I64, RowBlock, RowMetadata, Table
 
 @final
 class CheckpointId:
@@ -122,7 +122,7 @@ class NewestCheckpoint:
     id: CheckpointId
     merged: CheckpointId | None  # the delta that it was merged from
     next_epoch: int
-    kind: Literal["full", "delta", "snapshot"]
+    kind: Literal["full", "delta", "linked"]
     tables: list[SavedTable]
 
 @final
@@ -138,7 +138,6 @@ class SavedTable:
     step: int
     seed: int
     total_num_buckets: int
-    bucket_hash: BucketHash
     rows: int
     pending: int | None  # ids without a row that have counts; None where counts were not saved
     has_shared_row: bool  # whether the row that refused ids share was saved
@@ -170,7 +169,6 @@ class WrittenTable:
         step: int,
         epoch: int,
         total_num_buckets: int,
-        bucket_hash: BucketHash,
         bucket_begin: int,
         bucket_end: int,
         runs: Sequence[int],  # rows of each run
@@ -234,7 +232,6 @@ class TableOfBlocks:
     step: int
     epoch: int
     total_num_buckets: int
-    bucket_hash: BucketHash
     slots: list[BlockShape]
 
 @final
@@ -252,7 +249,7 @@ class BlockReader:
     def tables(self) -> list[TableOfBlocks]: ...
     def tensors(self) -> list[BlockShape]: ...
     def runs(
-        self, table: str, total_num_buckets: int, bucket_hash: BucketHash, bucket_begin: int, bucket_end: int
+        self, table: str, total_num_buckets: int, bucket_begin: int, bucket_end: int
     ) -> list[BlockRun]: ...  # with the save's own buckets only those rows, else all
     def read_rows(self, table: str, run: BlockRun, slot: str, into: NDArray[np.uint8]) -> None: ...  # verified; ids are those of the buckets, in order
     def read_tensor(self, name: str, begin: int, into: NDArray[np.uint8]) -> None: ...  # verified
@@ -370,7 +367,7 @@ class CheckpointReader:
     id: CheckpointId
     links: list[str]  # names, newest first
     next_epoch: int
-    kind: Literal["full", "delta", "snapshot"]
+    kind: Literal["full", "delta", "linked"]
     def release(self) -> None: ...  # nothing more is read: saves may remove them
     def tables(self) -> list[SavedTable]: ...
     def check_table(
@@ -392,7 +389,7 @@ class CheckpointReader:
 
 @final
 class LinkedSegments:
-    """What a table's SSD tier consisted of when a snapshot was saved; checked as far as footers go."""
+    """What a table's SSD tier consisted of when a linked checkpoint was saved; checked as far as footers go."""
 
     rows: int
 

@@ -1,12 +1,11 @@
 """Which bucket an id falls into, and so which rank owns its row.
 
-`bucket = hash(uint64(id)) mod total_num_buckets`; ranks own ranges of buckets. The hash "splitmix64" is the finaliser of SplitMix64
+`bucket = hash(uint64(id)) mod total_num_buckets`; ranks own ranges of buckets. The hash is the finaliser of SplitMix64
 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014): a bijection of 64-bit integers, after which ids
-of any pattern spread evenly. With "plain", the rule of older files, the bucket is of the id itself, and small ids are all on the
-first ranks. The rule is part of the formats on disk: the core's, NumPy's side and torch's give the same numbers.
+of any pattern spread evenly. The rule is part of the formats on disk: the core's, NumPy's side and torch's give the same numbers.
 """
 
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,19 +13,16 @@ from torch import Tensor
 
 from . import _native
 
-__all__ = ["DEFAULT_BUCKET_HASH", "BucketHash", "buckets_of", "hash_ids_", "ids_of_hashes_"]
-
-BucketHash = Literal["splitmix64", "plain"]
-DEFAULT_BUCKET_HASH: BucketHash = "splitmix64"
+__all__ = ["buckets_of", "hash_ids_", "ids_of_hashes_"]
 
 # The multipliers, and their inverses modulo 2^64, as torch's signed integers.
 _FIRST, _SECOND = 0xBF58_476D_1CE4_E5B9 - (1 << 64), 0x94D0_49BB_1331_11EB - (1 << 64)
 _FIRST_BACK, _SECOND_BACK = 0x96DE_1B17_3F11_9089 - (1 << 64), 0x3196_42B2_D24D_8EC3
 
 
-def buckets_of(ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: BucketHash) -> NDArray[np.uint32]:
+def buckets_of(ids: NDArray[np.int64], total_num_buckets: int) -> NDArray[np.uint32]:
     """The bucket of each of `ids` [n]."""
-    return _native.buckets_of(np.ascontiguousarray(ids), total_num_buckets, bucket_hash)
+    return _native.buckets_of(np.ascontiguousarray(ids), total_num_buckets)
 
 
 def hash_ids_(ids: Tensor) -> Tensor:

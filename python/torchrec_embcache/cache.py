@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from .admission import Admission, NotAdmitted
-from .buckets import BucketHash
 from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets, Unseen
 from .eviction import Policy as EvictionPolicy
 from .exceptions import StateError
@@ -241,11 +240,6 @@ class CacheTable(MeasuredTable):
     def total_num_buckets(self) -> int:
         """How many buckets ids are spread over. Loading a checkpoint sets it to that of the checkpoint."""
         return self._shard.total_num_buckets
-
-    @property
-    def bucket_hash(self) -> BucketHash:
-        """How ids are mixed before they are spread over buckets: "splitmix64", or "plain" in files of before it."""
-        return self._shard.bucket_hash
 
     @property
     def buckets(self) -> tuple[int, int]:

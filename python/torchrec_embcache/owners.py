@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from . import _native
-from .buckets import BucketHash, buckets_of
+from .buckets import buckets_of
 from .collective import agree_on_arguments, all_gather, cpu_group, together
 from .exceptions import InputError, StateError
 from .optimizers import OptimizerSpec
@@ -30,7 +30,6 @@ class OwnedShard(Protocol):
     dim: int
     device: torch.device
     total_num_buckets: int
-    bucket_hash: BucketHash
     buckets: tuple[int, int]
 
     @property
@@ -46,7 +45,6 @@ class _Holding:
 
     buckets: tuple[int, int]
     total_num_buckets: int
-    bucket_hash: BucketHash
     dim: int
     spec: OptimizerSpec
 
@@ -55,7 +53,7 @@ class _Holding:
         if shard is None:
             return None
         _ = shard.native  # opens the shard: one that is resumed has its buckets from its files
-        return cls(shard.buckets, shard.total_num_buckets, shard.bucket_hash, shard.dim, shard.spec)
+        return cls(shard.buckets, shard.total_num_buckets, shard.dim, shard.spec)
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def _given(
 def _owners(name: str, ids: NDArray[np.int64], holdings: list[_Holding | None]) -> NDArray[np.int64]:
     """The rank that owns each of `ids` [n]."""
     first = next(holding for holding in holdings if holding is not None)
-    buckets = buckets_of(ids, first.total_num_buckets, first.bucket_hash)
+    buckets = buckets_of(ids, first.total_num_buckets)
     owners = np.full(len(ids), -1, np.int64)
     for rank, holding in enumerate(holdings):
         if holding is not None:

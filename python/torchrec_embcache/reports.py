@@ -22,8 +22,8 @@ class SaveReport:
 
     checkpoint: str
     """Name of the checkpoint: its directory in the path."""
-    kind: Literal["full", "delta", "snapshot"]
-    """What it holds: every row; the rows modified since `parent`; or, of a linked checkpoint ("snapshot"), every row, with SSD
+    kind: Literal["full", "delta", "linked"]
+    """What it holds: every row; the rows modified since `parent`; or, of a linked checkpoint, every row, with SSD
     tiers as their segments."""
     parent: str | None
     """Name of the checkpoint that a delta builds on."""

@@ -94,7 +94,6 @@ class Saver:
         incremental: bool = False,
         *,
         linked: bool = False,
-        snapshot: bool = False,
         keep: int = 1,
         full_every: FullEvery = "auto",
         counters: bool = True,
@@ -116,8 +115,7 @@ class Saver:
         them, and the files of their segments get a second name in the checkpoint. On another file system they are copied, and
         the report says so. A linked checkpoint loads into tables that have the same buckets (as many ranks as now) and an SSD
         tier; `embcache compact` makes it a checkpoint for any tables. Tables without an SSD tier are in it as in any
-        checkpoint. Deltas do not build on it. `snapshot` is an older name of `linked`, and reports and manifests call the kind
-        "snapshot".
+        checkpoint. Deltas do not build on it.
 
         `keep`: how many of the newest checkpoints stay, with all that they build on; older ones are removed. `counters`: False
         leaves out the counts of ids that wait for rows (see `torchrec_embcache.admission`), which a checkpoint that only serves
@@ -133,13 +131,11 @@ class Saver:
         `StoragePermissionError`, `StorageError` (a full disk), `StateError` (of a delta: another process saved to `path`
         meanwhile), `InputError` (no cache module in `module`, or two of one path), `ConfigError`.
         """
-        linked = linked or snapshot
 
         def arguments() -> dict[str, object]:
             if linked and incremental:
                 raise ConfigError(
-                    "incremental=True and linked=True (its older name: snapshot=True): a linked checkpoint has every row; "
-                    "give one of them"
+                    "incremental=True and linked=True: a linked checkpoint has every row; give one of them"
                 )
             common = self._arguments(incremental=incremental, keep=keep, counters=counters, full_every=full_every)
             return {**common, "linked": bool(linked)}
@@ -174,7 +170,7 @@ class Saver:
                 directory,
                 copied_bytes,
             )
-        return SaveReport(session.name, "snapshot", None, None, rows, 0, linked_bytes, copied_bytes)
+        return SaveReport(session.name, "linked", None, None, rows, 0, linked_bytes, copied_bytes)
 
     @logged
     def save_async(

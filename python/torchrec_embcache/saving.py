@@ -172,7 +172,7 @@ def _newest(directory: Directory) -> tuple[_Newest | None, str | None]:
 def _base(shards: list[Shard], found: _Newest, *, counters: bool) -> tuple[Base | None, str | None]:
     """What a delta of these tables on the newest checkpoint builds on, or why there can be none. Collective."""
     name = found.id.name
-    if found.kind == "snapshot":
+    if found.kind == "linked":
         return None, f"{name} is a linked checkpoint (linked=True), and deltas build on others only"
     names = {(module_path, table.name) for module_path, _, table in shards}
     everyone = set().union(*all_gather(names))

@@ -55,7 +55,6 @@ def in_memory_copy(table: TableShard) -> TableShard:
     settings = replace(
         table.settings,
         total_num_buckets=table.total_num_buckets,
-        bucket_hash=table.bucket_hash,
         buckets=table.buckets,
         key=table.key,
     )

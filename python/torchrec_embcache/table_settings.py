@@ -9,7 +9,6 @@ from typing import Self
 import torch
 
 from . import _native
-from .buckets import DEFAULT_BUCKET_HASH, BucketHash
 from .config import (
     MAX_NUM_BUCKETS,
     OnFull,
@@ -50,7 +49,6 @@ class TableSettings:
     lifecycle: Lifecycle
     on_evict: OnEvict | None
     total_num_buckets: int
-    bucket_hash: BucketHash
     buckets: tuple[int, int]
     is_spread: bool
     rank: int
@@ -112,7 +110,6 @@ class TableSettings:
             lifecycle=lifecycle,
             on_evict=check_on_evict("", on_evict),
             total_num_buckets=total_num_buckets,
-            bucket_hash=DEFAULT_BUCKET_HASH,
             buckets=(begin, end),
             is_spread=world_size > 1 and (buckets is None or (begin, end) != (0, total_num_buckets)),
             rank=rank,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import _native, disk, host_memory, lifetime, publish
 from .backends import make_tier
-from .buckets import BucketHash, buckets_of
+from .buckets import buckets_of
 from .collective import world_size as ranks_of_process
 from .config import Reopen, bucket_range, check_int
 from .device_tier import DeviceTier, memory_that
@@ -56,7 +56,7 @@ class TableShard:
         self.telling = Teller(self.name, self.dim, settings.on_evict)
         # A load may replace these four. Of a table that is resumed or loaded its files say how ids fall into buckets.
         self.key = settings.key
-        self.total_num_buckets, self.bucket_hash = settings.total_num_buckets, settings.bucket_hash
+        self.total_num_buckets = settings.total_num_buckets
         self.buckets = settings.buckets
         # What tells these contents from those before a load replaced them, and the step that a load found.
         self.contents = secrets.token_hex(8)
@@ -116,7 +116,7 @@ class TableShard:
     def owns(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `ids` [n] fall into the buckets of this shard: bool [n]."""
         begin, end = self.buckets
-        buckets = buckets_of(ids, self.total_num_buckets, self.bucket_hash)
+        buckets = buckets_of(ids, self.total_num_buckets)
         return (buckets >= begin) & (buckets < end)
 
     # ---- opening
@@ -171,7 +171,6 @@ class TableShard:
                 native.take_counts(self._counts_of)
             if self._unusable is not None:
                 native.set_unusable(self._unusable)
-            self.bucket_hash = native.bucket_hash
             self._opened_by = os.getpid()
             self._opened_among_ranks = self.world_size > 1 or ranks_of_process() > 1
             self._flushed = native.version() if segments is None else None
@@ -218,7 +217,6 @@ class TableShard:
             initializer=self.settings.initializer.native(),
             seed=self.seed,
             total_num_buckets=self.total_num_buckets,
-            bucket_hash=self.bucket_hash,
             bucket_begin=self.buckets[0],
             bucket_end=self.buckets[1],
             host_bytes=self.tiers.host,
@@ -259,29 +257,23 @@ class TableShard:
         if reason is not None:
             raise StateError(f"table {self.name!r} cannot be used: {reason}")
 
-    def adopt(
-        self,
-        total_num_buckets: int,
-        key: int,
-        bucket_hash: BucketHash,
-        segments: _native.LinkedSegments | None = None,
-    ) -> bool:
-        """Take over the number of buckets, how ids fall into them, and the key of a checkpoint that is about to be loaded.
+    def adopt(self, total_num_buckets: int, key: int, segments: _native.LinkedSegments | None = None) -> bool:
+        """Take over the number of buckets and the key of a checkpoint that is about to be loaded.
 
         Where one of them differs, the table is made anew, without its rows. With `segments` it is made anew with the rows, step and
         epoch of a linked checkpoint. Returns whether the buckets changed.
         """
         self.past_contents.add(self.contents)
         self.contents = secrets.token_hex(8)
-        changed = (total_num_buckets, bucket_hash) != (self.total_num_buckets, self.bucket_hash)
+        changed = total_num_buckets != self.total_num_buckets
         if changed or key != self.native.key or segments is not None:
             refuse_in_own_save(self, "load")
             self._discard = True  # the rows of the table before
             buckets, before = self.buckets_of(total_num_buckets), self.native
             before.close()
             # In one statement: wherever an interrupt comes, `open` makes an empty table of the old settings or of the new ones.
-            settings = buckets, total_num_buckets, key, bucket_hash, None, None
-            self.buckets, self.total_num_buckets, self.key, self.bucket_hash, self._native, self._tier = settings
+            settings = buckets, total_num_buckets, key, None, None
+            self.buckets, self.total_num_buckets, self.key, self._native, self._tier = settings
             self.open(segments=segments)
             self.native.loaded_after(before)
         return changed

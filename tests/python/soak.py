@@ -47,13 +47,13 @@ OFTEN = {
     "save": 2,
     "delta": 5,
     "async": 4,
-    "snapshot": 2,
+    "linked": 2,
     "compact": 1,
     "fill": 2,
     "empty": 3,
     "end": 0.4,
 }
-SAVES = ("save", "delta", "async", "snapshot")
+SAVES = ("save", "delta", "async", "linked")
 CHANGES = ("train", "prefetch", "import", "remove")
 
 # For each table the weight and the sum of squares of each id: [ids, 2] float32, NaN where there is no row.
@@ -303,7 +303,7 @@ class Process:
             saving = Saver(0).save_async(self.tables, self._checkpoints, incremental=True, keep=operation.keep)
             self._saving = saving, operation.number
             return
-        kind = {"incremental": operation.what == "delta", "snapshot": operation.what == "snapshot"}
+        kind = {"incremental": operation.what == "delta", "linked": operation.what == "linked"}
         Saver(0).save(self.tables, self._checkpoints, keep=operation.keep, **kind)
         self.say("save done", operation.number)
 

@@ -96,7 +96,7 @@ def _forgets(rank: int, _world: int) -> tuple[list[str], int]:
     logging.getLogger(LOGGER).addHandler(handler)
     try:
         ids = torch.arange(1000)
-        second = ids[torch.from_numpy(_native.buckets_of(ids.numpy(), 2, "splitmix64")) == 1]
+        second = ids[torch.from_numpy(_native.buckets_of(ids.numpy(), 2)) == 1]
         for step in range(4):
             here = second[20 * step + 10 * rank :][:10]
             features = KeyedJaggedTensor(["f"], here, lengths=torch.tensor([len(here)]))
@@ -122,7 +122,7 @@ def _rebucketed(_rank: int, _world: int) -> tuple[int, int, set[int]]:
     model.bags.settle()
     for table in model.bags.tables.values():
         shard = internals(table)
-        assert shard.adopt(13, shard.key, "splitmix64"), "as a load of such a checkpoint does"
+        assert shard.adopt(13, shard.key), "as a load of such a checkpoint does"
     for batch in batches(3):
         loss, _ = model(batch)
         loss.backward()

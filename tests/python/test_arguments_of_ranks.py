@@ -40,7 +40,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "incremental": (lambda m, r, p: Saver().save(m, p, incremental=r == 0), "incremental differs between ranks"),
     "linked": (lambda m, r, p: Saver().save(m, p, linked=r == 0), "linked differs between ranks"),
     "counters": (lambda m, r, p: Saver().save(m, p, counters=r == 0), "counters differs between ranks"),
-    "both": (lambda m, r, p: Saver().save(m, p, True, snapshot=r == 1), "give one of them"),
+    "both": (lambda m, r, p: Saver().save(m, p, True, linked=r == 1), "give one of them"),
     "rate": (lambda m, r, p: Saver().save_async(m, p, max_bytes_per_second=1 - r), "max_bytes_per_second=0"),
     "save_async": (lambda m, r, p: Saver().save_async(m, p, r == 0), "Saver.save_async: incremental differs"),
     "checkpoint": (lambda m, r, p: Saver().load(m, p, checkpoint="x" if r else None), "is not the name of one"),

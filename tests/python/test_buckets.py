@@ -1,6 +1,5 @@
-"""The bucket of an id: the core and torch have one rule, which golden values pin. Files of the older rule are read too."""
+"""The bucket of an id: the core and torch have one rule, which golden values pin."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,32 +8,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tables import EXTREME_IDS, bucket_of
-from test_saver_ranks import Shards
 from torchrec_embcache import CacheTable, TierBudgets, buckets, initializers, optimizers
 from torchrec_embcache.cache import internals
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.saver import Saver
-from torchrec_embcache.serialize import Loader
 from torchrec_embcache.sharded.sharding import BucketFeaturesDist
 from world import World
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-# Two ranks wrote these rows by version 1 of the formats, whose buckets are those of the ids themselves.
-OLD_BUCKETS = 11
-OLD_IDS = torch.cat([torch.arange(-20, 40), torch.tensor([-(1 << 63), (1 << 63) - 1, 1 << 40, 12345678901])])
-OLD_ROWS = {
-    row_id: (
-        (torch.tensor(row_id).to(torch.float64).mul(1e-3).to(torch.float32) * torch.tensor([1.0, -2.0, 0.5])).tolist(),
-        float(torch.tensor(row_id).to(torch.float32)),
-    )
-    for row_id in OLD_IDS.tolist()
-}
 
 
 def many_ids() -> torch.Tensor:
@@ -44,7 +29,7 @@ def many_ids() -> torch.Tensor:
 
 
 def golden() -> Iterator[list[int]]:
-    for line in (FIXTURES / "v2" / "buckets.txt").read_text().splitlines():
+    for line in (FIXTURES / "v1" / "buckets.txt").read_text().splitlines():
         if not line.startswith("#"):
             yield [int(number) for number in line.split()]
 
@@ -56,10 +41,8 @@ def test_buckets_are_those_of_the_golden_values() -> None:
     assert hashes.tolist() == [row[1] for row in rows]
     for place, total in enumerate((4093, 11, 1 << 20), start=2):
         expected = [row[place] for row in rows]
-        assert buckets.buckets_of(ids, total, "splitmix64").tolist() == expected
+        assert buckets.buckets_of(ids, total).tolist() == expected
         assert [bucket_of(row[0], total) for row in rows] == expected
-    plain = buckets.buckets_of(ids, 4093, "plain").tolist()
-    assert plain == [row_id % (1 << 64) % 4093 for row_id in ids.tolist()]
 
 
 def test_torch_and_the_core_hash_alike_and_back() -> None:
@@ -79,15 +62,13 @@ def test_torch_and_the_core_hash_alike_and_back() -> None:
     assert torch.equal(buckets.ids_of_hashes_(there).as_subclass(torch.Tensor), ids)
 
 
-def exchange(rank: int, size: int, hashed: list[bool], pipelined: bool) -> list[list[int]]:
+def exchange(rank: int, size: int, features: int, pipelined: bool) -> list[list[int]]:
     """The ids that arrive of each feature when every rank sends all ids. With `pipelined` TorchRec's pipelines make the
     exchange.
     """
     del rank, size
-    counts = [4093, 11][: len(hashed)]
-    module = BucketFeaturesDist(
-        dist.group.WORLD, counts, hashed, [False] * len(counts), torch.device("cpu"), is_sequence=False
-    )
+    counts = [4093, 11][:features]
+    module = BucketFeaturesDist(dist.group.WORLD, counts, [False] * len(counts), torch.device("cpu"), is_sequence=False)
     ids = many_ids()
     sent = KeyedJaggedTensor(
         keys=[f"f{at}" for at in range(len(counts))],
@@ -105,14 +86,14 @@ def exchange(rank: int, size: int, hashed: list[bool], pipelined: bool) -> list[
     return [arrived.values()[ends[at] : ends[at + 1]].tolist() for at in range(len(counts))]
 
 
-@pytest.mark.parametrize("hashed", [[True], [False], [True, True], [True, False], [False, True]])
-def test_each_id_is_sent_to_the_owner_of_its_bucket_as_the_core_says(hashed: list[bool], three_ranks: World) -> None:
+@pytest.mark.parametrize("features", [1, 2])
+def test_each_id_is_sent_to_the_owner_of_its_bucket_as_the_core_says(features: int, three_ranks: World) -> None:
     ids = many_ids().numpy()
-    assert three_ranks.run(exchange, hashed, True)
-    for rank, arrived in enumerate(three_ranks.run(exchange, hashed, False)):
-        for total, of_hashes, found in zip((4093, 11), hashed, arrived, strict=False):
+    assert three_ranks.run(exchange, features, True)
+    for rank, arrived in enumerate(three_ranks.run(exchange, features, False)):
+        for total, found in zip((4093, 11), arrived, strict=False):
             begin, end = bucket_range(rank, 3, total)
-            places = buckets.buckets_of(ids, total, "splitmix64" if of_hashes else "plain")
+            places = buckets.buckets_of(ids, total)
             assert sorted(found) == sorted(ids[(places >= begin) & (places < end)].tolist() * 3)
 
 
@@ -138,72 +119,6 @@ def settings(rank: int, size: int, **more: Any) -> dict[str, Any]:
         "optimizer": optimizers.RowWiseAdagrad(lr=0.1),
     }
     return {**common, "rank": rank, "world_size": size, **more}
-
-
-def rows_of(table: CacheTable) -> dict[int, tuple[list[float], float]]:
-    return {
-        row_id: (chunk.weights[n].tolist(), float(chunk.slots["sum"][n]))
-        for chunk in table.export()
-        for n, row_id in enumerate(chunk.ids.tolist())
-    }
-
-
-def old(tmp_path: Path, what: str) -> Path:
-    """A copy of a fixture of version 1, with the permissions of this package's directories."""
-    root = tmp_path / what
-    shutil.copytree(FIXTURES / "v1" / what, root)
-    for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
-        folder.chmod(0o750)
-    return root
-
-
-def load_old(rank: int, size: int, root: str, path: str) -> tuple[dict[str, Any], Any, Any]:
-    """Load the checkpoint of version 1, train on, save, and load that again."""
-    model = nn.ModuleDict({"shards": Shards(rank, size, 4093)})
-    table = model["shards"].tables["spread"]  # type: ignore[operator]
-    Saver(rank).load(model, root, strict=False)  # the word "whole" is not in it
-    found = rows_of(table)
-    about = {
-        "buckets": table.total_num_buckets,
-        "hash": table.bucket_hash,
-        "owned": table.buckets,
-        "step": table.step(),
-    }
-    Saver(rank).save(model, path)
-    again = nn.ModuleDict({"shards": Shards(rank, size, 4093)})
-    Saver(rank).load(again, path)
-    return about, found, rows_of(again["shards"].tables["spread"])  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_checkpoint_of_version_1_loads_at_any_world_size_and_its_rule_goes_on(
-    size: int, three_ranks: World, tmp_path: Path
-) -> None:
-    given = str(old(tmp_path, "checkpoint")), str(tmp_path / "again")
-    results = [load_old(0, 1, *given)] if size == 1 else three_ranks.run(load_old, *given)
-    together: dict[int, Any] = {}
-    for about, found, again in results:
-        assert (about["buckets"], about["hash"], about["step"]) == (OLD_BUCKETS, "plain", 42)
-        assert found == again
-        begin, end = about["owned"]
-        assert all(begin <= row_id % (1 << 64) % OLD_BUCKETS < end for row_id in found)
-        together |= found
-    assert together == OLD_ROWS
-    assert sum(len(found) for _, found, _ in results) == len(OLD_ROWS)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_blocks_of_version_1_load_into_any_number_of_shards(size: int, tmp_path: Path) -> None:
-    root = old(tmp_path, "blocks")
-    together: dict[int, Any] = {}
-    for rank in range(size):
-        for total in (OLD_BUCKETS, 4093):
-            table = CacheTable(**settings(rank, size, total_num_buckets=total))
-            Loader(str(root), {"spread": table}).load()
-            assert table.bucket_hash == "splitmix64", "a load of blocks leaves the table's own rule"
-            assert internals(table).owns(np.array(list(rows_of(table)), np.int64)).all()
-            together |= rows_of(table)
-    assert together == OLD_ROWS
 
 
 def test_more_buckets_than_a_file_of_rows_can_bear_are_refused() -> None:

@@ -424,3 +424,11 @@ def test_inspect_reads_the_directories_of_ssd_tiers(tmp_path: Path, capsys: pyte
     assert "checksum" in damaged["error"]
     assert main(["inspect", str(ssd)]) == 0
     assert "DAMAGED" in capsys.readouterr().out
+    for other in (b"0", b"2", b"01"):
+        line, _, body = state.read_bytes().partition(b"\n")
+        words = line.split(b" ")
+        state.write_bytes(b" ".join([words[0], other, *words[2:]]) + b"\n" + body)
+        refused = run(capsys, "inspect", ssd)[1]["ssd"][0]
+        assert f"has format {other.decode()} and this release reads 1" in refused["error"]
+        assert main(["inspect", str(ssd)]) == 0
+        assert "ANOTHER FORMAT" in capsys.readouterr().out

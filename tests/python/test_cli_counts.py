@@ -203,14 +203,14 @@ def test_inspect_says_which_tables_have_a_shared_row_and_times_of_steps(
         path = tmp_path / f"saved {linked}"
         Saver(0).save(model, path, linked=linked)
         code, found = run(capsys, "inspect", path)
-        assert (code, {each["table"]: (each["shared_row"], each["times_of_steps"]) for each in found["tables"]}) == (
+        assert (code, {each["table"]: (each["oov_row"], each["times_of_steps"]) for each in found["tables"]}) == (
             0,
             expected,
         )
     for table in model.values():
         table.close()
     code, found = run(capsys, "inspect", tmp_path / "ssd")
-    assert (code, {each["table"]: (each["shared_row"], each["times_of_steps"]) for each in found["ssd"]}) == (
+    assert (code, {each["table"]: (each["oov_row"], each["times_of_steps"]) for each in found["ssd"]}) == (
         0,
         expected,
     )

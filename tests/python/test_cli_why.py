@@ -196,7 +196,6 @@ def check_rewritten(
     for path in (tmp_path / "chain", tmp_path / "divided"):
         found = run(capsys, "inspect", path)[1]
         assert found["checkpoint"]["kind"] == "full"
-        assert found["checkpoint"]["version"] == 2
         assert found["tables"][0]["sweeps"] == []
         assert run(capsys, "diff", tmp_path / "before", path)[0] == 0
         assert run(capsys, "verify", path)[0] == 0
@@ -332,7 +331,7 @@ def test_a_linked_checkpoint_is_told_of_too(tmp_path: Path, capsys: pytest.Captu
             update(table(torch.tensor(ids)))
         Saver(0).save(nn.ModuleDict({"t": table}), tmp_path / "linked", linked=True)
     found = why(capsys, tmp_path / "linked", 1)
-    assert (found["now"], found["links"][0]["kind"], found["links"][0]["row"]["last_step"]) == ("row", "snapshot", 2)
+    assert (found["now"], found["links"][0]["kind"], found["links"][0]["row"]["last_step"]) == ("row", "linked", 2)
     assert why(capsys, tmp_path / "linked", 9)["now"] == "nothing"
     assert main(["why", str(tmp_path / "linked"), "item", "1"]) == 0
     assert "Every row of the rank that has the id was read" in capsys.readouterr().out

@@ -166,7 +166,7 @@ def test_the_manifest_names_what_it_was_made_from_and_fewer_bytes_are_written(
     for precision in PRECISIONS:
         for_serving(tmp_path / "trained", tmp_path / precision, "--precision", precision)
         made = Opened.at(str(tmp_path / precision)).manifest
-        assert (made["version"], made["kind"], made["parent"]) == (6, "serving", None)
+        assert (made["version"], made["kind"], made["parent"]) == (1, "serving", None)
         assert made["made_from"]["name"] == source.name
         (table,) = made["tables"]
         assert (table["spec"]["precision"], table["rows"]) == (precision, 600)
@@ -313,7 +313,7 @@ def test_counts_of_ids_that_wait_are_left_out_and_what_they_read_is_kept(tmp_pat
     before, after = Opened.at(str(tmp_path / "trained")), Opened.at(str(tmp_path / "served"))
     assert before.pending == [1]
     assert after.pending == [None]
-    assert after.tables[0]["shared_row"] == before.tables[0]["shared_row"]
+    assert after.tables[0]["oov_row"] == before.tables[0]["oov_row"]
     assert sorted(read(tmp_path / "served")) == [1, 2]
 
 

@@ -104,11 +104,11 @@ def test_no_save_leaves_out_a_row_whose_record_is_damaged(way, damage, tmp_path)
         assert main(["verify", str(tmp_path / "saved")]) != 0, "there is no checkpoint to be content with"
 
 
-def test_a_linked_snapshot_of_a_damaged_record_is_refused_by_verify(tmp_path, capsys):
+def test_a_linked_checkpoint_of_a_damaged_record_is_refused_by_verify(tmp_path, capsys):
     closed_tier(tmp_path / "ssd")
     flip_id(tmp_path / "ssd", 77)
     (tmp_path / "saved").mkdir(mode=0o700)
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", host_bytes="16KiB", reopen="resume")) as bag:
-        Saver(0).save(bag, tmp_path / "saved", snapshot=True)
+        Saver(0).save(bag, tmp_path / "saved", linked=True)
     assert main(["verify", str(tmp_path / "saved")]) != 0
     assert "is damaged at byte" in "".join(capsys.readouterr())

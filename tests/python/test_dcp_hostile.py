@@ -122,9 +122,10 @@ def test_what_is_no_metadata_is_refused(text: bytes) -> None:
         from_json(text, "dense.json", STREAMS)
 
 
-def test_a_newer_version_is_called_that() -> None:
-    with pytest.raises(UnsupportedError, match="version 2"):
-        from_json(json.dumps({**document(), "version": 2}).encode(), "dense.json", STREAMS)
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_version_is_called_that(version: object) -> None:
+    with pytest.raises(UnsupportedError, match=f"version {version!r} and this release reads 1"):
+        from_json(json.dumps({**document(), "version": version}).encode(), "dense.json", STREAMS)
 
 
 def test_an_item_that_is_stored_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def saved(rank: int, world: int, root: Path, place: Path) -> Any:
     model = made(place / "saved")
     before = go_on(model, rank, world, 0, SAVED)[-1]
     report = Saver().save(model, root, linked=True)
-    assert report.kind == "snapshot"
+    assert report.kind == "linked"
     assert report.linked_bytes > 0
     return before, go_on(model, rank, world, SAVED, END)
 

@@ -93,7 +93,7 @@ def chain_merged(bag: EmbCacheEmbeddingBag, path: str) -> None:
 SAVES: dict[str, Operation] = {
     "save": lambda bag, path: Saver(0).save(bag, path),
     "delta": lambda bag, path: Saver(0).save(bag, path, incremental=True),
-    "snapshot": lambda bag, path: Saver(0).save(bag, path, snapshot=True),
+    "linked": lambda bag, path: Saver(0).save(bag, path, linked=True),
     "async": lambda bag, path: Saver(0).save_async(bag, path).result(SECONDS),
     "compact": chain_merged,
     "blocks": lambda bag, path: BlockSaver(0, 1, 2, path, {"item": bag}).save(),
@@ -104,7 +104,7 @@ SAVES: dict[str, Operation] = {
 }
 LOADS: dict[str, tuple[Operation, Operation]] = {
     "load": (SAVES["save"], lambda bag, path: Saver(0).load(bag, path)),
-    "load snapshot": (SAVES["snapshot"], lambda bag, path: Saver(0).load(bag, path)),
+    "load linked": (SAVES["linked"], lambda bag, path: Saver(0).load(bag, path)),
     "blocks": (SAVES["blocks"], lambda bag, path: Loader(path, {"item": bag}).load()),
     "some slots": (
         SAVES["blocks"],
@@ -118,7 +118,7 @@ LOADS: dict[str, tuple[Operation, Operation]] = {
 
 
 def tiers_of(name: str, folder: Path) -> TierBudgets:
-    if "snapshot" in name or name == "close":
+    if "linked" in name or name == "close":
         return ssd_tiers(folder / "ssd", ssd_bytes="16MiB", reopen="resume" if (folder / "ssd").exists() else None)
     return TierBudgets(host_bytes="1MiB", device_bytes="16KiB" if name in ("load", "async", "some slots") else 0)
 
@@ -150,7 +150,7 @@ def goes_on(bag: EmbCacheEmbeddingBag, folder: Path, turn: int) -> None:
     """Check that the model trains, is saved beside training and in another way, is loaded from there, and closes."""
     step(bag, BATCHES[5])
     now = Contents.of(bag)
-    another = [name for name in SAVES if name not in ("snapshot", "async")][turn % 6]
+    another = [name for name in SAVES if name not in ("linked", "async")][turn % 6]
     for name in ("async", another, "async"):
         SAVES[name](bag, str(folder / name))
     assert Contents.of(bag) == now

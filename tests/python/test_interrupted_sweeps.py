@@ -21,7 +21,7 @@ OPERATIONS: dict[str, Operation] = {
     "evict": lambda bag, _path: evict(bag),
     "table.evict": lambda bag, _path: bag.table.evict(),
     "step": lambda bag, _path: step(bag, BATCHES[4]),
-    **{name: work for name, work in SAVES.items() if name != "snapshot"},
+    **{name: work for name, work in SAVES.items() if name != "linked"},
 }
 
 

@@ -209,7 +209,7 @@ def test_missing_and_unexpected_keys_are_reported_as_megatron_does(path: Path) -
         dist_checkpointing.load({"sparse": megatron.sharded_tables(other, key="renamed")}, str(path))
 
 
-def test_a_snapshot_in_the_tables_place_loads_where_it_fits_and_else_the_error_says_what_to_do(
+def test_a_linked_checkpoint_in_the_tables_place_loads_where_it_fits_and_else_the_error_says_what_to_do(
     path: Path, tmp_path: Path
 ) -> None:
     def model(name: str) -> Model:
@@ -222,7 +222,7 @@ def test_a_snapshot_in_the_tables_place_loads_where_it_fits_and_else_the_error_s
     train(saved.bag, BATCHES)
     dist_checkpointing.save(megatron.sharded_tables(saved), str(path), megatron.STRATEGY)
     (tables,) = [found for found in path.iterdir() if (found / "LATEST").is_file()]
-    assert Saver().save(saved, tables, snapshot=True).linked_bytes > 0
+    assert Saver().save(saved, tables, linked=True).linked_bytes > 0
     fits = model("fits")
     dist_checkpointing.load(megatron.sharded_tables(fits), str(path))
     assert Contents.of(fits.bag) == Contents.of(saved.bag)

@@ -29,39 +29,38 @@ from torchrec_embcache.saver import Saver
 __all__ = ["path"]  # a fixture
 
 COUNTED = {"admission": admission.Count(2)}
-# Settings of a table, what its manifest says and the manifest's version.
-CASES: dict[str, tuple[dict[str, Any], Any, int]] = {
-    "default": ({}, None, 2),
-    "unseen zeros": ({"unseen": "zeros"}, "zeros", 6),
-    "unseen initial": ({"unseen": "initial"}, None, 2),
-    "admission": (COUNTED, "zeros", 6),
-    "not admitted 0.5": ({**COUNTED, "not_admitted": 0.5}, {"value": 0.5}, 6),
-    "not admitted 0.1": ({**COUNTED, "not_admitted": 0.1}, {"value": 0.1}, 6),
-    "not admitted initial": ({**COUNTED, "not_admitted": "initial"}, None, 3),
-    "not admitted 0.5, unseen initial": ({**COUNTED, "not_admitted": 0.5, "unseen": "initial"}, None, 3),
-    "not admitted 0.5, unseen zeros": ({**COUNTED, "not_admitted": 0.5, "unseen": "zeros"}, "zeros", 6),
-    "shared": ({**COUNTED, "not_admitted": "shared"}, None, 5),
-    "shared, unseen initial": ({**COUNTED, "not_admitted": "shared", "unseen": "initial"}, "initial", 6),
-    "shared, unseen zeros": ({**COUNTED, "not_admitted": "shared", "unseen": "zeros"}, "zeros", 6),
+# Settings of a table, and what its manifest says.
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "default": ({}, "initial"),
+    "unseen zeros": ({"unseen": "zeros"}, "zeros"),
+    "unseen initial": ({"unseen": "initial"}, "initial"),
+    "admission": (COUNTED, "zeros"),
+    "not admitted 0.5": ({**COUNTED, "not_admitted": 0.5}, {"value": 0.5}),
+    "not admitted 0.1": ({**COUNTED, "not_admitted": 0.1}, {"value": 0.1}),
+    "not admitted initial": ({**COUNTED, "not_admitted": "initial"}, "initial"),
+    "not admitted 0.5, unseen initial": ({**COUNTED, "not_admitted": 0.5, "unseen": "initial"}, "initial"),
+    "not admitted 0.5, unseen zeros": ({**COUNTED, "not_admitted": 0.5, "unseen": "zeros"}, "zeros"),
+    "shared": ({**COUNTED, "not_admitted": "shared"}, "oov_row"),
+    "shared, unseen initial": ({**COUNTED, "not_admitted": "shared", "unseen": "initial"}, "initial"),
+    "shared, unseen zeros": ({**COUNTED, "not_admitted": "shared", "unseen": "zeros"}, "zeros"),
 }
 #: An id that no batch has.
 MISSING = 999
 
 
-def manifest_of(path: Path) -> tuple[dict[str, Any], int]:
-    """What the newest checkpoint says of its one table, and its version."""
-    opened = Opened.at(str(path))
-    (table,) = opened.tables
-    return table, opened.manifest["version"]
+def manifest_of(path: Path) -> dict[str, Any]:
+    """What the newest checkpoint says of its one table."""
+    (table,) = Opened.at(str(path)).tables
+    return table
 
 
 def served(table: dict[str, Any]) -> list[float]:
     """What a server reads for an id without a row, by what the manifest says alone."""
-    said = table.get("missing_read", "shared_row" if "shared_row" in table else "initial")
+    said = table["missing_read"]
     if isinstance(said, dict):
         return [float(np.float32(said["value"]))] * DIM
-    if said == "shared_row":
-        digits: str = table["shared_row"]
+    if said == "oov_row":
+        digits: str = table["oov_row"]
         return [float(np.frombuffer(bytes.fromhex(digits[at : at + 8]), ">f4")[0]) for at in range(0, 8 * DIM, 8)]
     if said == "initial":
         # The rows of these tests are born with one number.
@@ -94,15 +93,15 @@ def trained(**settings: Any) -> nn.Module:
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_to_save_says_what_evaluation_reads(tmp_path: Path, case: str, door: str) -> None:
-    settings, said, version = CASES[case]
+    settings, said = CASES[case]
     table = trained(**settings)
     if door in ("delta", "async delta", "compact"):
         Saver(0).save(table, tmp_path)
         update(table(torch.tensor([4])))
     if future := save_by(door, table, tmp_path):
         future.result()
-    found, found_version = manifest_of(tmp_path)
-    assert (found.get("missing_read"), found_version) == (said, version)
+    found = manifest_of(tmp_path)
+    assert found["missing_read"] == said
     assert served(found) == evaluated(table)
     if "linked" in door:
         with pytest.raises(MismatchError):
@@ -119,7 +118,7 @@ def test_megatrons_checkpoint_says_it(path: Path, *, beside: bool) -> None:
     else:
         save(table, path)
     (latest,) = path.rglob("LATEST")
-    found, _ = manifest_of(latest.parent)
+    found = manifest_of(latest.parent)
     assert found["missing_read"] == {"value": 0.5}
     assert served(found) == evaluated(table)
 
@@ -135,7 +134,7 @@ def test_a_table_that_is_loaded_goes_on_as_it_is_configured(tmp_path: Path, door
     load_by(door, loaded, tmp_path)
     assert evaluated(loaded) == [0.5] * DIM
     Saver(0).save(loaded, tmp_path / "again")
-    assert manifest_of(tmp_path / "again")[0]["missing_read"] == {"value": 0.5}
+    assert manifest_of(tmp_path / "again")["missing_read"] == {"value": 0.5}
 
 
 def test_the_tables_of_a_collection_say_it(tmp_path: Path) -> None:
@@ -148,15 +147,15 @@ def test_the_tables_of_a_collection_say_it(tmp_path: Path) -> None:
         [config("a", admit_and_evict_config=recsdks), config("b"), config("c", **COUNTED)], tiers=TIERS
     )
     Saver(0).save(module, tmp_path)
-    tables = {table["table"]: table.get("missing_read") for table in Opened.at(str(tmp_path)).tables}
-    assert tables == {"a": {"value": 0.5}, "b": None, "c": "zeros"}
+    tables = {table["table"]: table["missing_read"] for table in Opened.at(str(tmp_path)).tables}
+    assert tables == {"a": {"value": 0.5}, "b": "initial", "c": "zeros"}
     module = EmbCacheEmbeddingBagCollection([config("a", unseen="zeros")], tiers=TIERS)
     Saver(0).save(module, tmp_path)
-    assert manifest_of(tmp_path)[0]["missing_read"] == "zeros"
+    assert manifest_of(tmp_path)["missing_read"] == "zeros"
 
 
 def test_reshard_and_convert_keep_it(tmp_path: Path) -> None:
-    for case, (settings, said, _) in CASES.items():
+    for case, (settings, said) in CASES.items():
         root = tmp_path / case
         root.mkdir()
         table = trained(**settings)
@@ -165,8 +164,8 @@ def test_reshard_and_convert_keep_it(tmp_path: Path) -> None:
         assert main(["convert", str(root / "saved"), str(root / "files"), "--to", "npy"]) == 0
         assert main(["convert", str(root / "files"), str(root / "back")]) == 0
         for again in ("two", "back"):
-            found, _ = manifest_of(root / again)
-            assert found.get("missing_read") == said, (case, again)
+            found = manifest_of(root / again)
+            assert found["missing_read"] == said, (case, again)
             assert served(found) == evaluated(table)
 
 
@@ -189,7 +188,7 @@ def test_reshard_and_convert_keep_it(tmp_path: Path) -> None:
             )
         ),
         ({"value": 1e39}, "number out of range"),
-        ("shared_row", "it has none"),
+        ("oov_row", "it has none"),
     ],
 )
 def test_what_a_table_json_says_of_it_is_checked(
@@ -214,7 +213,7 @@ def test_inspect_and_diff_speak_of_it(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "ids without a row read" in shown
     assert " zeros " in shown
     assert main(["inspect", str(tmp_path / "plain")]) == 0
-    assert "ids without a row read" not in capsys.readouterr().out
+    assert " initial " in capsys.readouterr().out
     assert main(["diff", str(tmp_path / "zeros"), str(tmp_path / "plain"), "--json"]) == 1
     (table,) = json.loads(capsys.readouterr().out)["tables"]
     assert table["settings"] == ["missing_read"]
@@ -229,7 +228,6 @@ def test_a_table_cannot_evaluate_a_shared_row_that_it_has_not() -> None:
         "initializer": initializers.Constant(0.0).native(),
         "seed": 0,
         "total_num_buckets": 4,
-        "bucket_hash": "splitmix64",
         "bucket_begin": 0,
         "bucket_end": 4,
         "host_bytes": 1 << 20,

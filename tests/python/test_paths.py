@@ -465,8 +465,8 @@ def files_left(free: int) -> Iterator[None]:
 def test_without_a_free_file_a_checkpoint_is_neither_missing_nor_damaged(ssd: Path, tmp_path: Path) -> None:
     bag = tiered(ssd)
     grow(bag, 1000)
-    for name, snapshot in (("full", False), ("linked", True)):
-        Saver(0).save(bag, tmp_path / name, snapshot=snapshot)
+    for name, linked in (("full", False), ("linked", True)):
+        Saver(0).save(bag, tmp_path / name, linked=linked)
     expected = Contents.of(bag)
     bag.close()
     for name in ("full", "linked"):

@@ -80,7 +80,7 @@ class Run:
         try:
             Saver(0).load(self.model, root, **how)
         except MismatchError as error:
-            if "snapshot" in str(error) or "SSD tier" in str(error):
+            if "linked" in str(error) or "SSD tier" in str(error):
                 return
             raise
         expected = self.saved[root]
@@ -105,7 +105,7 @@ class Run:
             lambda root: self.save(root),
             lambda root: self.save(root, incremental=True),
             lambda root: self.save(root, incremental=True),
-            lambda root: self.save(root, snapshot=True),
+            lambda root: self.save(root, linked=True),
             self.save_async,
             self.compact,
             lambda root: self.load(root),
@@ -125,4 +125,4 @@ def test_after_any_saves_loads_and_merges_a_fresh_model_loads_what_was_saved(tmp
         run = Run(seed, path)
         run.go()
         kinds |= run.kinds
-    assert kinds == {"full", "delta", "snapshot", "async full", "async delta", "renamed"}
+    assert kinds == {"full", "delta", "linked", "async full", "async delta", "renamed"}

@@ -128,11 +128,11 @@ def test_deltas_are_read_without_slots_too(tmp_path):
         assert_weights_without_slots(other, bag)
 
 
-def test_a_snapshot_is_read_row_by_row_into_tables_without_an_ssd_tier(tmp_path):
+def test_a_linked_checkpoint_is_read_row_by_row_into_tables_without_an_ssd_tier(tmp_path):
     (tmp_path / "cache").mkdir(mode=0o700)
     tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="32MiB", ssd_dir=str(tmp_path / "cache"))
     with trained(tiers=tiers) as bag, make_bag(optimizer=optimizers.RowWiseAdagrad()) as other:
-        assert Saver(0).save(bag, tmp_path / "rows", snapshot=True).kind == "snapshot"
+        assert Saver(0).save(bag, tmp_path / "rows", linked=True).kind == "linked"
         Saver(0).load(other, tmp_path / "rows", slots=False)
         assert_weights_without_slots(other, bag)
 

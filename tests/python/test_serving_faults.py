@@ -40,7 +40,7 @@ def test_a_linked_checkpoint_is_refused_with_the_command_that_helps(
 ) -> None:
     with embedding(tiers=ssd_tiers(tmp_path / "ssd")) as table:
         table.import_rows([1, 2], [[1.0] * 4, [2.0] * 4])
-        assert Saver(0).save(table, ckpt, linked=True).kind == "snapshot"
+        assert Saver(0).save(table, ckpt, linked=True).kind == "linked"
     with pytest.raises(MismatchError, match="embcache compact") as refused:
         serving.open(ckpt)
     wanted = str(refused.value).split("embcache compact ")[1].split()[0].strip("`;:,.")

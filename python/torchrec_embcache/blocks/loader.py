@@ -193,7 +193,7 @@ class BlockLoader:
                     refuse_in_own_save(table, "load")
                     table.native.clear()
                 if len(sources) == 1 and table.stats().rows == 0 and sources[0][0].key != table.native.key:
-                    table.adopt(table.total_num_buckets, sources[0][0].key, table.bucket_hash)
+                    table.adopt(table.total_num_buckets, sources[0][0].key)
             counters = {to: table.native.counters() for to, (table, _) in plan.items()}
             for to, (table, sources) in plan.items():
                 into = _Into(table, counters[to].step, counters[to].epoch, with_slots=self.slots)
@@ -301,7 +301,7 @@ class _Into:
         def take() -> int:
             return self._import({slot: future.result() for slot, future in waiting.popleft().items()})
 
-        for run in source.runs(table.total_num_buckets, table.bucket_hash, table.buckets):
+        for run in source.runs(table.total_num_buckets, table.buckets):
             waiting.append(run.submit(wanted, pool))
             if len(waiting) > 2:
                 count += take()

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
-from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.paths import Directory
 
 from .schema import NUMPY_TYPES, Column
@@ -64,11 +63,11 @@ class SavedTable:
         )
         self.slots = {shape.name: Column(shape.dtype, tuple(shape.shape)) for shape in about.slots}
 
-    def runs(self, total_num_buckets: int, bucket_hash: BucketHash, buckets: tuple[int, int]) -> Iterator[SavedRun]:
+    def runs(self, total_num_buckets: int, buckets: tuple[int, int]) -> Iterator[SavedRun]:
         """What holds the rows whose buckets (of `total_num_buckets`) are in [begin, end): where the save has the same buckets only
         those, else all rows.
         """
-        for run in self.reader.runs(self.name, total_num_buckets, bucket_hash, *buckets):
+        for run in self.reader.runs(self.name, total_num_buckets, *buckets):
             yield SavedRun(self, run)
 
 

@@ -80,14 +80,13 @@ class WriteBlock:
     def slice_info(self) -> str:
         """RecIS' slice of it: "begin@end@total", the range of `uint64(id) mod total` that its ids are in; " " for a dense tensor.
 
-        Where the table's buckets are hashed (`bucket_hash`) the range is the whole one.
+        The range is the whole one, because buckets are of the hashes of ids.
         """
         if not isinstance(self.source, TableShard):
             return " "
         total = self.source.total_num_buckets
-        begin, end = self.source.buckets if self.source.bucket_hash == "plain" else (0, total)
         width = len(str(total))
-        return f"{begin:0{width}}@{end:0{width}}@{total}"
+        return f"{0:0{width}}@{total}@{total}"
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class _ShardWriter:
             done += len(rows)
             if done > total:
                 break
-            ordered = _native.bucket_order(rows.ids, table.total_num_buckets, table.bucket_hash, begin, end)
+            ordered = _native.bucket_order(rows.ids, table.total_num_buckets, begin, end)
             columns = columns_of(table, rows)
             # The runs of one block follow each other.
             for future in under_way:
@@ -103,7 +103,6 @@ class _ShardWriter:
             step=step,
             epoch=native.epoch(),
             total_num_buckets=table.total_num_buckets,
-            bucket_hash=table.bucket_hash,
             bucket_begin=begin,
             bucket_end=end,
             runs=runs,

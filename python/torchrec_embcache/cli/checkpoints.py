@@ -19,7 +19,7 @@ from torchrec_embcache.saver import Saver
 from torchrec_embcache.sessions.load import open_newest
 from torchrec_embcache.sessions.ranks import OneRank
 
-from .report import FOUND, Grid, Report, date_of, date_text
+from .report import FOUND, Grid, Report, date_text
 from .rules import sweeps_of, times_in
 from .tiers import BESIDE_ROWS, inspect_tiers, shards_below
 
@@ -111,12 +111,6 @@ def _newest_in(directory: Directory) -> tuple[Directory, str]:
     return directory, _native.latest_checkpoint(directory)
 
 
-def _time_of(manifest: dict[str, Any], file: str) -> str:
-    """When a checkpoint was saved: the time in its manifest, or that of the file where the manifest has none."""
-    saved = manifest.get("saved_unix_ms")
-    return date_of(file) if saved is None else date_text(saved / 1000)
-
-
 def checkpoints_in(directory: Directory) -> Iterator[dict[str, Any]]:
     """Every checkpoint of a directory, oldest first, the unfinished ones too."""
     root = directory.path
@@ -139,7 +133,7 @@ def checkpoints_in(directory: Directory) -> Iterator[dict[str, Any]]:
             yield found | {"kind": None, "error": str(error)}
             continue
         yield found | {
-            "saved": _time_of(manifest, os.path.join(root, name, "manifest.json")),
+            "saved": date_text(manifest["saved_unix_ms"] / 1000),
             "kind": manifest["kind"],
             "parent": manifest["parent"]["name"] if manifest["parent"] else None,
             "made_from": manifest["made_from"]["name"] if "made_from" in manifest else None,
@@ -181,8 +175,8 @@ def inspect(path: str) -> Report:
         table["pending"], table["times_of_steps"] = pending, times
         table["sweeps"] = [sweep for link in links for sweep in sweeps_of(link, table["module"], table["table"])]
         # Whether there is one. Its numbers would fill pages.
-        table["shared_row"] = "yes" if "shared_row" in table else None
-        table["missing_read"] = _missing_read(table.get("missing_read"))
+        table["oov_row"] = "yes" if "oov_row" in table else None
+        table["missing_read"] = _missing_read(table["missing_read"])
         table.setdefault("precision", None)
         table["hyperparameters"] = table["optimizer"]["hyperparameters"]
         table["optimizer"] = table["optimizer"]["name"]
@@ -212,8 +206,8 @@ def inspect(path: str) -> Report:
     return Report(data, grids, notes=notes)
 
 
-def _missing_read(said: str | dict[str, float] | None) -> str | float | None:
-    """What the manifest says that ids without a row read; None where it says nothing, because a reader derives it."""
+def _missing_read(said: str | dict[str, float]) -> str | float:
+    """What the manifest says that ids without a row read."""
     return said["value"] if isinstance(said, dict) else said
 
 

@@ -18,8 +18,8 @@ __all__ = ["diff"]
 #: Bytes of the rows that are compared at a time.
 _WINDOW_BYTES = 128 << 20
 #: What must be equal for rows to be compared at all, and what is only told.
-_SHAPE = ("dim", "total_num_buckets", "bucket_hash")
-_SETTINGS = ("key", "optimizer", "step", "seed", "initializer", "shared_row", "missing_read", "precision")
+_SHAPE = ("dim", "total_num_buckets")
+_SETTINGS = ("key", "optimizer", "step", "seed", "initializer", "oov_row", "missing_read", "precision")
 _METADATA = ("count", "last_step", "score", "modified_epoch")
 #: What can be said of the counts of ids that wait for rows. All but the last is a difference.
 _ONLY = ("only in the first", "only in the second")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from torchrec_embcache import _native
-from torchrec_embcache.buckets import DEFAULT_BUCKET_HASH
 from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import ConfigError, InputError, PathError, UnsupportedError
 from torchrec_embcache.folder import Folder
@@ -226,18 +225,20 @@ def _spec(table: StoredTable, settings: Settings) -> tuple[dict[str, Any], dict[
         "seed": described.get("seed", 0),
         "initializer": described.get("initializer", {"name": "constant", "value": 0.0}),
         "total_num_buckets": described.get("total_num_buckets", settings.total_num_buckets),
-        "bucket_hash": DEFAULT_BUCKET_HASH,
     }
-    if "shared_row" in described and described.get("dim") == table.dim:
-        spec["shared_row"] = _shared_row(described, wanted, table.dim)
-    if "missing_read" in described:
-        spec["missing_read"] = described["missing_read"]
+    missing_read = described.get("missing_read", "initial")
+    if "oov_row" in described:
+        if described.get("dim") == table.dim:
+            spec["oov_row"] = _oov_row(described, wanted, table.dim)
+        elif missing_read == "oov_row":
+            missing_read = "initial"
+    spec["missing_read"] = missing_read
     return spec, dict(zip(names, present, strict=True))
 
 
-def _shared_row(described: Mapping[str, Any], optimizer: type[OptimizerSpec], dim: int) -> str:
+def _oov_row(described: Mapping[str, Any], optimizer: type[OptimizerSpec], dim: int) -> str:
     """The described shared row, eight digits a number; its slots are zeros where they are of another optimizer."""
-    given: str = described["shared_row"]
+    given: str = described["oov_row"]
     if described.get("optimizer", {}).get("name") == optimizer.kind:
         return given
     slots = len(optimizer.slot_names)

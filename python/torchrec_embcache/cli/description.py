@@ -41,8 +41,8 @@ def parse_description(data: bytes, path: str) -> dict[str, Any]:
     for name, (low, high) in _INTEGERS.items():
         if name in found:
             _check_integer(path, name, found[name], low, high)
-    if "shared_row" in found:
-        _check_text(path, "shared_row", found["shared_row"])
+    if "oov_row" in found:
+        _check_text(path, "oov_row", found["oov_row"])
     if "missing_read" in found:
         _check_missing_read(path, found["missing_read"])
     if "initializer" in found:
@@ -80,10 +80,8 @@ def _check_object(path: str, field: str, value: object) -> None:
 def _check_missing_read(path: str, value: object) -> None:
     """What evaluation reads for an id without a row: its name, or a number in every column."""
     number = value.get("value") if isinstance(value, dict) and len(value) == 1 else None
-    if not _is_finite(number) and value not in ("zeros", "initial", "shared_row"):
-        raise _wrong(
-            path, "missing_read", '"zeros", "initial", "shared_row" or {"value": a finite number}', repr(value)
-        )
+    if not _is_finite(number) and value not in ("zeros", "initial", "oov_row"):
+        raise _wrong(path, "missing_read", '"zeros", "initial", "oov_row" or {"value": a finite number}', repr(value))
 
 
 def _is_finite(value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchrec_embcache import _native
-from torchrec_embcache.exceptions import CorruptionError
+from torchrec_embcache.exceptions import CorruptionError, MismatchError
 
 from .report import Grid, Report, date_of
 from .rules import times_in
@@ -17,14 +17,14 @@ from .rules import times_in
 __all__ = ["BESIDE_ROWS", "inspect_tiers", "shards_below"]
 
 #: What a table may have beside its rows, and how it is called where it is shown.
-BESIDE_ROWS = {"shared_row": "shared row", "times_of_steps": "times of steps"}
+BESIDE_ROWS = {"oov_row": "shared row", "times_of_steps": "times of steps"}
 
 _SHARD = re.compile(r"\d+-of-\d+")
 _STATE = re.compile(r"[0-9a-f]{16}\.state")
-_TITLE = "embcache-ssd-state"
+_TITLE, _FORMAT = "embcache-ssd-state", "1"
 _MAX_STATE_BYTES = 256 << 20
 # What the parts of a note begin with.
-_SHARED_ROW, _CLOCK = b"shared 1\n", b"clock 1\n"
+_OOV_ROW, _CLOCK = b"oov row 1\n", b"clock 1\n"
 #: What `inspect` shows of a shard.
 _COLUMNS = ("table", "shard", "rows", "dim", "optimizer", "step", "flushed", "bytes")
 
@@ -45,7 +45,7 @@ def shards_below(directory: Path) -> list[Path]:
 
 
 def inspect_tiers(directory: Path, shards: list[Path]) -> Report:
-    """Each shard with the newest state that it published. Of a damaged state only the damage is shown."""
+    """Each shard with the newest state that it published. Of a state that cannot be read only the reason is shown."""
     entries = [_shard(directory, shard) for shard in shards]
     beside = [name for name in BESIDE_ROWS if any(entry.get(name) for entry in entries)]
     rows = [
@@ -59,7 +59,7 @@ def inspect_tiers(directory: Path, shards: list[Path]) -> Report:
             entry.get("flushed", "never"),
             entry["bytes"],
             *(entry.get(name) or "" for name in beside),
-            "DAMAGED" if "error" in entry else "",
+            "" if "error" not in entry else "DAMAGED" if entry["is_damaged"] else "ANOTHER FORMAT",
         )
         for entry in entries
     ]
@@ -84,8 +84,8 @@ def _shard(directory: Path, shard: Path) -> dict[str, Any]:
     newest = shard / states[-1]
     try:
         state, beside = _state(newest)
-    except CorruptionError as error:
-        return found | {"error": str(error)}
+    except (CorruptionError, MismatchError) as error:
+        return found | {"error": str(error), "is_damaged": isinstance(error, CorruptionError)}
     identity = state["identity"]
     return found | {
         "table": identity["table"],
@@ -114,6 +114,10 @@ def _state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     words = line[:200].decode("ascii", "replace").split(" ")
     if len(words) != 5 or words[0] != _TITLE:
         raise damaged("its first line is not that of a state")
+    if words[1] != _FORMAT:
+        raise MismatchError(
+            f"{path} has format {words[1]} and this release reads {_FORMAT}: open it with the release that wrote it"
+        )
     (checksum,) = _native.chunk_checksums(np.frombuffer(body, np.uint8), max(len(body), 1)) if body else (0,)
     if f"{int(checksum):08x}" != words[2]:
         raise damaged(f"its checksum should be {words[2]} and is {int(checksum):08x}")
@@ -127,16 +131,16 @@ def _state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _beside_rows(note: bytes) -> dict[str, Any]:
     """What of `BESIDE_ROWS` a note has. `ValueError` where its clock cannot be read."""
-    has_shared_row = note.startswith(_SHARED_ROW)
+    has_shared_row = note.startswith(_OOV_ROW)
     if has_shared_row:
-        numbers, note = _number(note, len(_SHARED_ROW), 4)
+        numbers, note = _number(note, len(_OOV_ROW), 4)
         note = note[4 * numbers :]
     clock = ""
     if note.startswith(_CLOCK):
         length, note = _number(note, len(_CLOCK), 8)
         clock = json.loads(note[:length])
     # Whether there is one. Its numbers would fill pages.
-    return {"shared_row": "yes" if has_shared_row else None, "times_of_steps": times_in(clock)}
+    return {"oov_row": "yes" if has_shared_row else None, "times_of_steps": times_in(clock)}
 
 
 def _number(data: bytes, at: int, width: int) -> tuple[int, bytes]:

@@ -68,7 +68,7 @@ def why(path: str, table: str, row_id: int) -> Report:
     (spec,) = (entry for entry in opened.tables if (entry["module"], entry["table"]) == (module, name))
     links = _links(opened, module, name, signed)
     events = [_events(link, links[at - 1] if at else None) for at, link in enumerate(links)]
-    (bucket,) = buckets_of(np.array([signed]), spec["total_num_buckets"], spec["bucket_hash"])
+    (bucket,) = buckets_of(np.array([signed]), spec["total_num_buckets"])
     data = {
         "path": opened.root,
         "checkpoint": opened.name,
@@ -85,7 +85,7 @@ def why(path: str, table: str, row_id: int) -> Report:
     title = f"Id {signed}{unsigned} of table {name} ({module}), bucket {bucket}, in {opened.root}"
     rows = [_cells(link, said) for link, said in zip(links, events, strict=True)]
     lines = [_now(links, events)]
-    if any(link.kind == "snapshot" for link in links):
+    if any(link.kind == "linked" for link in links):
         lines.append(_LINKED)
     return Report(data, [Grid(title, _COLUMNS, rows)], lines)
 
@@ -257,9 +257,8 @@ def _number(number: int, what: str) -> str:
 def _cells(link: _Link, events: list[_Event]) -> tuple[object, ...]:
     row = link.row
     values = ("", "", "", "") if row is None else (row["last_step"], row["count"], _short(row["score"]), row["l2_norm"])
-    kind = "linked" if link.kind == "snapshot" else link.kind
     said = "; ".join(event.text for event in events) or "nothing"
-    return (link.checkpoint, kind, link.step, _state(link), *values, said)
+    return (link.checkpoint, link.kind, link.step, _state(link), *values, said)
 
 
 def _state(link: _Link) -> str:

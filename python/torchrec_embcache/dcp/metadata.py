@@ -80,7 +80,7 @@ def from_json(text: bytes, path: str, stream_bytes: Sequence[int]) -> Metadata:
     """The metadata that `to_json` wrote as `text`. Messages name the file `path`.
 
     `stream_bytes`: the length of each rank's stream. `CorruptionError` where `text` is no such metadata, or where an extent goes
-    past the end of its stream or is not as long as its tensor. `UnsupportedError` for a newer version.
+    past the end of its stream or is not as long as its tensor. `UnsupportedError` for another version.
     """
     try:
         document = json.loads(text)
@@ -88,7 +88,8 @@ def from_json(text: bytes, path: str, stream_bytes: Sequence[int]) -> Metadata:
             raise ValueError(f"the format is {document['format']!r}")
         if document["version"] != _VERSION:
             raise UnsupportedError(
-                f"{path} has version {document['version']!r} and this release reads {_VERSION}: load it with a newer one"
+                f"{path} has version {document['version']!r} and this release reads {_VERSION}: load it with the release that "
+                "wrote it"
             )
         storage = {}
         for fqn, offset, index, extent in document["storage"]:

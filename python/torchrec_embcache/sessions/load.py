@@ -331,7 +331,7 @@ class LoadSession:
         saved is no ancestor either: see docs/design-checkpoint.md. A full table drops rows while it is loaded, and no tombstones
         name them, so it descends from no checkpoint.
         """
-        return source == pair and self.reader.kind != "snapshot" and self._slots and self._ranks.sees_all
+        return source == pair and self.reader.kind != "linked" and self._slots and self._ranks.sees_all
 
     def _replace_all(self, wanted: Sequence[Shard], tracker: Callable[[], Tracker]) -> dict[Pair, _Loaded]:
         loaded: dict[Pair, _Loaded] = {}
@@ -346,7 +346,7 @@ class LoadSession:
         """Replace the contents of one table. `advance` is given numbers of rows as they are in place."""
         module_path, owner, table = shard
         segments = self.reader.segments(module_path, table.name)
-        table.adopt(saved.total_num_buckets, saved.key, saved.bucket_hash, segments)
+        table.adopt(saved.total_num_buckets, saved.key, segments)
         # Also where nothing changed now: a load that was interrupted may have changed it and not come to here.
         owner.buckets_changed()
         if segments is None:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.collective import add_up, all_gather, gathered, raise_on_every_rank
 from torchrec_embcache.exceptions import ConfigError, MismatchError, StateError
@@ -72,17 +71,17 @@ class AgreesWithRanks:
         return gathered(work, self._env.process_group)
 
     def _agree_on_buckets(self) -> None:
-        """Open the tables, and check that all ranks say the same of how ids fall into buckets. Collective.
+        """Open the tables, and check that all ranks say the same number of buckets. Collective.
 
         The files of a table that is resumed say it. Every rank comes here before its first batch is sent. Where a table cannot be
         opened on one of them, or they do not agree, all come here again with the next batch.
         """
-        mine: dict[str, tuple[int, BucketHash]] = {}
+        mine: dict[str, int] = {}
         error: Exception | None = None
         try:
             for name, table in self._cache.items():
                 table.open()
-                mine[name] = table.total_num_buckets, table.bucket_hash
+                mine[name] = table.total_num_buckets
         except Exception as caught:
             error = caught
         everyone = all_gather((mine, error is None, self._cache.drops_rows), self._env.process_group)
@@ -96,8 +95,8 @@ class AgreesWithRanks:
                 if said != own:
                     self._buckets_known = False
                     raise MismatchError(
-                        f"{self._owner}: table {name!r} has {own[0]} buckets of kind {own[1]!r} on this rank, and {said[0]} of "
-                        f"kind {said[1]!r} on rank {rank}: their SSD directories are of different saves; load a checkpoint made "
+                        f"{self._owner}: table {name!r} has {own} buckets on this rank, and {said} on rank {rank}: "
+                        "their SSD directories are of different saves; load a checkpoint made "
                         'with Saver, with reopen="discard"'
                     )
 

@@ -12,7 +12,6 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values, internals
 from torchrec_embcache.collective import raise_on_every_rank, together
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
@@ -210,7 +209,6 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
     def _create_lookups(self) -> None:
         for sharding in self._shardings():
             sharding.make_lookup = self._make_lookup
-            sharding.bucket_hash_of = self._bucket_hash_of
             self._lookups.append(sharding.create_lookup())
 
     def _shardings(self) -> list[Any]:
@@ -225,9 +223,6 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
                     table.total_num_buckets = self._cache[table.name].total_num_buckets
         if not self._has_uninitialized_input_dist:
             self._input_dists[:] = [sharding.create_input_dist() for sharding in self._shardings()]
-
-    def _bucket_hash_of(self, table: str) -> BucketHash:
-        return self._cache[table].bucket_hash
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The zero-row parameter of every table of the module, also of tables on other ranks."""

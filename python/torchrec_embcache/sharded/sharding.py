@@ -27,7 +27,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_embcache.buckets import BucketHash, hash_ids_, ids_of_hashes_
+from torchrec_embcache.buckets import hash_ids_, ids_of_hashes_
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import UnsupportedError
 from torchrec_embcache.modules.features import copied
@@ -43,16 +43,6 @@ _DIVISORS = 2.0**28
 LookupMaker = Callable[[list[Any], bool], nn.Module]
 
 
-def _parts(features: KeyedJaggedTensor, chosen: list[bool]) -> list[torch.Tensor]:
-    """The values of the chosen features; views."""
-    if all(chosen):
-        return [features.values()]
-    if not any(chosen):
-        return []
-    ends = features.offset_per_key()
-    return [features.values()[ends[at] : ends[at + 1]] for at, wanted in enumerate(chosen) if wanted]
-
-
 class BucketFeaturesDist(RwSparseFeaturesDist):
     """Sends each id to the rank that owns its bucket.
 
@@ -64,14 +54,11 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
         self,
         pg: Any,
         num_buckets: list[int],
-        hashed: list[bool],
         mean: list[bool],
         device: torch.device | None,
         is_sequence: bool,
     ) -> None:
-        """Of the table of feature f, `num_buckets[f]` is the number of buckets, `hashed[f]` says whether ids are hashed before they
-        fall into them, and `mean[f]` whether bags are averaged.
-        """
+        """Of the table of feature f, `num_buckets[f]` is the number of buckets, and `mean[f]` says whether bags are averaged."""
         ranks = pg.size()
         accepted = [max(buckets, ranks) for buckets in num_buckets]
         # zch_sizes and block sizes of 0 make fbgemm take remainders. Without zch_sizes it refuses shares of different sizes.
@@ -95,7 +82,6 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
             ]
             self._feature_total_num_blocks_tensor = torch.tensor([num_buckets], device=device, dtype=torch.int64)
         self._mean = mean
-        self._hashed = hashed
         # A hook runs before the exchange also where a pipeline replaces the exchange's forward.
         self._dist.register_forward_pre_hook(self._put_ids_back)
 
@@ -103,28 +89,22 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
         """Begin the exchange, with weights where bags are averaged."""
         if any(self._mean):
             sparse_features = _with_mean_weights(sparse_features, self._mean)
-        return super().forward(_with_hashes(sparse_features, self._hashed))
+        return super().forward(_with_hashes(sparse_features))
 
     def _put_ids_back(self, _exchange: nn.Module, given: tuple[KeyedJaggedTensor]) -> None:
-        """Put the ids in the place of their hashes. The features lie there once for each rank, one rank after the other."""
-        for part in _parts(given[0], self._hashed * (len(given[0].keys()) // len(self._hashed))):
-            ids_of_hashes_(part)
+        """Put the ids in the place of their hashes."""
+        ids_of_hashes_(given[0].values())
 
 
-def _with_hashes(features: KeyedJaggedTensor, hashed: list[bool]) -> KeyedJaggedTensor:
-    """The batch with hashes in the place of the ids of features that are hashed."""
-    if not any(hashed):
-        return features
-    replaced = KeyedJaggedTensor(
+def _with_hashes(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The batch with hashes in the place of the ids."""
+    return KeyedJaggedTensor(
         keys=features.keys(),
-        values=features.values().clone(memory_format=torch.contiguous_format),
+        values=hash_ids_(features.values().clone(memory_format=torch.contiguous_format)),
         weights=features.weights_or_none(),
         lengths=features.lengths(),
         stride=features.stride(),
     )
-    for part in _parts(replaced, hashed):
-        hash_ids_(part)
-    return replaced
 
 
 def _with_mean_weights(features: KeyedJaggedTensor, mean: list[bool]) -> KeyedJaggedTensor:
@@ -170,12 +150,10 @@ class PaddedPooledDist(RwPooledEmbeddingDist):
 class _CacheSharding:
     """What the four shardings share: the lookup of this package.
 
-    `make_lookup` and `bucket_hash_of` are set before anything is made.
+    `make_lookup` is set before anything is made.
     """
 
     make_lookup: LookupMaker
-    # Says how the ids of a table of this rank fall into buckets, by the table's name.
-    bucket_hash_of: Callable[[str], BucketHash]
     spreads_bags = False
     _grouped_embedding_configs: list[Any]
 
@@ -198,9 +176,8 @@ class _RowWise(_CacheSharding):
         """The exchange that sends ids to the owners of their buckets."""
         tables = self.sharded_tables()
         buckets = [table.total_num_buckets for table in tables for _ in table.feature_names]
-        hashed = [self.bucket_hash_of(table.name) != "plain" for table in tables for _ in table.feature_names]
         mean = [table.pooling == PoolingType.MEAN for table in tables for _ in table.feature_names]
-        return BucketFeaturesDist(self._pg, buckets, hashed, mean, device or self._device, self.is_sequence)
+        return BucketFeaturesDist(self._pg, buckets, mean, device or self._device, self.is_sequence)
 
 
 class RowWisePooledSharding(_RowWise, RwPooledEmbeddingSharding):

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
 use crate::rows::{Initializer, RowLayout};
-use crate::types::{BucketHash, Bucketing};
+use crate::types::Bucketing;
 
 /// The optimizer of a table, which decides the optimizer slots of its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -227,6 +227,7 @@ pub enum MissingRead {
     /// The weights that a row of the id would be born with.
     Initial,
     /// The weights of the one row that such ids of the table share; see [`SharedRow`](crate::lifecycle::SharedRow).
+    #[serde(rename = "oov_row")]
     SharedRow,
 }
 
@@ -340,8 +341,6 @@ pub struct TableConfig {
     pub seed: u64,
     /// The number of buckets of the whole table, all shards together.
     pub total_num_buckets: u32,
-    /// The function by which ids fall into buckets. A table that resumes a state has that of the state.
-    pub bucket_hash: BucketHash,
     /// The buckets that this shard owns.
     pub buckets: Range<u32>,
     /// The most bytes of RAM for rows, metadata and indexes.
@@ -380,6 +379,6 @@ impl TableConfig {
 
     /// The rule by which ids fall into the table's buckets.
     pub fn bucketing(&self) -> Bucketing {
-        Bucketing::new(self.total_num_buckets, self.bucket_hash)
+        Bucketing::new(self.total_num_buckets)
     }
 }

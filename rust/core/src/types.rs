@@ -13,66 +13,22 @@ pub const NO_SLOT: CacheSlot = u32::MAX;
 /// The default number of buckets of a table. It is a prime, which serves ids whose low bits say little.
 pub const DEFAULT_TOTAL_NUM_BUCKETS: u32 = 4093;
 
-/// The plain bucket of an id: `uint64(id) mod total_num_buckets`. Block-level checkpoints slice ids in this way. For the buckets of
-/// a table see [`Bucketing`].
-#[inline]
-pub fn bucket_of(id: Id, total_num_buckets: u32) -> u32 {
-    (id as u64 % u64::from(total_num_buckets)) as u32
-}
-
-/// The function that is applied to an id before it is divided by the number of buckets. It is part of the formats on disk, where
-/// each table names its own.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum BucketHash {
-    /// The id itself. Files of version 1, which name no function, are of this kind. Small ids then all fall into the buckets of the
-    /// first rank.
-    #[default]
-    Plain,
-    /// [`hash_id`], which spreads ids of any pattern evenly over the buckets, and the buckets over the ranks.
-    SplitMix64,
-}
-
-impl BucketHash {
-    /// The name that files and the Python binding use.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Plain => "plain",
-            Self::SplitMix64 => "splitmix64",
-        }
-    }
-
-    /// The inverse of [`BucketHash::name`].
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Plain, Self::SplitMix64].into_iter().find(|hash| hash.name() == name)
-    }
-
-    /// The number that is divided for an id.
-    #[inline]
-    pub fn of(self, id: Id) -> u64 {
-        match self {
-            Self::Plain => id as u64,
-            Self::SplitMix64 => hash_id(id),
-        }
-    }
-}
-
-/// The rule by which the ids of a table fall into its buckets: `hash(uint64(id)) mod total_num_buckets`.
+/// The rule by which the ids of a table fall into its buckets: `hash_id(id) mod total_num_buckets`. The hash spreads ids
+/// of any pattern evenly over the buckets, and the buckets over the ranks.
 ///
 /// The remainder is computed by a multiplication with the reciprocal of the divisor (Barrett, "Implementing the RSA algorithm on a
 /// standard digital signal processor", CRYPTO '86).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bucketing {
     total: u32,
-    hash: BucketHash,
     reciprocal: u64,
 }
 
 impl Bucketing {
     /// # Panics
     /// Panics when there are no buckets.
-    pub fn new(total_num_buckets: u32, hash: BucketHash) -> Self {
-        Self { total: total_num_buckets, hash, reciprocal: u64::MAX / u64::from(total_num_buckets) }
+    pub fn new(total_num_buckets: u32) -> Self {
+        Self { total: total_num_buckets, reciprocal: u64::MAX / u64::from(total_num_buckets) }
     }
 
     /// The number of buckets.
@@ -83,7 +39,7 @@ impl Bucketing {
     /// The bucket of an id.
     #[inline]
     pub fn of(self, id: Id) -> u32 {
-        let (hashed, divisor) = (self.hash.of(id), u64::from(self.total));
+        let (hashed, divisor) = (hash_id(id), u64::from(self.total));
         // The quotient is exact or one too small, because the reciprocal is at most one less than 2⁶⁴ / divisor.
         let quotient = ((u128::from(hashed) * u128::from(self.reciprocal)) >> 64) as u64;
         let rest = hashed - quotient * divisor;
@@ -93,7 +49,7 @@ impl Bucketing {
 
 /// The 64-bit hash of an id that buckets, the SSD tier's index and footers use. It is the finaliser of `SplitMix64`, a bijection
 /// (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, with the constants of Stafford's variant
-/// 13). It is part of the formats on disk, and can never change; `tests/fixtures/v2/buckets.txt` pins it.
+/// 13). It is part of the formats on disk, and can never change; `tests/fixtures/v1/buckets.txt` pins it.
 #[inline]
 pub fn hash_id(id: Id) -> u64 {
     let mut x = id as u64;
@@ -142,16 +98,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_are_remainders_of_all_ids_and_of_their_hashes() {
+    fn buckets_are_remainders_of_the_hashes_of_all_ids() {
         for divisor in [1, 2, 3, 7, 641, DEFAULT_TOTAL_NUM_BUCKETS, 1 << 16, (1 << 31) - 1, 1 << 31, u32::MAX] {
-            let plain = Bucketing::new(divisor, BucketHash::Plain);
-            let hashed = Bucketing::new(divisor, BucketHash::SplitMix64);
-            let near = |id: i64| (-2..3).map(move |off| id.wrapping_add(off));
-            let multiples = [0, 1, 2, u64::MAX / u64::from(divisor)].map(|by| (by * u64::from(divisor)) as i64);
-            let ids = multiples.into_iter().chain([i64::MAX, i64::MIN, -1]).flat_map(near);
-            for id in ids.chain((0..1000).map(|n| hash_id(n) as i64)) {
-                assert_eq!(plain.of(id), bucket_of(id, divisor), "{id} by {divisor}");
-                assert_eq!(hashed.of(id), bucket_of(hash_id(id) as Id, divisor), "{id} by {divisor}");
+            let bucketing = Bucketing::new(divisor);
+            let near = |hash: u64| (-2..3).map(move |off| hash.wrapping_add_signed(off));
+            let multiples = [0, 1, 2, u64::MAX / u64::from(divisor)].map(|by| by * u64::from(divisor));
+            let hashes = multiples.into_iter().chain([1 << 63, u64::MAX]).flat_map(near);
+            for hash in hashes.chain((0..1000).map(hash_id)) {
+                let bucket = (hash % u64::from(divisor)) as u32;
+                assert_eq!(bucketing.of(id_of_hash(hash)), bucket, "{hash} by {divisor}");
             }
         }
     }

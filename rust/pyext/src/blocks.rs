@@ -17,7 +17,6 @@ use crate::checkpoint::{ended, lock};
 use crate::directory::PyDirectory;
 use crate::error::{input, to_python};
 use crate::foreign::drop_detached;
-use crate::settings::bucket_hash_from;
 
 /// CRC-32C of each chunk of some bytes.
 #[pyfunction]
@@ -75,7 +74,7 @@ pub(crate) struct PyWrittenTable(WrittenTable);
 #[pymethods]
 impl PyWrittenTable {
     #[new]
-    #[pyo3(signature = (*, name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_hash, bucket_begin, bucket_end, runs,
+    #[pyo3(signature = (*, name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_begin, bucket_end, runs,
         starts))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one description")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
@@ -88,7 +87,6 @@ impl PyWrittenTable {
         step: u64,
         epoch: u32,
         total_num_buckets: u32,
-        bucket_hash: String,
         bucket_begin: u32,
         bucket_end: u32,
         runs: Vec<u64>,
@@ -97,8 +95,7 @@ impl PyWrittenTable {
         let columns = bucket_end.saturating_sub(bucket_begin) as usize + 1;
         let starts = slice2("starts", &starts, columns)?.to_vec();
         let buckets = [bucket_begin, bucket_end];
-        let share =
-            TableShare { name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_hash, buckets, runs };
+        let share = TableShare { name, dim, optimizer, key, seed, step, epoch, total_num_buckets, buckets, runs };
         Ok(Self(WrittenTable { share, starts }))
     }
 }
@@ -317,7 +314,6 @@ pub(crate) struct PyTableOfBlocks {
     step: u64,
     epoch: u32,
     total_num_buckets: u32,
-    bucket_hash: String,
     slots: Vec<Py<PyBlockShape>>,
 }
 
@@ -331,7 +327,6 @@ impl PyTableOfBlocks {
             step: table.step,
             epoch: table.epoch,
             total_num_buckets: table.bucketing.total(),
-            bucket_hash: table.bucket_hash.clone(),
             slots: table.slots.iter().map(shape).collect::<PyResult<_>>()?,
         })
     }
@@ -390,14 +385,13 @@ impl PyBlockReader {
         &self,
         table: &str,
         total_num_buckets: u32,
-        bucket_hash: &str,
         bucket_begin: u32,
         bucket_end: u32,
     ) -> PyResult<Vec<PyBlockRun>> {
         if total_num_buckets == 0 {
             return Err(input("total_num_buckets is 0: give 1 at least"));
         }
-        let bucketing = Bucketing::new(total_num_buckets, bucket_hash_from(bucket_hash)?);
+        let bucketing = Bucketing::new(total_num_buckets);
         let buckets: Range<u32> = bucket_begin..bucket_end;
         let runs = self.with(|reader| reader.runs(table, bucketing, &buckets)).map_err(to_python)?;
         Ok(runs.into_iter().map(PyBlockRun).collect())

@@ -6,7 +6,6 @@ use pyo3::prelude::*;
 
 use crate::buffers::{slice, slice_mut};
 use crate::error::input;
-use crate::settings::bucket_hash_from;
 
 /// Rows in the order of their buckets.
 #[pyclass(frozen, get_all, name = "BucketOrder", module = "torchrec_embcache._native")]
@@ -22,7 +21,6 @@ pub(crate) fn bucket_order(
     py: Python<'_>,
     ids: PyReadonlyArray1<'_, Id>,
     total_num_buckets: u32,
-    bucket_hash: &str,
     begin: u32,
     end: u32,
 ) -> PyResult<PyBucketOrder> {
@@ -30,7 +28,7 @@ pub(crate) fn bucket_order(
     if total_num_buckets == 0 || begin > end {
         return Err(input(format!("buckets {begin} to {end} of {total_num_buckets}: give some, in order")));
     }
-    let bucketing = Bucketing::new(total_num_buckets, bucket_hash_from(bucket_hash)?);
+    let bucketing = Bucketing::new(total_num_buckets);
     let (order, starts) = py.detach(|| {
         let keyed = ids.iter().enumerate().map(|(row, &id)| (bucketing.of(id), id.cast_unsigned(), row));
         let mut keyed: Vec<(u32, u64, usize)> = keyed.collect();
@@ -48,19 +46,18 @@ pub(crate) fn bucket_order(
 
 /// The bucket of each id.
 #[pyfunction]
-#[pyo3(signature = (ids, total_num_buckets, bucket_hash))]
+#[pyo3(signature = (ids, total_num_buckets))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
 pub(crate) fn buckets_of<'py>(
     py: Python<'py>,
     ids: PyReadonlyArray1<'py, Id>,
     total_num_buckets: u32,
-    bucket_hash: &str,
 ) -> PyResult<Bound<'py, PyArray1<u32>>> {
     let ids = slice("ids", &ids)?;
     if total_num_buckets == 0 {
         return Err(input("total_num_buckets is 0: give 1 at least"));
     }
-    let bucketing = Bucketing::new(total_num_buckets, bucket_hash_from(bucket_hash)?);
+    let bucketing = Bucketing::new(total_num_buckets);
     let found: Vec<u32> = py.detach(|| ids.iter().map(|&id| bucketing.of(id)).collect());
     Ok(found.into_pyarray(py))
 }

@@ -5,7 +5,6 @@ use std::num::NonZeroU64;
 use embcache::cache::{PlanMode, Unseen};
 use embcache::config::{Admission, EvictionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen};
 use embcache::rows::{Initializer, Precision};
-use embcache::types::BucketHash;
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
@@ -244,14 +243,6 @@ fn unseen_from(name: &str) -> PyResult<Unseen> {
                 "unseen={name:?} is not known: use \"initial\", \"zeros\" or \"not_admitted\""
             )));
         }
-    })
-}
-
-pub(crate) fn bucket_hash_from(name: &str) -> PyResult<BucketHash> {
-    BucketHash::from_name(name).ok_or_else(|| {
-        config_error(format!(
-            "bucket_hash {name:?} is not known: use \"splitmix64\", or \"plain\" for rows of older files"
-        ))
     })
 }
 

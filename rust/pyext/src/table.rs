@@ -26,8 +26,8 @@ use crate::records::{PyAncestor, PyChangeCounts};
 use crate::rows::{PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata};
 use crate::segments::PySegments;
 use crate::settings::{
-    PyAdmission, PyInitializer, PyMissingRead, PySweepRule, PyTableCounters, bucket_hash_from, on_full_from,
-    optimizer_from, policy_from, reopen_from,
+    PyAdmission, PyInitializer, PyMissingRead, PySweepRule, PyTableCounters, on_full_from, optimizer_from, policy_from,
+    reopen_from,
 };
 use crate::stats::PyTableStats;
 
@@ -121,7 +121,7 @@ fn open_table(
 #[pymethods]
 impl PyTable {
     #[new]
-    #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_hash, bucket_begin, bucket_end,
+    #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_begin, bucket_end,
         host_bytes, device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None,
         unfinished=None, ssd_root=None, admission=None, not_admitted=None, missing_read=None, score_half_life_steps=None,
         eviction=None, evict_every_steps=None, sizing=false))]
@@ -136,7 +136,6 @@ impl PyTable {
         initializer: Py<PyInitializer>,
         seed: u64,
         total_num_buckets: u32,
-        bucket_hash: &str,
         bucket_begin: u32,
         bucket_end: u32,
         host_bytes: u64,
@@ -169,7 +168,6 @@ impl PyTable {
             initializer: initializer.get().core,
             seed,
             total_num_buckets,
-            bucket_hash: bucket_hash_from(bucket_hash)?,
             buckets: bucket_begin..bucket_end,
             host_bytes,
             device_rows,
@@ -195,10 +193,6 @@ impl PyTable {
     #[getter]
     fn key(&self) -> u64 {
         self.inner.config().key
-    }
-    #[getter]
-    fn bucket_hash(&self) -> &'static str {
-        self.inner.config().bucket_hash.name()
     }
     #[getter]
     fn dim(&self) -> usize {

@@ -15,7 +15,7 @@ use embcache::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind
 use embcache::io::{FaultEngine, IoEngine, MemoryEngine};
 use embcache::kernels::Hyperparameters;
 use embcache::rows::{Initializer, RowHeader, RowLayout};
-use embcache::types::{BucketHash, CacheSlot, DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
+use embcache::types::{CacheSlot, DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
 pub use watch::watched;
 
@@ -150,7 +150,6 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
         initializer: Initializer::Uniform { low: -1.0, high: 1.0 },
         seed: 7,
         total_num_buckets: 13,
-        bucket_hash: BucketHash::SplitMix64,
         buckets: 0..13,
         host_bytes: host_rows * embcache::cache::host_row_bytes(&optimizer.layout(dim), policy),
         device_rows: None,

@@ -24,7 +24,6 @@ fn config() -> TableConfig {
         initializer: Initializer::Constant { value: 0.0 },
         seed: 0,
         total_num_buckets: 1,
-        bucket_hash: crate::types::BucketHash::SplitMix64,
         buckets: 0..1,
         host_bytes: 0,
         device_rows: None,

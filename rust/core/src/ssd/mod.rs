@@ -53,7 +53,7 @@ use crate::io::IoEngine;
 use crate::rows::{RowLayout, RowMut, RowRef};
 use crate::stats::{SsdStats, TierStats};
 use crate::sync::Ordering::Relaxed;
-use crate::types::{BucketHash, Id};
+use crate::types::Id;
 
 pub use format::state::{Named, SegmentSet};
 pub use identity::{Identity, StateCounters};
@@ -94,11 +94,6 @@ impl SsdTier {
     ) -> Result<(Self, Option<StateCounters>)> {
         let (inner, counters) = open::open(config, identity, layout, engine, Tuning::default(), None)?;
         Ok((Self { inner }, counters))
-    }
-
-    /// How ids fall into the table's buckets: as the state that was resumed says, else as the tier's identity said.
-    pub fn bucket_hash(&self) -> BucketHash {
-        self.inner.identity.bucket_hash
     }
 
     /// Open the tier with the rows of `source`, in place of whatever is in the directory. Its segments are linked there, or copied.

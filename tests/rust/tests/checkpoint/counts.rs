@@ -158,7 +158,6 @@ fn the_counts_of_a_chain_are_those_of_the_tables_that_saved_it_whatever_ranks_lo
         reshard(&chain, &elsewhere, 3, 3, true).expect("written again");
         let again = ranks(&engine, 1, admission, &format!("{number}-again"));
         let chain = Chain::open(&elsewhere, Latest::read(&elsewhere).expect("a checkpoint")).expect("opened");
-        assert_eq!(chain.manifest().version, 3);
         chain.table_reader("m", "t", 0..13).expect("its files").load_into(&again[0].table).expect("loaded");
         assert!(all(&again) == all(&saved), "rule {number}, written again");
     }
@@ -176,7 +175,7 @@ fn a_table_that_counts_nothing_loads_and_saves_as_before() {
     go_on(&engine, &without, 20_000, None);
     let directory = directory_in(&engine, ROOT);
     let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
-    assert_eq!((chain.manifest().version, chain.manifest().tables[0].pending), (2, None));
+    assert_eq!(chain.manifest().tables[0].pending, None);
     let counting = ranks(&engine, 1, rules()[0], "counting");
     train(&counting, 1..5);
     load(&engine, &counting);

@@ -331,8 +331,8 @@ fn a_delta_on_a_snapshot_is_not_published() {
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
     writer.write_rows_of("m", &rig.table, BTreeMap::new()).expect("written");
     let epoch = rig.table.epoch().expect("open") + 1;
-    let error = save.publish(&[writer.finish().expect("finished")], epoch).expect_err("on a snapshot");
-    assert!(error.kind() == Kind::State && error.to_string().contains("snapshot"), "{error}");
+    let error = save.publish(&[writer.finish().expect("finished")], epoch).expect_err("on a linked checkpoint");
+    assert!(error.kind() == Kind::State && error.to_string().contains("on a linked checkpoint"), "{error}");
     assert_eq!(chain(&engine).expect("opened").manifest().name, snapshot.identity.name);
     assert_eq!(read(&engine).expect("read"), moment);
 }

@@ -9,10 +9,10 @@ use embcache::checkpoint::{
     Chain, Changes, Directory, Latest, OptimizerSpec, Parent, Published, RankDigest, RankWriter, RowSink, Save,
     SaveOptions, TableSpec,
 };
-use embcache::config::OptimizerKind;
+use embcache::config::{MissingRead, OptimizerKind};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine};
 use embcache::rows::{Initializer, RowHeader};
-use embcache::types::{BucketHash, Id, hash_id};
+use embcache::types::{Id, hash_id};
 use embcache::{Error, Result};
 use embcache_tests::directory_in;
 
@@ -65,9 +65,8 @@ impl Table {
             seed: u64::MAX,
             initializer: Initializer::Uniform { low: -0.1, high: 0.1 },
             total_num_buckets: 7,
-            bucket_hash: BucketHash::SplitMix64,
             shared_row: None,
-            missing_read: None,
+            missing_read: MissingRead::Initial,
             precision: None,
         };
         Self { spec, rows: ids.iter().map(|&id| row(id)).collect() }

@@ -8,7 +8,7 @@ use embcache::checkpoint::{
     BlockReader, BlockSave, BlockToWrite, Directory, Finished, Join, Shard, ShardWriter, TableShare, WrittenTable,
 };
 use embcache::io::{IoEngine, MemoryEngine};
-use embcache::types::{BucketHash, Bucketing, Id};
+use embcache::types::{Bucketing, Id};
 use embcache::{Error, Kind, Result};
 
 pub(crate) const ROOT: &str = "/blocks";
@@ -23,7 +23,7 @@ pub(crate) struct Found {
 }
 
 fn bucketing() -> Bucketing {
-    Bucketing::new(BUCKETS, BucketHash::SplitMix64)
+    Bucketing::new(BUCKETS)
 }
 
 /// Rows and a tensor that follow from `salt`.
@@ -68,7 +68,6 @@ fn share(shard: Shard, step: u64, runs: Vec<u64>) -> TableShare {
         step,
         epoch: 2,
         total_num_buckets: BUCKETS,
-        bucket_hash: BucketHash::SplitMix64.name().into(),
         buckets: buckets_of(shard),
         runs,
     }

@@ -19,16 +19,16 @@ use embcache_tests::{Rig, config, directory_in};
 use crate::elastic::go_on;
 use crate::made::{ROOT, Table, kind, memory, save};
 
-/// Whether a table has a shared row, what an evaluation reads, and what the manifest says of it.
-const CASES: [(bool, MissingRead, Option<MissingRead>); 8] = [
-    (false, Initial, None),
-    (false, Zeros, Some(Zeros)),
-    (false, Value(0.1), Some(Value(0.1))),
-    (false, Value(f32::from_bits(1)), Some(Value(f32::from_bits(1)))),
-    (false, Value(f32::MIN), Some(Value(f32::MIN))),
-    (true, SharedRow, None),
-    (true, Initial, Some(Initial)),
-    (true, Zeros, Some(Zeros)),
+/// Whether a table has a shared row, and what an evaluation reads.
+const CASES: [(bool, MissingRead); 8] = [
+    (false, Initial),
+    (false, Zeros),
+    (false, Value(0.1)),
+    (false, Value(f32::from_bits(1))),
+    (false, Value(f32::MIN)),
+    (true, SharedRow),
+    (true, Initial),
+    (true, Zeros),
 ];
 
 fn settings(shares: bool, missing_read: MissingRead) -> TableConfig {
@@ -47,15 +47,11 @@ fn newest(engine: &Arc<dyn IoEngine>, root: &str) -> Chain {
     Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened")
 }
 
-/// The newest checkpoint says `said` and means `effective`; its version is 6 where it says something.
-fn check(chain: &Chain, (shares, effective, said): (bool, MissingRead, Option<MissingRead>), what: &str) {
-    let manifest = chain.manifest();
-    let spec = &manifest.tables[0].spec;
-    assert_eq!((spec.missing_read, spec.missing_read()), (said, effective), "{what}");
-    let without = if shares { 5 } else { 2 };
-    assert_eq!(manifest.version, if said.is_some() { 6 } else { without }, "{what}");
+/// The newest checkpoint says that an evaluation reads `said`.
+fn check(chain: &Chain, said: MissingRead, what: &str) {
+    assert_eq!(chain.manifest().tables[0].spec.missing_read, said, "{what}");
     let reader = chain.table_reader("m", "t", 0..13).expect("its files");
-    assert_eq!(reader.spec().missing_read(), effective, "{what}");
+    assert_eq!(reader.spec().missing_read, said, "{what}");
 }
 
 fn save_beside(engine: &Arc<dyn IoEngine>, rig: &Rig) {
@@ -75,24 +71,24 @@ fn save_beside(engine: &Arc<dyn IoEngine>, rig: &Rig) {
 }
 
 #[test]
-fn every_checkpoint_of_a_table_says_what_an_evaluation_reads_and_most_need_no_word_for_it() {
-    for case @ (shares, effective, _) in CASES {
+fn every_checkpoint_of_a_table_says_what_an_evaluation_reads() {
+    for (shares, said) in CASES {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
-        let rig = Rig::open(settings(shares, effective), Arc::clone(&engine)).expect("opened");
+        let rig = Rig::open(settings(shares, said), Arc::clone(&engine)).expect("opened");
         import(&rig, 1..4);
         let full = go_on(&engine, std::slice::from_ref(&rig), 20_000, None);
-        check(&newest(&engine, ROOT), case, "a full one");
+        check(&newest(&engine, ROOT), said, "a full one");
         import(&rig, 3..5);
         go_on(&engine, std::slice::from_ref(&rig), 20_000, Some(&full));
-        check(&newest(&engine, ROOT), case, "a delta");
+        check(&newest(&engine, ROOT), said, "a delta");
         engine.create_dir_all(Path::new("/checkpoints/elsewhere")).expect("made");
         let elsewhere = directory_in(&engine, "/checkpoints/elsewhere");
         reshard(&newest(&engine, ROOT), &elsewhere, 3, 2, true).expect("written again");
-        check(&newest(&engine, "/checkpoints/elsewhere"), case, "written again for two ranks");
+        check(&newest(&engine, "/checkpoints/elsewhere"), said, "written again for two ranks");
         merge(&engine);
-        check(&newest(&engine, ROOT), case, "merged");
+        check(&newest(&engine, ROOT), said, "merged");
         save_beside(&engine, &rig);
-        check(&newest(&engine, ROOT), case, "beside training");
+        check(&newest(&engine, ROOT), said, "beside training");
     }
 }
 
@@ -108,10 +104,10 @@ fn merge(engine: &Arc<dyn IoEngine>) {
 
 #[test]
 fn a_linked_checkpoint_says_it_too() {
-    for case @ (shares, effective, _) in CASES {
+    for (shares, said) in CASES {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let ssd = SsdConfig { dir: "/tier/t".into(), bytes: 1 << 20, reopen: Reopen::Never, resume_token: None };
-        let settings = TableConfig { ssd: Some(ssd), ..settings(shares, effective) };
+        let settings = TableConfig { ssd: Some(ssd), ..settings(shares, said) };
         let rig = Rig::open(settings, Arc::clone(&engine)).expect("opened");
         import(&rig, 1..4);
         let directory = directory_in(&engine, ROOT);
@@ -120,7 +116,7 @@ fn a_linked_checkpoint_says_it_too() {
         let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("a writer");
         writer.link_rows_of("m", &rig.table, BTreeMap::new()).expect("linked");
         save.publish(&[writer.finish().expect("finished")], 2).expect("published");
-        check(&newest(&engine, ROOT), case, "a linked one");
+        check(&newest(&engine, ROOT), said, "a linked one");
     }
 }
 
@@ -133,7 +129,7 @@ fn a_table_that_is_loaded_goes_on_as_it_is_configured() {
     let reader = newest(&engine, ROOT).table_reader("m", "t", 0..13).expect("its files");
     reader.load_into(&other.table).expect("loaded");
     go_on(&engine, std::slice::from_ref(&other), 20_000, None);
-    check(&newest(&engine, ROOT), (false, Value(2.0), Some(Value(2.0))), "saved again");
+    check(&newest(&engine, ROOT), Value(2.0), "saved again");
 }
 
 #[test]
@@ -141,7 +137,7 @@ fn a_save_refuses_what_cannot_be_read() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     for said in [Value(f32::NAN), Value(f32::INFINITY), Value(f32::NEG_INFINITY), SharedRow] {
         let mut table = Table::new("m", "t", OptimizerKind::Sgd, 2, &[1, 2], 1);
-        table.spec.missing_read = Some(said);
+        table.spec.missing_read = said;
         assert_eq!(kind(save(&engine, Path::new(ROOT), &[table], 1, 1000, 7)), Kind::Input, "{said:?}");
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use embcache::checkpoint::{BlockReader, Directory};
 use embcache::{Error, Kind};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::amounts::{LARGE, limit, numbers};
 use crate::made_blocks::{ROOT, memory, never, save};
@@ -93,5 +93,25 @@ fn a_header_that_says_it_is_huge_is_refused_without_room_for_it() {
             assert_eq!(result.expect_err("another header").kind(), Kind::Corruption);
             assert!(largest <= limit(&files), "{largest} bytes for a header of {length}");
         }
+    }
+}
+
+#[test]
+fn a_save_of_another_format_or_version_is_refused() {
+    for (field, other) in [
+        ("version", json!(0)),
+        ("version", json!(2)),
+        ("version", json!(-1)),
+        ("version", json!("1")),
+        ("version", Value::Null),
+        ("format", json!("other")),
+    ] {
+        let mut files = seed().clone();
+        let manifest = files.keys().find(|path| path.ends_with("manifest.json")).unwrap().clone();
+        let mut value: Value = serde_json::from_slice(&files[&manifest]).unwrap();
+        value[field] = other.clone();
+        files.insert(manifest, serde_json::to_vec(&value).unwrap());
+        reseal(&mut files);
+        assert_eq!(open(&files).0.expect_err("refused").kind(), Kind::Unsupported, "{field} {other}");
     }
 }

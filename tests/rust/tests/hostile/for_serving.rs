@@ -76,7 +76,7 @@ fn a_serving_checkpoint_that_contradicts_itself_or_its_files_is_damage() {
     let top = |field: &'static str, to: Value| -> Change { Box::new(move |manifest| manifest[field] = to.clone()) };
     let coordinators: Vec<Change> = vec![
         top("kind", json!("full")),
-        top("kind", json!("snapshot")),
+        top("kind", json!("linked")),
         top("made_from", Value::Null),
         top("made_from", json!({"name": 1, "manifest_xxh3": 1})),
         top("made_from", json!({"name": "x"})),
@@ -87,8 +87,6 @@ fn a_serving_checkpoint_that_contradicts_itself_or_its_files_is_damage() {
         }),
     ];
     let everywhere: Vec<Change> = vec![
-        top("version", json!(5)),
-        top("version", json!(2)),
         spec("precision", json!("int4")),
         spec("precision", json!("Int8")),
         spec("precision", json!(8)),

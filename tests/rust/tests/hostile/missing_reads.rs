@@ -19,12 +19,11 @@ fn manifests() -> Vec<PathBuf> {
 }
 
 /// The seed, where ids without a row of table `a` read `said` by the manifests at `paths`, and zeros by the others.
-fn with(paths: &[PathBuf], said: &Value, version: u32) -> Files {
+fn with(paths: &[PathBuf], said: &Value) -> Files {
     let mut files = seed().clone();
     for path in manifests() {
         let bytes = files.get_mut(&path).unwrap();
         let mut manifest = value(bytes).unwrap();
-        manifest["version"] = version.into();
         let here = if paths.contains(&path) { said.clone() } else { json!("zeros") };
         manifest["tables"][0]["spec"]["missing_read"] = here;
         *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
@@ -36,12 +35,13 @@ fn with(paths: &[PathBuf], said: &Value, version: u32) -> Files {
 fn read(files: &Files) -> embcache::Result<MissingRead> {
     let directory = directory_in(&engine_of(files), Path::new(ROOT));
     let chain = Chain::open(&directory, Latest::read(&directory)?)?;
-    Ok(chain.table("m", "a")?.spec.missing_read())
+    Ok(chain.table("m", "a")?.spec.missing_read)
 }
 
 #[test]
 fn what_is_no_such_read_is_damage_wherever_it_is() {
     let damages = [
+        Value::Null,
         json!("Zeros"),
         json!(""),
         json!("value"),
@@ -53,14 +53,14 @@ fn what_is_no_such_read_is_damage_wherever_it_is() {
         json!({"value": -1e300}),
         json!({"value": 0.5, "more": 1}),
         json!({}),
-        json!("shared_row"), // The table has none.
+        json!("oov_row"), // The table has none.
     ];
     let all = manifests();
     let mut places: Vec<Vec<PathBuf>> = all.iter().map(|path| vec![path.clone()]).collect();
     places.push(all);
     for place in &places {
         for damage in &damages {
-            let error = read(&with(place, damage, 6)).expect_err("refused");
+            let error = read(&with(place, damage)).expect_err("refused");
             assert_eq!(error.kind(), Kind::Corruption, "{damage}: {error}");
             assert!(error.path().is_some(), "{damage}: {error}");
         }
@@ -68,23 +68,17 @@ fn what_is_no_such_read_is_damage_wherever_it_is() {
 }
 
 #[test]
-fn manifests_that_do_not_agree_on_it_or_are_of_another_version_are_damage() {
+fn manifests_that_do_not_agree_on_it_are_damage() {
     for path in manifests() {
-        let error = read(&with(&[path], &json!("initial"), 6)).expect_err("refused");
+        let error = read(&with(&[path], &json!("initial"))).expect_err("refused");
         assert_eq!(error.kind(), Kind::Corruption, "{error}");
     }
-    for version in 1..6 {
-        let error = read(&with(&[], &Value::Null, version)).expect_err("refused");
-        assert_eq!(error.kind(), Kind::Corruption, "{error}");
-    }
-    let error = read(&with(&[], &Value::Null, 7)).expect_err("refused");
-    assert_eq!(error.kind(), Kind::Unsupported, "{error}");
 }
 
 #[test]
 fn what_all_manifests_say_is_read() {
-    assert_eq!(read(&with(&[], &Value::Null, 6)).unwrap(), MissingRead::Zeros);
+    assert_eq!(read(&with(&[], &Value::Null)).unwrap(), MissingRead::Zeros);
     let said = json!({"value": f32::from_bits(1)});
-    assert_eq!(read(&with(&manifests(), &said, 6)).unwrap(), MissingRead::Value(f32::from_bits(1)));
+    assert_eq!(read(&with(&manifests(), &said)).unwrap(), MissingRead::Value(f32::from_bits(1)));
     assert_eq!(read(seed()).unwrap(), MissingRead::Initial);
 }

@@ -134,13 +134,7 @@ fn load(files: &Files, original: bool) -> TestCaseResult {
         let opened = found.and_then(|found| {
             let Some(found) = found else { return Ok(None) };
             let counters = StateCounters { step: spec.step, epoch: chain.manifest().next_epoch };
-            let config = TableConfig {
-                key: spec.key,
-                total_num_buckets: all,
-                bucket_hash: spec.bucket_hash,
-                buckets: 0..all,
-                ..table_config()
-            };
+            let config = TableConfig { key: spec.key, total_num_buckets: all, buckets: 0..all, ..table_config() };
             Table::open_from(config, None, Arc::clone(&engine), Some((&found, counters))).map(Some)
         });
         let table = match opened {

@@ -61,7 +61,6 @@ fn miscount(files: &mut Files, more: i64) {
 fn with_sweeps(sweeps: &Value, more: i64) -> Files {
     with(|files| {
         manifests(files, |_, manifest| {
-            manifest["version"] = 4.into();
             manifest["tables"][0]["sweeps"] = sweeps.clone();
         });
         miscount(files, more);
@@ -125,12 +124,11 @@ fn a_delta_whose_manifests_lie_is_refused() {
         spec("precision", json!("fp32")),
         spec("key", json!(5)),
         spec("total_num_buckets", json!(8)),
-        spec("bucket_hash", json!("plain")),
         spec("optimizer", json!({"name": "sgd", "hyperparameters": {}})),
         spec("table", json!("c")),
         with_coordinator(|manifest| manifest["next_epoch"] = json!(0)),
         kind("full"),
-        kind("snapshot"),
+        kind("linked"),
         kind("serving"),
         kind("delta"),
         parent("0000000002-0000000000000008"),

@@ -31,7 +31,7 @@ const CLOCK_SHARE: usize = 4;
 /// So many bytes of a note the times of steps may take in any case: some 60 times.
 const LEAST_CLOCK_BYTES: usize = 1 << 10;
 /// The first bytes of a note with a shared row.
-const WITH_SHARED: &[u8] = b"shared 1\n";
+const WITH_SHARED: &[u8] = b"oov row 1\n";
 /// The bit of an id's shows that says that it is of the older generation.
 const OLDER: u32 = 1 << 31;
 

@@ -45,7 +45,7 @@ impl Table {
     /// As [`Table::open`]. With `source`, its rows and counters are the contents of the table, in place of whatever the directory of the
     /// SSD tier has.
     pub fn open_from(
-        mut config: TableConfig,
+        config: TableConfig,
         device_rows: Option<Arc<dyn DeviceRows>>,
         engine: Arc<dyn IoEngine>,
         source: Option<(&SegmentFiles, StateCounters)>,
@@ -67,7 +67,6 @@ impl Table {
                 let (tier, resumed) = SsdTier::open(ssd, &Identity::of(&config), layout, engine)?;
                 counters = resumed.unwrap_or_default();
                 note = Some(tier.take_note());
-                config.bucket_hash = tier.bucket_hash();
                 Some(tier)
             }
         };

@@ -78,21 +78,18 @@ fn names_of(block: &BlockEntry, manifest: &ShardManifest, shard: Shard) -> (Stri
 
 /// RecIS' slice of a shard's block: "begin@end@total", the range of `uint64(id) mod total` that its ids are in.
 ///
-/// A shard that owns hashed buckets has ids of the whole range. RecIS finds blocks by names that differ in the slice alone, so those of
-/// several such shards differ in their leading zeros.
+/// A shard that owns some buckets has ids of the whole range, because ids are hashed. RecIS finds blocks by names that differ in the slice
+/// alone, so those of several shards differ in their leading zeros.
 fn slice(table: &TableShare, shard: Shard) -> String {
-    let ([mut begin, mut end], total) = (table.buckets, table.total_num_buckets);
+    let total = table.total_num_buckets;
     let mut left = total.to_string().len();
     let mut right = left;
-    if table.bucket_hash != "plain" {
-        if (begin, end) != (0, total) {
-            let ways = (shard.count - 1).isqrt() + 1;
-            left += (shard.index / ways) as usize;
-            right += (shard.index % ways) as usize;
-        }
-        (begin, end) = (0, total);
+    if table.buckets != [0, total] {
+        let ways = (shard.count - 1).isqrt() + 1;
+        left += (shard.index / ways) as usize;
+        right += (shard.index % ways) as usize;
     }
-    format!("{begin:0left$}@{end:0right$}@{total}")
+    format!("{:0left$}@{total:0right$}@{total}", 0)
 }
 
 /// A shard's part of a table.
@@ -164,7 +161,6 @@ fn differs(part: &Part<'_>, other: &Part<'_>) -> Option<(&'static str, String, S
             ("seed", share.seed.to_string()),
             ("step", share.step.to_string()),
             ("total_num_buckets", share.total_num_buckets.to_string()),
-            ("bucket_hash", share.bucket_hash.clone()),
         ]
     };
     let slots = [("slots", format!("{:?}", part.slots), format!("{:?}", other.slots))];

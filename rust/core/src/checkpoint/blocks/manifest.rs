@@ -8,7 +8,6 @@ use super::layout::{Layout, Spacing, Tensor};
 use super::names::Shard;
 use crate::checkpoint::manifest::json::inconsistent;
 use crate::error::{Error, Kind, Result};
-use crate::types::{BucketHash, Bucketing};
 
 /// What every manifest of a save says it is.
 const FORMAT: &str = "torchrec-embcache blocks";
@@ -20,12 +19,6 @@ const MAX_PARALLEL: u32 = 1024;
 const MAX_DIM: u32 = 65_536;
 /// The most buckets of a table.
 const MAX_BUCKETS: u32 = (1 << 31) - 1;
-/// How ids of tables fall into buckets whose manifests do not say it.
-const OLDEST_HASH: &str = "plain";
-
-fn oldest_hash() -> String {
-    OLDEST_HASH.to_owned()
-}
 
 /// One shard's rows of a table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,9 +39,6 @@ pub struct TableShare {
     pub epoch: u32,
     /// Buckets of the table.
     pub total_num_buckets: u32,
-    /// How ids fall into them, by [`BucketHash::name`].
-    #[serde(default = "oldest_hash")]
-    pub bucket_hash: String,
     /// The first bucket of the shard, and the one after its last.
     pub buckets: [u32; 2],
     /// Rows of each run: rows that are sorted by (bucket, `uint64(id)`) among themselves.
@@ -56,19 +46,6 @@ pub struct TableShare {
 }
 
 impl TableShare {
-    /// How ids fall into the table's buckets.
-    pub(crate) fn bucketing(&self, path: &Path) -> Result<Bucketing> {
-        let hash = BucketHash::from_name(&self.bucket_hash).ok_or_else(|| {
-            let what = format!(
-                "{}: bucket_hash {:?} is not known: load it with a newer release",
-                path.display(),
-                self.bucket_hash
-            );
-            Error::new(Kind::Unsupported, what)
-        })?;
-        Ok(Bucketing::new(self.total_num_buckets, hash))
-    }
-
     /// Rows of all runs; `None` where they are more than any table has.
     pub(crate) fn rows(&self) -> Option<u64> {
         self.runs.iter().try_fold(0_u64, |all, &rows| all.checked_add(rows)).filter(|&rows| rows < 1 << 62)
@@ -168,7 +145,7 @@ pub(crate) struct SaveManifest {
     pub(crate) shards: Vec<u32>,
 }
 
-/// What a later release's manifest has too.
+/// What the manifest of any release has.
 #[derive(Deserialize)]
 struct Head {
     format: serde_json::Value,
@@ -184,7 +161,13 @@ impl SaveManifest {
     pub(crate) fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
         let head: Head = parse(bytes, path)?;
         if head.format != FORMAT || head.version != VERSION {
-            let what = format!("{} is of another format or version: load it with a newer release", path.display());
+            let what = format!(
+                "{} has format {} of version {} and this release reads {FORMAT:?} of version {VERSION}: load it with the release that wrote \
+                 it",
+                path.display(),
+                head.format,
+                head.version
+            );
             return Err(Error::new(Kind::Unsupported, what).at(path));
         }
         let found: Self = parse(bytes, path)?;

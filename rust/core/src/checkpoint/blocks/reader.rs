@@ -72,8 +72,6 @@ pub struct TableOfBlocks {
     pub epoch: u32,
     /// How ids fall into the table's buckets.
     pub bucketing: Bucketing,
-    /// How the manifest calls that.
-    pub bucket_hash: String,
     /// What its blocks hold, by slot.
     pub slots: BTreeMap<String, BlockShape>,
 }
@@ -241,8 +239,7 @@ impl BlockReader {
             key: share.key,
             step: share.step,
             epoch: share.epoch,
-            bucketing: share.bucketing(path)?,
-            bucket_hash: share.bucket_hash.clone(),
+            bucketing: Bucketing::new(share.total_num_buckets),
             slots,
         };
         let table =

@@ -6,10 +6,10 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::digest::checksum;
-use super::names::{FORMAT, OLDEST_VERSION, VERSION};
+use super::names::{FORMAT, VERSION};
 use crate::error::{Error, Kind, Result};
 
-/// The fields that are read first, so that a newer format is reported as such, whatever else it holds.
+/// The fields that are read first, so that another version is reported as such, whatever else it holds.
 #[derive(Deserialize)]
 struct Head {
     format: String,
@@ -21,18 +21,18 @@ pub(crate) fn inconsistent(path: &Path, what: impl Display) -> Error {
     Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"))
 }
 
-/// Parse a manifest. The error is `Unsupported` for a newer version, and `Corruption` for anything else that is no manifest.
+/// Parse a manifest. The error is `Unsupported` for another version, and `Corruption` for anything else that is no manifest.
 pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> Result<T> {
     let damaged = |e: serde_json::Error| Error::corruption(path, 0, "the manifest", "valid", e).at(path);
     let head: Head = serde_json::from_slice(bytes).map_err(damaged)?;
     if head.format != FORMAT {
         return Err(Error::corruption(path, 0, "the format", FORMAT, head.format));
     }
-    if !(OLDEST_VERSION..=VERSION).contains(&head.version) {
+    if head.version != VERSION {
         return Err(Error::new(
             Kind::Unsupported,
             format!(
-                "{} has format version {} and this release reads {OLDEST_VERSION} to {VERSION}: load it with a newer one",
+                "{} has format version {} and this release reads {VERSION}: load it with the release that wrote it",
                 path.display(),
                 head.version
             ),

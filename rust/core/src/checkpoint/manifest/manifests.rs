@@ -7,9 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::dense::{DenseEntry, DenseShare};
 use super::digest::RankDigest;
 use super::latest::CheckpointName;
-use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_A_FILE, VERSION_WITHOUT_COUNTS};
+use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_A_FILE, VERSION};
 use super::spec::MAX_COUNT;
-use super::versions::{Needs, check_version, version_of};
 use crate::error::Result;
 use crate::lifecycle::{StepClock, Sweep};
 use crate::ssd::SegmentSet;
@@ -27,8 +26,7 @@ pub enum CheckpointKind {
     Full,
     /// Rows modified since the parent, and tombstones of those that left the table.
     Delta,
-    /// Every row, for a restart of the same ranks: tables with an SSD tier are in it as the tier's segments. Manifests call it `snapshot`.
-    #[serde(rename = "snapshot")]
+    /// Every row, for a restart of the same ranks: tables with an SSD tier are in it as the tier's segments.
     Linked,
     /// Every row without optimizer slots, to be served. Weights may be stored in fewer bytes. Nothing is trained from it.
     Serving,
@@ -40,7 +38,7 @@ impl CheckpointKind {
         match self {
             Self::Full => "full",
             Self::Delta => "delta",
-            Self::Linked => "snapshot",
+            Self::Linked => "linked",
             Self::Serving => "serving",
         }
     }
@@ -85,15 +83,14 @@ pub struct TableEntry {
 pub struct Manifest {
     /// [`FORMAT`].
     pub format: String,
-    /// [`OLDEST_VERSION`](super::names::OLDEST_VERSION) to [`VERSION`](super::names::VERSION).
+    /// [`VERSION`].
     pub version: u32,
     /// The checkpoint's directory.
     pub name: String,
     /// Its number.
     pub seq: u64,
-    /// When it was published, in milliseconds since 1970, by the clock of the machine that did. `None` of a manifest without a time.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub saved_unix_ms: Option<u64>,
+    /// When it was published, in milliseconds since 1970, by the clock of the machine that did.
+    pub saved_unix_ms: u64,
     /// What it holds.
     pub kind: CheckpointKind,
     /// What a delta builds on; none of others.
@@ -231,7 +228,7 @@ impl Share {
         }
         if let Some(set) = &self.segments {
             if kind != CheckpointKind::Linked || !self.files.is_empty() {
-                return Err("segments are in linked checkpoints (kind snapshot) only, and without files".into());
+                return Err("segments are in linked checkpoints only, and without files".into());
             }
             set.check()?;
         }
@@ -262,22 +259,11 @@ pub(crate) struct RankManifest {
 impl RankManifest {
     pub(crate) fn new(name: String, rank: u32, world: u32) -> Self {
         let (tables, dense) = (Vec::new(), None);
-        let version = VERSION_WITHOUT_COUNTS;
-        Self { format: FORMAT.to_owned(), version, name, rank, world, tables, dense }
-    }
-
-    /// Say the version that can hold the tables.
-    pub(crate) fn set_version(&mut self) {
-        self.version = version_of(needs(&self.tables));
+        Self { format: FORMAT.to_owned(), version: VERSION, name, rank, world, tables, dense }
     }
 }
 
 impl Manifest {
-    /// What it holds that not every version can.
-    pub(crate) fn needs(&self) -> Needs {
-        Needs { serving: self.kind == CheckpointKind::Serving, ..needs_of(&self.tables) }
-    }
-
     /// As JSON.
     pub fn to_json(&self) -> Result<Vec<u8>> {
         render(self)
@@ -297,7 +283,6 @@ impl Manifest {
         if self.made_from.is_some() != (self.kind == CheckpointKind::Serving) {
             return Err("a serving checkpoint was made from another one, and no other kind".into());
         }
-        check_version(self.version, self.needs())?;
         if self.chunk_bytes != CHUNK_BYTES as u64 {
             return Err(format!("chunk_bytes is {}", self.chunk_bytes));
         }
@@ -320,9 +305,7 @@ impl Manifest {
     /// Whether a delta's rows and tombstones are changes of the tables of `parent`; the message says what does not fit.
     pub(crate) fn check_fits_parent(&self, parent: &Self) -> Result<(), String> {
         if parent.kind == CheckpointKind::Linked {
-            return Err(
-                "on a linked checkpoint (kind snapshot), and a delta builds on a full checkpoint or a delta".into()
-            );
+            return Err("on a linked checkpoint, and a delta builds on a full checkpoint or a delta".into());
         }
         if parent.kind == CheckpointKind::Serving {
             return Err("on a serving checkpoint, and a delta builds on what that was made from".into());
@@ -349,8 +332,8 @@ impl Manifest {
         }
         // Hyperparameters, seed, initializer and what ids without rows read may change as training goes on.
         let lasting = |TableEntry { spec, .. }: &TableEntry| {
-            let TableSpec { module, table, key, dim, optimizer, total_num_buckets, bucket_hash, .. } = spec.clone();
-            (module, table, key, dim, optimizer.name, total_num_buckets, bucket_hash)
+            let TableSpec { module, table, key, dim, optimizer, total_num_buckets, .. } = spec.clone();
+            (module, table, key, dim, optimizer.name, total_num_buckets)
         };
         match self.tables.iter().zip(&before.tables).find(|(new, old)| lasting(new) != lasting(old)) {
             Some((new, _)) => Err(format!("of a table {:?} that is not its parent's", new.spec.table)),
@@ -378,29 +361,6 @@ impl TableEntry {
         let least = if self.sweeps.is_empty() { self.rows.max(unswept) } else { self.rows };
         (least..=most).contains(&self.total_rows)
     }
-}
-
-pub(super) fn needs(shares: &[Share]) -> Needs {
-    shares.iter().fold(Needs::default(), |needs, share| Needs {
-        counts: needs.counts || share.counts.is_some(),
-        sweeps: needs.sweeps || !share.sweeps.is_empty(),
-        clocks: needs.clocks || !share.clock.is_empty(),
-        shared_row: needs.shared_row || share.spec.shared_row.is_some(),
-        missing_reads: needs.missing_reads || share.spec.missing_read.is_some(),
-        serving: needs.serving || share.spec.precision.is_some(),
-    })
-}
-
-/// What tables in the coordinator's manifest need.
-fn needs_of(tables: &[TableEntry]) -> Needs {
-    tables.iter().fold(Needs::default(), |needs, table| Needs {
-        counts: needs.counts || table.pending.is_some(),
-        sweeps: needs.sweeps || !table.sweeps.is_empty(),
-        clocks: needs.clocks || !table.clock.is_empty(),
-        shared_row: needs.shared_row || table.spec.shared_row.is_some(),
-        missing_reads: needs.missing_reads || table.spec.missing_read.is_some(),
-        serving: needs.serving || table.spec.precision.is_some(),
-    })
 }
 
 /// Bytes of all ranks' extents.

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::dense::DenseShare;
-use super::manifests::{CheckpointKind, Manifest, RankManifest, Share, TableEntry, dense_bytes, needs};
-use super::versions::check_version;
+use super::manifests::{CheckpointKind, Manifest, RankManifest, Share, TableEntry, dense_bytes};
 use crate::lifecycle::StepClock;
 
 /// How many ids have counts in these shares; `None` where none of them has counts.
@@ -84,7 +83,6 @@ impl Manifest {
             return Err("the ranks' manifests hold other tables, settings or counts".into());
         }
         for (rank, manifest) in ranks.iter().enumerate() {
-            check_version(manifest.version, needs(&manifest.tables))?;
             let checked = manifest.dense.as_ref().map_or(Ok(()), DenseShare::check);
             checked.map_err(|what| format!("rank {rank}: {what}"))?;
             if manifest.dense.is_some() != self.dense.is_some() {

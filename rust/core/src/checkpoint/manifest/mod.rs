@@ -10,4 +10,3 @@ pub(crate) mod merge;
 pub(crate) mod names;
 pub(crate) mod read;
 pub(crate) mod spec;
-pub(crate) mod versions;

@@ -4,19 +4,8 @@ use crate::paths::encode_name;
 
 /// What every manifest says it is.
 pub const FORMAT: &str = "torchrec-embcache";
-/// The newest version of the format. A checkpoint is written in the oldest version that can hold it: in this one where it says what an id
-/// without a row reads, or is a serving checkpoint.
-pub const VERSION: u32 = 6;
-/// The version of other checkpoints that say when steps were made, or in which a table has a shared row.
-pub(crate) const VERSION_WITHOUT_MISSING_READS: u32 = 5;
-/// The version of other checkpoints that are deltas with sweeps.
-pub(crate) const VERSION_WITHOUT_CLOCKS: u32 = 4;
-/// The version of other checkpoints that have counts of ids that wait for rows.
-pub(crate) const VERSION_WITHOUT_SWEEPS: u32 = 3;
-/// The version of all others. Their manifests say how ids fall into buckets (`bucket_hash`), which those of version 1 do not.
-pub(crate) const VERSION_WITHOUT_COUNTS: u32 = 2;
-/// The oldest version that is read.
-pub const OLDEST_VERSION: u32 = 1;
+/// The version of the format.
+pub const VERSION: u32 = 1;
 /// Bytes of a column under one checksum.
 pub const CHUNK_BYTES: usize = 16 << 10;
 /// Tombstones of a file at most.

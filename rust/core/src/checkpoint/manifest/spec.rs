@@ -8,7 +8,7 @@ use crate::config::{MissingRead, OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::SharedRow;
 use crate::rows::{Initializer, Precision};
-use crate::types::{BucketHash, Bucketing};
+use crate::types::Bucketing;
 
 /// Longest name of a module or table, in bytes.
 const MAX_NAME_BYTES: usize = 4096;
@@ -51,15 +51,11 @@ pub struct TableSpec {
     pub initializer: Initializer,
     /// Buckets of the table.
     pub total_num_buckets: u32,
-    /// How ids fall into them. Manifests of version 1 do not say: [`BucketHash::Plain`].
-    #[serde(default)]
-    pub bucket_hash: BucketHash,
     /// The row that ids share which were refused one, where the table has such a row and it was saved.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, rename = "oov_row", skip_serializing_if = "Option::is_none")]
     pub shared_row: Option<SharedRow>,
-    /// What an evaluation reads for an id without a row, where that is not what [`TableSpec::missing_read()`] gives without this field.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub missing_read: Option<MissingRead>,
+    /// What an evaluation reads for an id without a row.
+    pub missing_read: MissingRead,
     /// In a serving checkpoint: how weights are stored. Rows have no optimizer slots then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub precision: Option<Precision>,
@@ -86,29 +82,10 @@ impl TableSpec {
             seed: config.seed,
             initializer: config.initializer,
             total_num_buckets: config.total_num_buckets,
-            bucket_hash: config.bucket_hash,
             shared_row,
-            missing_read: Some(config.missing_read),
+            missing_read: config.missing_read,
             precision: None,
         }
-        .in_short()
-    }
-
-    /// Without the field `missing_read` where a reader does without it. So most checkpoints are of versions that have no such
-    /// field.
-    fn in_short(mut self) -> Self {
-        self.missing_read = self.missing_read.filter(|said| *said != self.missing_read_unless_said());
-        self
-    }
-
-    fn missing_read_unless_said(&self) -> MissingRead {
-        if self.shared_row.is_some() { MissingRead::SharedRow } else { MissingRead::Initial }
-    }
-
-    /// What an evaluation reads for an id without a row: what the field says; without it the shared row, where there is one, or else the
-    /// initial weights.
-    pub fn missing_read(&self) -> MissingRead {
-        self.missing_read.unwrap_or_else(|| self.missing_read_unless_said())
     }
 
     /// The same table in a serving checkpoint.
@@ -122,12 +99,12 @@ impl TableSpec {
         let spec: Self = serde_json::from_str(text)
             .map_err(|e| Error::new(Kind::Input, format!("the description of a table is not one: {e}")))?;
         spec.check()?;
-        Ok(spec.in_short())
+        Ok(spec)
     }
 
     /// How ids fall into the table's buckets.
     pub fn bucketing(&self) -> Bucketing {
-        Bucketing::new(self.total_num_buckets, self.bucket_hash)
+        Bucketing::new(self.total_num_buckets)
     }
 
     /// The optimizer's kind.
@@ -195,10 +172,10 @@ impl TableSpec {
             }
         }
         match self.missing_read {
-            Some(MissingRead::Value(value)) if !value.is_finite() => {
+            MissingRead::Value(value) if !value.is_finite() => {
                 return refuse(format!("ids without a row read {value}, which is no finite number"));
             }
-            Some(MissingRead::SharedRow) if self.shared_row.is_none() => {
+            MissingRead::SharedRow if self.shared_row.is_none() => {
                 return refuse("ids without a row read its shared row, and it has none".into());
             }
             _ => (),

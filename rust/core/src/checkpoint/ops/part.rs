@@ -165,7 +165,6 @@ impl Save {
             }
         }
         adopted.dense.get_or_insert_with(DenseShare::default);
-        adopted.set_version();
         let bytes = render(&adopted)?;
         publish(dir.engine(), &dir.join(rank_file(rank, world)), &bytes)?;
         for (root, name, _) in parts {

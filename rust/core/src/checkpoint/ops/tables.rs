@@ -257,11 +257,10 @@ impl TableReader {
         let spec = self.spec();
         spec.check_fits(config, self.has_slots())?;
         if spec.bucketing() != config.bucketing() || *self.buckets() != config.buckets {
-            let (here, there) = (config.bucket_hash.name(), spec.bucket_hash.name());
             return Err(Error::new(
                 Kind::Mismatch,
                 format!(
-                    "table {:?} owns buckets {:?} of {} ({here}) and the reader was made for {:?} of {} ({there})",
+                    "table {:?} owns buckets {:?} of {} and the reader was made for {:?} of {}",
                     config.name,
                     config.buckets,
                     config.total_num_buckets,

@@ -16,7 +16,6 @@ use crate::checkpoint::manifest::manifests::{
 use crate::checkpoint::manifest::merge::merge;
 use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, MANIFEST_FILE, VERSION};
 use crate::checkpoint::manifest::read::{read_manifest, read_ranks};
-use crate::checkpoint::manifest::versions::version_of;
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, LOCK_FILE, publish, write_whole};
 use crate::memory::room_for_threads;
@@ -84,10 +83,9 @@ impl Drop for Early {
     }
 }
 
-/// The time, in milliseconds since 1970; `None` where the clock says an earlier one.
-fn unix_ms() -> Option<u64> {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
-    u64::try_from(since.as_millis()).ok()
+/// The time, in milliseconds since 1970; 0 where the clock says an earlier one.
+fn unix_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
 
 /// What publishing a checkpoint did.
@@ -203,7 +201,6 @@ impl Save {
             tables,
             dense: self.dense.map(|metadata| DenseEntry { metadata, bytes: dense_bytes(&ranks) }),
         };
-        manifest.version = version_of(manifest.needs());
         manifest.check(self.name).map_err(refuse)?;
         manifest.check_ranks(&ranks).map_err(refuse)?;
         let mut sealed = seal(&render(&manifest)?);

@@ -76,11 +76,11 @@ mod tests {
             let optimizer = serde_json::json!({"name": "sgd", "hyperparameters": {}});
             let spec = serde_json::json!({
                 "module": "m", "table": "t", "key": 1, "dim": 2, "dtype": "F32", "optimizer": optimizer, "step": 1, "seed": 1,
-                "initializer": {"name": "constant", "value": 0.0}, "total_num_buckets": 7,
+                "initializer": {"name": "constant", "value": 0.0}, "total_num_buckets": 7, "missing_read": "initial",
             });
             let share =
                 serde_json::json!({"spec": spec, "bucket_begin": 0, "bucket_end": 7, "total_rows": 0, "files": [file]});
-            serde_json::from_value(share).expect("a share of version 1")
+            serde_json::from_value(share).expect("a share")
         };
         assert_eq!(share(TOMBSTONES_A_FILE).check(CheckpointKind::Delta), Ok(()));
         let refused = share(TOMBSTONES_A_FILE + 1).check(CheckpointKind::Delta);

@@ -39,8 +39,7 @@ use safetensors::tensor::Metadata;
 use serde_json::{Map, Value, json};
 
 use crate::checkpoint::manifest::manifests::{DataShape, TableSpec};
-use crate::checkpoint::manifest::names::VERSION_WITHOUT_COUNTS;
-pub use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, OLDEST_VERSION, VERSION};
+pub use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, VERSION};
 use crate::config::OptimizerKind;
 use crate::io::ALIGNMENT;
 use crate::rows::Precision;
@@ -231,11 +230,10 @@ impl FileLayout {
         let mut tensors = Map::new();
         let about = [
             ("format", FORMAT.to_owned()),
-            ("version", VERSION_WITHOUT_COUNTS.to_string()),
+            ("version", VERSION.to_string()),
             ("module", spec.module.clone()),
             ("table", spec.table.clone()),
             ("total_num_buckets", spec.total_num_buckets.to_string()),
-            ("bucket_hash", spec.bucket_hash.name().to_owned()),
             ("bucket_begin", buckets.start.to_string()),
             ("bucket_end", buckets.end.to_string()),
             ("chunk_bytes", CHUNK_BYTES.to_string()),

@@ -176,7 +176,6 @@ impl Order {
 mod tests {
     use super::super::bucket_sort::COUNTED;
     use super::*;
-    use crate::types::{BucketHash, bucket_of};
 
     fn header(id: Id) -> RowHeader {
         let bits = crate::types::hash_id(id);
@@ -192,7 +191,7 @@ mod tests {
         let (mut block, mut found) = (Metadata::new(), Vec::new());
         // What it was used for before changes nothing.
         for n in [rows.len() / 2, rows.len()] {
-            order.make(rows.range(0..n), 0, &owned, Bucketing::new(total, BucketHash::Plain))?;
+            order.make(rows.range(0..n), 0, &owned, Bucketing::new(total))?;
             found.clear();
             while found.len() < n {
                 let first = found.len();
@@ -222,10 +221,11 @@ mod tests {
             let ids: Vec<Id> = (0..rows).map(|n| crate::types::hash_id(n) as Id).collect();
             let (found, starts) = order_of(&ids, 0..total, total).unwrap();
             let mut expected = ids.clone();
-            expected.sort_unstable_by_key(|&id| (bucket_of(id, total), id as u64));
+            let bucketing = Bucketing::new(total);
+            expected.sort_unstable_by_key(|&id| (bucketing.of(id), id as u64));
             assert_eq!(found, expected, "{rows} rows in {total} buckets");
             for (bucket, bounds) in (0..).zip(starts.windows(2)) {
-                assert!(found[bounds[0] as usize..bounds[1] as usize].iter().all(|&id| bucket_of(id, total) == bucket));
+                assert!(found[bounds[0] as usize..bounds[1] as usize].iter().all(|&id| bucketing.of(id) == bucket));
             }
             assert_eq!((starts.len(), starts.last()), (total as usize + 1, Some(&i64::from(rows as u32))));
         }
@@ -233,8 +233,10 @@ mod tests {
 
     #[test]
     fn rows_of_other_buckets_and_rows_given_twice_have_no_order() {
-        assert_eq!(order_of(&[10, 11, 22], 0..2, 10), Err(NoOrder::Foreign(22, 2)));
-        assert_eq!(order_of(&[12, 11], 2..3, 10), Err(NoOrder::Foreign(11, 1)));
+        let bucketing = Bucketing::new(10);
+        let [first, second, third] = [0, 1, 2].map(|bucket| (0..1000).find(|&id| bucketing.of(id) == bucket).unwrap());
+        assert_eq!(order_of(&[first, second, third], 0..2, 10), Err(NoOrder::Foreign(third, 2)));
+        assert_eq!(order_of(&[third, second], 2..3, 10), Err(NoOrder::Foreign(second, 1)));
         for rows in [2, 100, COUNTED as Id, 1000] {
             let mut ids: Vec<Id> = (0..rows).map(|n| n * 7 - 3).collect();
             ids.push(ids[rows as usize / 2]);
@@ -244,9 +246,6 @@ mod tests {
         assert_eq!(order_of(&[-1, 5, -1], 0..1, 1), Err(NoOrder::Twice(-1)));
         let headers = [header(7)];
         let row = RowList::block(&headers, &[], 0);
-        assert_eq!(
-            Order::default().make(row, 1, &(0..1), Bucketing::new(1, BucketHash::Plain)),
-            Err(NoOrder::Floats(7))
-        );
+        assert_eq!(Order::default().make(row, 1, &(0..1), Bucketing::new(1)), Err(NoOrder::Floats(7)));
     }
 }

@@ -21,7 +21,6 @@ impl Checkpoint {
             seed: spec.seed,
             initializer: format!("{:?}", spec.initializer),
             total_num_buckets: spec.total_num_buckets,
-            bucket_hash: spec.bucket_hash,
             bucket_begin: share.bucket_begin,
             bucket_end: share.bucket_end,
         };
@@ -63,7 +62,7 @@ impl Checkpoint {
         Error::new(
             Kind::Mismatch,
             format!(
-                "{} is a linked checkpoint (kind snapshot) of {world} ranks, for a restart of the same ranks, and {what}: make it one that \
+                "{} is a linked checkpoint of {world} ranks, for a restart of the same ranks, and {what}: make it one that \
                  any ranks load by `embcache compact {root}`, or another directory of it by `embcache reshard`",
                 dir.display()
             ),

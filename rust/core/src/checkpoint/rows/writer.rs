@@ -204,8 +204,7 @@ impl RankWriter {
     }
 
     /// Make this rank's part durable. The digest goes to the coordinator.
-    pub fn finish(mut self) -> Result<RankDigest> {
-        self.manifest.set_version();
+    pub fn finish(self) -> Result<RankDigest> {
         let (engine, bytes) = (self.directory.engine(), render(&self.manifest)?);
         // It needs no temporary name: no load uses it before the coordinator's manifest has its checksum.
         let manifest = self.directory.join(rank_file(self.manifest.rank, self.manifest.world));

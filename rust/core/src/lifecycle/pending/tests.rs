@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, HashMap};
 use proptest::prelude::*;
 
 use super::*;
-use crate::types::{BucketHash, hash_id};
+use crate::types::hash_id;
 
 fn bucketing() -> Bucketing {
-    Bucketing::new(13, BucketHash::SplitMix64)
+    Bucketing::new(13)
 }
 
 fn all(pending: &Pending) -> BTreeMap<Id, (u32, bool)> {
@@ -115,7 +115,7 @@ fn a_bucket_that_is_full_when_its_window_ends_remembers_what_was_counted_then() 
 #[test]
 fn memory_without_end_takes_no_more_maps_than_there_may_be() {
     for buckets in [1, 13, 1 << 15, 1 << 20] {
-        let bucketing = Bucketing::new(buckets, BucketHash::SplitMix64);
+        let bucketing = Bucketing::new(buckets);
         for memory in [1 << 40, 1 << 62, u64::MAX] {
             let mut pending = Pending::new(0..buckets, bucketing, memory, None);
             assert!(pending.maps.len() as u64 <= MOST_MAPS.max(u64::from(buckets)), "{} maps", pending.maps.len());
@@ -190,7 +190,7 @@ proptest! {
         steps in prop::collection::vec(any_step(), 1..40),
         memory in prop_oneof![Just(1_u64 << 20), Just(20 << 20)],
     ) {
-        let bucketing = Bucketing::new(3, BucketHash::SplitMix64);
+        let bucketing = Bucketing::new(3);
         let mut pending = Pending::new(0..3, bucketing, memory, None);
         let (mut model, mut spots) = (BTreeMap::<Id, (u32, bool)>::new(), HashMap::new());
         for step in steps {

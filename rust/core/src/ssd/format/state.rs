@@ -152,8 +152,7 @@ impl StateFile {
         Ok(state)
     }
 
-    /// `Mismatch`, which names the first field that differs, unless the state is of this table. How ids fall into buckets may differ,
-    /// because the table takes that over from the state.
+    /// `Mismatch`, which names the first field that differs, unless the state is of this table.
     pub(crate) fn check_identity(&self, identity: &Identity, layout: &RowLayout, dir: &Path) -> Result<()> {
         let (was, is) = (&self.identity, identity);
         let layout_name = |vector_floats: u64, scalar: bool| {

@@ -20,7 +20,6 @@ use crate::ssd::segment::home::Home;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
 use crate::ssd::tier::states::{Published, States};
-use crate::types::BucketHash;
 
 /// Sizes that tests make small. `None` stands for the usual one.
 #[derive(Clone, Copy, Debug, Default)]
@@ -67,9 +66,6 @@ pub(crate) fn open(
     }
     let held = hold_alone(engine, &config.dir)?;
     let contents = contents(config, (identity, &layout), &home, tuning, source)?;
-    // The rows of a resumed state are those of this rank's buckets by the hash that it names.
-    let bucket_hash = contents.resumed.as_ref().map_or(identity.bucket_hash, |resumed| resumed.bucket_hash);
-    let identity = Identity { bucket_hash, ..identity.clone() };
     tracing::debug!(
         table = identity.table,
         dir = %home.dir.display(),
@@ -80,7 +76,7 @@ pub(crate) fn open(
     );
     let counters = contents.resumed.as_ref().map(|resumed| resumed.counters);
     let note = contents.resumed.map(|resumed| resumed.note).unwrap_or_default();
-    Ok((Arc::new(TierInner::new(home, layout, identity, contents.state, (held, note))), counters))
+    Ok((Arc::new(TierInner::new(home, layout, identity.clone(), contents.state, (held, note))), counters))
 }
 
 /// What a tier begins with.
@@ -92,7 +88,6 @@ struct Contents {
 /// What a resumed state says of its table.
 struct Resumed {
     counters: StateCounters,
-    bucket_hash: BucketHash,
     note: Vec<u8>,
 }
 
@@ -225,7 +220,7 @@ fn resume(
         home.engine.remove_file(path)?;
     }
     state.reap();
-    let resumed = Resumed { counters: file.counters, bucket_hash: file.identity.bucket_hash, note: file.note };
+    let resumed = Resumed { counters: file.counters, note: file.note };
     Ok(Contents { state, resumed: Some(resumed) })
 }
 

@@ -60,6 +60,24 @@ fn rows_die_by_their_step_in_buffers_in_open_segments_and_in_sealed_ones() {
 }
 
 #[test]
+fn rows_die_by_their_step_in_segments_whose_footers_have_no_steps_also_when_resumed() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Never)).unwrap();
+    // The largest step counts as unknown, and then a footer has none.
+    append(&tier, &[rows(0..100, 5), rows(100..200, 7), rows(200..201, u64::MAX)].concat(), |_| false).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    assert!(tier.inner.state().segments().iter().all(|segment| segment.steps().is_none()));
+    assert_eq!(bury(&tier, &mut Burial::default(), &by_step(5), 30), (0..100).collect::<Vec<Id>>());
+    tier.publish(2, StateCounters::default()).unwrap();
+    tier.close().unwrap();
+    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Resume)).unwrap();
+    let even = |header: &RowHeader, _: &[f32]| header.id % 2 == 0;
+    let dying = Dying { last_step: 7, by_row: Some(&even) };
+    assert_eq!(bury(&tier, &mut Burial::default(), &dying, 30), (100..200).step_by(2).collect::<Vec<Id>>());
+    assert_eq!(ids_left(&tier), (101..200).step_by(2).chain([200]).collect::<Vec<Id>>());
+}
+
+#[test]
 fn the_rule_sees_the_rows_up_to_the_step_that_are_not_kept_and_those_that_it_names_die() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let (tier, _) = open(&engine, &config(1 << 20, Reopen::Never)).unwrap();

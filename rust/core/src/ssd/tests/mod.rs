@@ -29,7 +29,6 @@ fn identity() -> Identity {
         seed: 1,
         initializer: "Uniform(-1, 1)".into(),
         total_num_buckets: 10,
-        bucket_hash: crate::types::BucketHash::SplitMix64,
         bucket_begin: 0,
         bucket_end: 10,
     }

@@ -6,7 +6,7 @@
 //! to those that follow. A row is therefore looked at wherever it is moved to, and when nothing is left none was missed.
 //!
 //! Footers know the last steps of their rows. So a segment whose rows were all trained after the rule's step is not looked at, and where
-//! the step alone decides only footers are read. Segments of older versions do not know it, and their records are read.
+//! the step alone decides only footers are read. A few footers have no room for last steps; the records of their segments are read.
 
 use std::collections::HashSet;
 use std::sync::Arc;

@@ -35,12 +35,12 @@ def links(place: Path) -> list[int]:
     return [path.stat().st_nlink for path in segments(place)]
 
 
-def test_linked_and_its_older_name_snapshot_make_the_same_checkpoint(root: Path, tmp_path: Path) -> None:
+def test_a_linked_save_links_the_segments_once_and_is_no_delta(root: Path, tmp_path: Path) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))
     train(bag)
-    for named in ({"linked": True}, {"snapshot": True}):
-        report = Saver(0).save(bag, root, **named)
-        assert report.kind == "snapshot"
+    for _ in range(2):
+        report = Saver(0).save(bag, root, linked=True)
+        assert report.kind == "linked"
         assert report.linked_bytes > 0
         assert links(root) == [2] * len(segments(root))
     with pytest.raises(ConfigError, match="linked=True"):
@@ -49,14 +49,14 @@ def test_linked_and_its_older_name_snapshot_make_the_same_checkpoint(root: Path,
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
 @pytest.mark.parametrize("kind", ["ssd", "device"])
-def test_a_restart_from_a_snapshot_goes_on_bit_for_bit_and_writes_no_row_again(
+def test_a_restart_from_a_linked_checkpoint_goes_on_bit_for_bit_and_writes_no_row_again(
     kind: str, optimizer: optimizers.OptimizerSpec, root: Path, tmp_path: Path
 ) -> None:
     bag = make_bag(optimizer=optimizer, tiers=tiers(kind, tmp_path))
     train(bag, 10)
-    report = Saver(0).save(bag, root, snapshot=True)
+    report = Saver(0).save(bag, root, linked=True)
     before = rows(bag)
-    assert (report.kind, report.parent, report.reason, report.rows) == ("snapshot", None, None, len(before))
+    assert (report.kind, report.parent, report.reason, report.rows) == ("linked", None, None, len(before))
     assert report.linked_bytes == sum(path.stat().st_size for path in segments(root)) > 0
     assert report.copied_bytes == 0
     assert data_files(root) == []
@@ -94,24 +94,26 @@ def test_a_restart_from_a_snapshot_goes_on_bit_for_bit_and_writes_no_row_again(
     assert {path: path.read_bytes() for path in segments(root)} == files
 
 
-def test_deltas_do_not_build_on_a_snapshot_which_counts_among_those_that_stay(root: Path, tmp_path: Path) -> None:
+def test_deltas_do_not_build_on_a_linked_checkpoint_which_counts_among_those_that_stay(
+    root: Path, tmp_path: Path
+) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))
     train(bag)
     first = Saver(0).save(bag, root, keep=3)
-    snapshot = Saver(0).save(bag, root, snapshot=True, keep=3)
+    linked = Saver(0).save(bag, root, linked=True, keep=3)
     train(bag, seed=1)
     second = Saver(0).save(bag, root, incremental=True, keep=3)
     assert second.kind == "full"
     assert second.reason is not None
-    assert snapshot.checkpoint in second.reason
+    assert linked.checkpoint in second.reason
     train(bag, seed=2)
     assert Saver(0).save(bag, root, incremental=True, keep=3).kind == "delta"
     assert loaded(root) == rows(bag)
-    assert {first.checkpoint, snapshot.checkpoint} <= set(os.listdir(root)) | {first.checkpoint}
-    with pytest.raises(ConfigError, match="snapshot=True"):
-        Saver(0).save(bag, root, incremental=True, snapshot=True)
+    assert {first.checkpoint, linked.checkpoint} <= set(os.listdir(root)) | {first.checkpoint}
+    with pytest.raises(ConfigError, match="linked=True"):
+        Saver(0).save(bag, root, incremental=True, linked=True)
     # A linked checkpoint that was loaded is no ancestor. The sweep removes it with its own segments and without those of the tier.
-    Saver(0).load(bag, root, checkpoint=snapshot.checkpoint)
+    Saver(0).load(bag, root, checkpoint=linked.checkpoint)
     assert Saver(0).save(bag, root, incremental=True).kind == "full"
     assert segments(root) == []
     train(bag, seed=3)
@@ -127,7 +129,7 @@ def test_a_table_without_an_ssd_tier_beside_one_with(root: Path, tmp_path: Path)
     saved = model(tmp_path / "one")
     for bag in saved.values():
         train(bag)
-    report = Saver(0).save(saved, root, snapshot=True)
+    report = Saver(0).save(saved, root, linked=True)
     assert report.rows == sum(len(bag) for bag in saved.values())
     assert report.linked_bytes > 0
     assert len(data_files(root)) > 0
@@ -143,14 +145,14 @@ def test_a_table_without_an_ssd_tier_beside_one_with(root: Path, tmp_path: Path)
     assert rows(lone["ram"]) == rows(saved["ram"])
 
 
-def test_the_command_shows_checks_and_converts_a_snapshot(
+def test_the_command_shows_checks_and_converts_a_linked_checkpoint(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))
     train(bag)
-    Saver(0).save(bag, root, snapshot=True)
+    Saver(0).save(bag, root, linked=True)
     code, found = run(capsys, "inspect", root)
-    assert (code, found["checkpoints"][0]["kind"], found["checkpoints"][0]["rows"]) == (0, "snapshot", len(bag))
+    assert (code, found["checkpoints"][0]["kind"], found["checkpoints"][0]["rows"]) == (0, "linked", len(bag))
     assert run(capsys, "verify", root)[0] == 0
     assert run(capsys, "reshard", root, tmp_path / "divided", "--world-size", 3)[0] == 0
     assert loaded(tmp_path / "divided") == rows(bag)
@@ -163,12 +165,12 @@ def test_the_command_shows_checks_and_converts_a_snapshot(
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "npy"])
-def test_a_snapshot_goes_out_to_plain_files_and_back_as_a_checkpoint(
+def test_a_linked_checkpoint_goes_out_to_plain_files_and_back_as_a_checkpoint(
     layout: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))
     train(bag)
-    Saver(0).save(bag, root, snapshot=True)
+    Saver(0).save(bag, root, linked=True)
     assert run(capsys, "convert", root, tmp_path / "plain", "--to", layout)[0] == 0
     assert run(capsys, "convert", tmp_path / "plain", tmp_path / "back", "--to", "embcache")[0] == 0
     assert loaded(tmp_path / "back") == rows(bag)
@@ -179,10 +181,10 @@ def test_a_snapshot_goes_out_to_plain_files_and_back_as_a_checkpoint(
     assert not (tmp_path / "again").exists()
 
 
-def test_doors_that_do_not_take_snapshots_say_what_does(root: Path, tmp_path: Path) -> None:
+def test_doors_that_do_not_take_linked_checkpoints_say_what_does(root: Path, tmp_path: Path) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))
     train(bag)
-    Saver(0).save(bag, root, snapshot=True)
+    Saver(0).save(bag, root, linked=True)
     (tmp_path / "other").mkdir()
     other = make_bag(tiers=tiers("ssd", tmp_path / "other"))
     train(other, seed=4)
@@ -194,8 +196,8 @@ def test_doors_that_do_not_take_snapshots_say_what_does(root: Path, tmp_path: Pa
         dcp.load({}, storage_reader=EmbCacheStorageReader(root, other))
     with pytest.raises(PathError, match="no block-level checkpoint"):
         serialize.Loader(str(root), hashtables={"item": other}).load()
-    with pytest.raises(TypeError, match="snapshot"):
-        Saver(0).save_async(bag, root, snapshot=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="linked"):
+        Saver(0).save_async(bag, root, linked=True)  # type: ignore[call-arg]
     assert rows(other) == before
     Saver(0).load(other, root)
     assert rows(other) == rows(bag)
@@ -206,7 +208,7 @@ def test_damage_changes_nothing_or_is_found_by_verify(
 ) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))
     train(bag)
-    Saver(0).save(bag, root, snapshot=True)
+    Saver(0).save(bag, root, linked=True)
     file = max(segments(root), key=lambda path: path.stat().st_size)
     whole = file.read_bytes()
     (tmp_path / "other").mkdir()
@@ -232,7 +234,7 @@ def test_a_tier_that_is_too_small_is_refused_before_anything_changes(root: Path,
     (tmp_path / "large").mkdir(mode=0o750)
     bag = make_bag(tiers=TierBudgets(host_bytes="1MiB", ssd_bytes="8MiB", ssd_dir=tmp_path / "large"))
     bag.import_rows(torch.arange(20_000), torch.ones(20_000, 4))
-    Saver(0).save(bag, root, snapshot=True)
+    Saver(0).save(bag, root, linked=True)
     (tmp_path / "small").mkdir(mode=0o750)
     small = TierBudgets(host_bytes="256KiB", ssd_bytes="512KiB", ssd_dir=tmp_path / "small")
     other = make_bag(tiers=small)
@@ -254,7 +256,7 @@ def test_on_another_file_system_segments_are_copied_and_the_report_says_so(
         bag = make_bag(tiers=TierBudgets(host_bytes=3000, ssd_bytes="4MiB", ssd_dir=place))
         train(bag)
         with caplog.at_level(logging.WARNING):
-            report = Saver(0).save(bag, root, snapshot=True)
+            report = Saver(0).save(bag, root, linked=True)
         assert report.linked_bytes == 0
         assert report.copied_bytes == sum(path.stat().st_size for path in segments(root)) > 0
         assert "copied" in caplog.text
@@ -278,7 +280,7 @@ class OnSsd(Shards):
 def save_and_restart(rank: int, size: int, path: str, place: str) -> list[Any]:
     saved = OnSsd(rank, size, f"{place}/saved")
     saved.fill(IDS)
-    report = Saver().save(saved, path, snapshot=True)
+    report = Saver().save(saved, path, linked=True)
     assert report.linked_bytes > 0
     again = OnSsd(rank, size, f"{place}/again")
     Saver().load(again, path)
@@ -307,7 +309,7 @@ def test_a_load_that_fails_half_way_leaves_tables_that_refuse_until_one_succeeds
 ) -> None:
     bag = make_bag(tiers=tiers("ssd", tmp_path))
     train(bag)
-    Saver(0).save(bag, root, snapshot=True)
+    Saver(0).save(bag, root, linked=True)
     (tmp_path / "other").mkdir()
     other = make_bag(tiers=tiers("ssd", tmp_path / "other"))
     train(other, seed=4)
