@@ -1,0 +1,104 @@
+"""The files in `tests/fixtures/v1`: what is in them, and how they are made.
+
+`python tests/python/fixture_files.py FOLDER` makes them in a folder that is empty. Those of a released format are never made again.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tables import EXTREME_IDS
+from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, initializers, optimizers
+from torchrec_embcache.cli import main
+from torchrec_embcache.eviction import Policy, Ttl
+from torchrec_embcache.saver import Saver
+from torchrec_embcache.serialize import Saver as BlockSaver
+
+DIM = 4
+CHECKPOINTS = ("one_rank", "two_ranks", "serving", "blocks")
+#: Rows 0 to 119 are trained once and flushed. Then each third is trained once more, each tenth removed, and the rest flushed.
+TIER_ROWS = {row: 6.0 if row % 3 == 0 else 6.5 for row in range(120) if row % 10}
+#: Ids of a chain of a full checkpoint and a delta. The first ones are trained in step 1, and a sweep takes them; the others stay.
+SWEPT_IDS = range(1000, 1010)
+CHAIN_IDS = [*EXTREME_IDS, *range(20, 60)]
+#: Ids that came once, and wait for a row.
+WAITING_IDS = [5000, 5001]
+
+
+def tier(root: Path, **settings: Any) -> EmbCacheEmbedding:
+    """A table whose SSD tier is in `root`."""
+    tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="2MiB", ssd_dir=root, **settings)
+    return EmbCacheEmbedding(
+        name="item",
+        embedding_dim=DIM,
+        tiers=tiers,
+        optimizer=optimizers.SGD(lr=0.5),
+        initializer=initializers.Constant(7.0),
+    )
+
+
+def chained() -> EmbCacheEmbedding:
+    """A table with every kind of contents that a checkpoint can have."""
+    return EmbCacheEmbedding(
+        name="item",
+        embedding_dim=DIM,
+        tiers=TierBudgets(host_bytes="1MiB"),
+        optimizer=optimizers.RowWiseAdagrad(lr=0.1),
+        initializer=initializers.Constant(1.0),
+        admission=admission.Count(2),
+        not_admitted="shared",
+        eviction=Policy([Ttl(seconds=100)], every_steps=None),
+    )
+
+
+def train(table: EmbCacheEmbedding, ids: list[int]) -> None:
+    """One training step."""
+    table(torch.tensor(ids)).sum().backward()
+
+
+def _make_tier(folder: Path) -> None:
+    with tier(folder / "ssd") as table:
+        train(table, list(range(120)))
+        table.flush()
+        train(table, list(range(0, 120, 3)))
+        table.table.remove_rows(torch.arange(0, 120, 10))
+        table.flush()
+        Saver(0).save(table, folder / "linked", linked=True)
+
+
+def _make_chain(folder: Path) -> None:
+    table = chained()
+    table.table.set_time(1_000_000.0)
+    train(table, [*SWEPT_IDS, *SWEPT_IDS])
+    Saver(0).save(table, folder / "one_rank")
+    table.table.set_time(1_000_090.0)
+    train(table, [*CHAIN_IDS, *CHAIN_IDS, *WAITING_IDS])
+    table.table.set_time(1_000_150.0)
+    Saver(0).save(table, folder / "one_rank", incremental=True, keep=2)
+    for command in (
+        ["reshard", str(folder / "one_rank"), str(folder / "two_ranks"), "--world-size", "2"],
+        ["convert", str(folder / "one_rank"), str(folder / "serving"), "--to", "serving", "--precision", "int8"],
+    ):
+        if main(command) != 0:
+            raise RuntimeError(f"{command} failed")
+    BlockSaver(0, 1, 2, str(folder / "blocks"), {"item": table}).save()
+
+
+def make(folder: Path) -> None:
+    """Make all files anew."""
+    os.umask(0o027)
+    for name in ("ssd_tier/ssd", "ssd_tier/linked", *(f"checkpoints/{name}" for name in CHECKPOINTS)):
+        (folder / name).mkdir(parents=True)
+    _make_tier(folder / "ssd_tier")
+    _make_chain(folder / "checkpoints")
+    for lock in [*folder.rglob("lock"), *folder.rglob("*.lock")]:
+        lock.unlink()
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
