@@ -21,6 +21,7 @@ pub fn table_config(optimizer: OptimizerKind, rows: u64) -> TableConfig {
         total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
         buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
         host_bytes: rows * host_row_bytes(&optimizer.layout(DIM), policy),
+        shared_budget: None,
         device_rows: None,
         ssd: None,
         policy,

@@ -321,6 +321,17 @@ class RowBytes:
     index: int  # of `host_bytes`, for a row on SSD, at most
 
 @final
+class SharedBudget:
+    """The bytes of a module's `host_bytes` that its tables share. Each has a fixed part of it too."""
+
+    # `tables` divide host_bytes. `gain`: the least that one which shares can have more for each byte by which that is raised.
+    def __new__(cls, size: int, *, host_bytes: int, tables: int, gain: float) -> SharedBudget: ...
+    free: int  # bytes that no table has taken
+    host_bytes: int
+    tables: int
+    def __deepcopy__(self, _memo: object) -> SharedBudget: ...  # with no byte taken
+
+@final
 class Table:
     """One table shard: its host and SSD tiers, and the bookkeeping of its device tier."""
 
@@ -355,6 +366,7 @@ class Table:
         eviction: SweepRule | None = None,  # None: rows leave by `remove_rows` and `on_full` alone
         sizing: bool = False,  # measure miss ratios
         evict_every_steps: int | None = None,  # a sweep after each step whose number is a multiple of it; None: only where `sweep` says so
+        shared_budget: SharedBudget | None = None,  # from which it takes what it needs beyond host_bytes
     ) -> Table: ...
     name: str
     key: int

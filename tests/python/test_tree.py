@@ -16,7 +16,7 @@ CRATE = ROOT / "rust" / "core" / "src"
 # A module imports from the layers below its own, never from its own or above.
 RUST_LAYERS = [
     {"error", "types", "sync", "prefetch"},
-    {"mapping", "memory", "process", "simd"},
+    {"budget", "mapping", "memory", "process", "simd"},
     {"logical_thread", "signals"},
     {"paths", "stats", "io", "rows"},
     {"config"},

@@ -3,9 +3,11 @@
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::budget::SharedBudget;
 use crate::error::{Error, Kind, Result};
 use crate::rows::{Initializer, RowLayout};
 use crate::types::Bucketing;
@@ -343,8 +345,10 @@ pub struct TableConfig {
     pub total_num_buckets: u32,
     /// The buckets that this shard owns.
     pub buckets: Range<u32>,
-    /// The most bytes of RAM for rows, metadata and indexes.
+    /// The most bytes of RAM for rows, metadata and indexes that the table has by itself.
     pub host_bytes: u64,
+    /// The budget from which it takes the bytes that it needs beyond `host_bytes`. Only for a table without an SSD tier that drops no rows.
+    pub shared_budget: Option<Arc<SharedBudget>>,
     /// The number of cache slots of a device tier. `None` runs the kernels on the rows in the host tier.
     pub device_rows: Option<u32>,
     /// The SSD tier. `None` makes the host tier the last one.
@@ -370,6 +374,12 @@ impl TableConfig {
     /// The layout of this table's rows.
     pub fn layout(&self) -> RowLayout {
         self.optimizer.layout(self.dim)
+    }
+
+    /// The bytes of RAM that the table can count on: its own, and an equal share of those that tables share.
+    pub fn expected_host_bytes(&self) -> u64 {
+        let share = |shared: &Arc<SharedBudget>| shared.bytes() / u64::from(shared.tables());
+        self.host_bytes + self.shared_budget.as_ref().map_or(0, share)
     }
 
     /// Whether the table keeps the times of its steps.

@@ -3,6 +3,7 @@
 //! The crate knows no Python, no torch and no device memory. A [`cache::Table`] owns the rows of one table shard in its host and
 //! SSD tiers, and decides where each row goes. A [`cache::Lookup`] plans a batch over several tables at once.
 
+pub mod budget;
 pub mod cache;
 pub mod checkpoint;
 pub mod config;

@@ -90,6 +90,15 @@ impl Mapping {
         Ok(Self { start, bytes })
     }
 
+    /// Keep [`HUGE_PAGES_FROM_BYTES`] from the address `from` on in small pages.
+    pub(crate) fn keep_small(&self, from: usize) {
+        let from = from / page_bytes() * page_bytes();
+        let bytes = HUGE_PAGES_FROM_BYTES.min(self.start.addr() + self.bytes - from);
+        // SAFETY: the range is whole pages of this mapping, and the advice changes nothing of what it holds. Where it fails, the pages merely may
+        // be huge.
+        unsafe { libc::madvise(self.start.with_addr(from).cast(), bytes, libc::MADV_NOHUGEPAGE) };
+    }
+
     /// Bytes of the mapping that are in memory now.
     #[cfg(test)]
     pub(crate) fn resident_bytes(&self) -> usize {

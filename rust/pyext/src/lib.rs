@@ -5,6 +5,7 @@
 
 mod blocks;
 mod buckets;
+mod budgets;
 mod buffers;
 mod census;
 mod checkpoint;
@@ -14,6 +15,7 @@ mod directory;
 mod error;
 mod evicted;
 mod foreign;
+mod gather;
 mod logging;
 mod lookup;
 mod moment;
@@ -64,6 +66,8 @@ mod _native {
     };
     #[pymodule_export]
     use super::buckets::{PyBucketOrder, bucket_order, buckets_of, hash_ids, ids_of_hashes};
+    #[pymodule_export]
+    use super::budgets::PySharedBudget;
     #[pymodule_export]
     use super::census::{PyCensus, PySpan, PySpanCounted, PyStanding};
     #[pymodule_export]

@@ -5,71 +5,32 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table};
+use embcache::cache::{ExportStream, RowBlock, Table};
 use embcache::config::{Admission, Eviction, MissingRead, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache::lifecycle::SharedRow;
 use embcache::ssd::SsdTier;
-use embcache::types::{CacheSlot, DEFAULT_SCORE_HALF_LIFE_STEPS, table_key};
+use embcache::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, table_key};
 use embcache::{Error, Kind};
-use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, ToPyArray};
+use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, ToPyArray};
 use pyo3::prelude::*;
 
-use crate::buffers::{headers_from_python, slice, slice2, slots_to_python};
+use crate::budgets::PySharedBudget;
+use crate::buffers::{headers_from_python, slice, slice2};
 use crate::census::{PyCensus, PySpan};
-use crate::error::{from_python, to_python};
+use crate::error::to_python;
 use crate::evicted::{PyEvictedBlock, PyEvictedQueue};
-use crate::foreign::on_rows;
+use crate::gather::PythonGather;
 use crate::logging::{follow_levels, follow_levels_sometimes};
 use crate::paths::{PyRoot, SsdRoot};
 use crate::records::{PyAncestor, PyChangeCounts};
-use crate::rows::{PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata};
+use crate::rows::{PyFoundRows, PyRowBlock, PyRowMetadata};
 use crate::segments::PySegments;
 use crate::settings::{
     PyAdmission, PyInitializer, PyMissingRead, PySweepRule, PyTableCounters, on_full_from, optimizer_from, policy_from,
     reopen_from,
 };
 use crate::stats::PyTableStats;
-
-/// Reads rows of the device tier through a callable of Python.
-struct PythonGather {
-    callable: Py<PyAny>,
-    vector_floats: usize,
-}
-
-impl PythonGather {
-    fn of(callable: Py<PyAny>, config: &TableConfig) -> Arc<dyn DeviceRows> {
-        Arc::new(Self { callable, vector_floats: config.layout().vector_floats() })
-    }
-}
-
-impl DeviceRows for PythonGather {
-    fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
-        on_rows(|py| {
-            let mut call = || -> PyResult<()> {
-                let answer = self.callable.call1(py, (slots_to_python(py, slots),))?;
-                let gathered = answer.bind(py).cast::<PyGatheredRows>()?.get();
-                let (rows, scalar_slots) =
-                    (gathered.vectors.bind(py).try_readonly()?, gathered.scalars.bind(py).try_readonly()?);
-                let rows = slice2("device rows", &rows, self.vector_floats)?;
-                let scalar_slots = slice("device scalars", &scalar_slots)?;
-                if rows.len() != slots.len() * self.vector_floats || scalar_slots.len() != slots.len() {
-                    return Err(crate::error::input(format!(
-                        "device_gather gave {} floats and {} scalars for {} slots of {} floats",
-                        rows.len(),
-                        scalar_slots.len(),
-                        slots.len(),
-                        self.vector_floats
-                    )));
-                }
-                vectors.copy_from_slice(rows);
-                scalars.copy_from_slice(scalar_slots);
-                Ok(())
-            };
-            call().map_err(|error| from_python(py, &error, "reading rows of the device tier"))
-        })
-    }
-}
 
 /// How long a call waits in the core before it lets Python handle signals.
 const SIGNALS_EVERY: Duration = Duration::from_millis(50);
@@ -93,11 +54,12 @@ impl PyTable {
 /// Open a table, from `segments` where they are given, below the directory `ssd_root`.
 fn open_table(
     config: TableConfig,
-    gather: Option<Arc<dyn DeviceRows>>,
+    gather: Option<Py<PyAny>>,
     ssd_root: Option<&Py<PyRoot>>,
     segments: Option<&Py<PySegments>>,
     sizing: bool,
-) -> embcache::Result<Table> {
+) -> embcache::Result<PyTable> {
+    let gather = gather.map(|callable| PythonGather::of(callable, &config));
     let segments = segments.map(Py::get);
     let source = segments.map(|from| (&*from.files, from.counters));
     let table = Table::open_from(
@@ -115,7 +77,7 @@ fn open_table(
     if sizing {
         table.begin_sizing()?;
     }
-    Ok(table)
+    Ok(PyTable { inner: table })
 }
 
 #[pymethods]
@@ -124,7 +86,7 @@ impl PyTable {
     #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_begin, bucket_end,
         host_bytes, device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None,
         unfinished=None, ssd_root=None, admission=None, not_admitted=None, missing_read=None, score_half_life_steps=None,
-        eviction=None, evict_every_steps=None, sizing=false))]
+        eviction=None, evict_every_steps=None, sizing=false, shared_budget=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn new(
@@ -157,6 +119,7 @@ impl PyTable {
         eviction: Option<Py<PySweepRule>>,
         evict_every_steps: Option<NonZeroU64>,
         sizing: bool,
+        shared_budget: Option<Py<PySharedBudget>>,
     ) -> PyResult<Self> {
         let reopen = reopen_from(reopen, unfinished)?;
         let not_admitted = not_admitted.map_or(Ok(MissingRead::Initial), |given| given.core("not_admitted"))?;
@@ -170,6 +133,7 @@ impl PyTable {
             total_num_buckets,
             buckets: bucket_begin..bucket_end,
             host_bytes,
+            shared_budget: shared_budget.map(|shared| Arc::clone(&shared.get().core)),
             device_rows,
             ssd: ssd_dir.map(|dir| SsdConfig { dir, bytes: ssd_bytes, reopen, resume_token }),
             policy: policy_from(policy)?,
@@ -181,9 +145,7 @@ impl PyTable {
             eviction: eviction.map(|rule| Eviction { rule: rule.get().core.clone(), every_steps: evict_every_steps }),
         };
         follow_levels(py)?;
-        let gather = device_gather.map(|callable| PythonGather::of(callable, &config));
-        let opened = py.detach(|| open_table(config, gather, ssd_root.as_ref(), segments.as_ref(), sizing));
-        opened.map(|inner| Self { inner }).map_err(to_python)
+        py.detach(|| open_table(config, device_gather, ssd_root.as_ref(), segments.as_ref(), sizing)).map_err(to_python)
     }
 
     #[getter]

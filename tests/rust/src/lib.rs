@@ -152,6 +152,7 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
         total_num_buckets: 13,
         buckets: 0..13,
         host_bytes: host_rows * embcache::cache::host_row_bytes(&optimizer.layout(dim), policy),
+        shared_budget: None,
         device_rows: None,
         ssd: None,
         policy,

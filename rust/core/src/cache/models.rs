@@ -26,6 +26,7 @@ fn config() -> TableConfig {
         total_num_buckets: 1,
         buckets: 0..1,
         host_bytes: 0,
+        shared_budget: None,
         device_rows: None,
         ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 20, reopen: Reopen::Never, resume_token: None }),
         policy: PolicyKind::Lru,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::{Lookup, PlanMode, RowBlock, Table};
+use crate::budget::SharedBudget;
 use crate::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use crate::io::MemoryEngine;
 use crate::rows::{Initializer, RowHeader};
@@ -12,8 +13,8 @@ const HOST_BYTES: u64 = 12 << 20;
 /// Both parts of the arena may end within a page, which is large where the system gives large ones.
 const PAGES_BYTES: u64 = 2 * (2 << 20);
 
-fn table(dim: usize) -> Table {
-    let config = TableConfig {
+fn config(dim: usize) -> TableConfig {
+    TableConfig {
         name: "t".into(),
         key: 1,
         dim,
@@ -23,6 +24,7 @@ fn table(dim: usize) -> Table {
         total_num_buckets: 1,
         buckets: 0..1,
         host_bytes: HOST_BYTES,
+        shared_budget: None,
         device_rows: None,
         ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 28, reopen: Reopen::Never, resume_token: None }),
         policy: PolicyKind::S3Fifo,
@@ -32,8 +34,11 @@ fn table(dim: usize) -> Table {
         missing_read: MissingRead::Initial,
         score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: None,
-    };
-    Table::open(config, None, Arc::new(MemoryEngine::default())).unwrap()
+    }
+}
+
+fn table(dim: usize) -> Table {
+    Table::open(config(dim), None, Arc::new(MemoryEngine::default())).unwrap()
 }
 
 fn import(table: &Table, ids: std::ops::Range<Id>) {
@@ -76,4 +81,26 @@ fn a_working_set_past_the_budget_gives_its_overflow_back_with_its_last_pin() {
     lookup.plan(&ids[..10], &[0, 10], PlanMode::TRAIN).unwrap().wait().unwrap();
     let held = held_bytes(&table);
     assert!(held <= HOST_BYTES + (1 << 20) + PAGES_BYTES, "{held} bytes");
+}
+
+#[test]
+fn a_table_of_few_rows_that_shares_a_large_budget_takes_the_memory_of_these() {
+    let budget = Arc::new(SharedBudget::new(1 << 36, 1 << 37, 2, 1.0));
+    let shared_budget = Some(Arc::clone(&budget));
+    let config = TableConfig { host_bytes: 1 << 20, shared_budget, ssd: None, ..config(64) };
+    let table = Table::open(config, None, Arc::new(MemoryEngine::default())).unwrap();
+    let resident = || table.inner.lock().unwrap().resident_bytes();
+    import(&table, 0..100);
+    assert!(resident() < 128 << 10, "{} bytes for 100 rows", resident());
+    let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).unwrap();
+    let ids: Vec<Id> = (0..20_000).collect();
+    let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::EVALUATE).unwrap();
+    plan.wait().unwrap();
+    // A row that is born meanwhile is past the table's own part.
+    import(&table, 30_000..30_001);
+    assert!(resident() > 5 << 20);
+    drop(plan);
+    assert_eq!((table.len().unwrap(), budget.free()), (101, 1 << 36));
+    assert!(resident() < 2 << 20, "{} bytes once the working set is gone", resident());
+    assert!(table.read_rows(&[30_000]).unwrap().found[0]);
 }

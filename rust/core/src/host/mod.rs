@@ -2,12 +2,14 @@
 #![allow(unsafe_code)]
 
 mod access;
+mod budget;
 mod fill;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 pub(crate) use access::{Idle, NoKernelWrites, Quiet};
+pub(crate) use budget::HostBudget;
 
 use crate::config::PolicyKind;
 use crate::error::{Error, Kind, Result};
@@ -22,6 +24,8 @@ const FREE_INDEX_BYTES: u64 = 64 * 1024;
 /// smaller one has empty pages, which are part of a table's fixed overhead.
 pub const INDEX_BYTES_PER_ROW: u64 = 12;
 
+/// The most slots of the budget that a tier has.
+const MOST_ROWS: u64 = (u32::MAX / 4) as u64;
 /// [`HostTier::trained_until`] fetches the header of the slot that comes this many slots later into the processor's cache.
 const HEADERS_AHEAD: usize = 64;
 
@@ -36,7 +40,8 @@ pub(crate) struct HostTier {
     arena: Arc<Arena>,
     layout: RowLayout,
     bytes_per_row: u64,
-    budget_bytes: u64,
+    budget: HostBudget,
+    budget_rows: u32,
     /// Whether the table's kernels run on the device tier, so that none ever uses a row here.
     kernels_elsewhere: bool,
 }
@@ -47,44 +52,43 @@ impl HostTier {
         (Arena::bytes_per_row(layout) + SlotMap::bytes_per_slot(policy)) as u64
     }
 
-    /// A tier of as many rows as `budget_bytes` holds.
+    /// A tier of as many rows as `budget` holds. Addresses are mapped for as many as it can ever hold.
     ///
     /// Errors: `Config` when that is none.
     pub(crate) fn new(
         table: &str,
         layout: RowLayout,
         policy: PolicyKind,
-        budget_bytes: u64,
+        budget: HostBudget,
         kernels_elsewhere: bool,
     ) -> Result<Self> {
         let bytes_per_row = Self::bytes_per_row(&layout, policy);
-        let rows = budget_bytes / bytes_per_row;
-        if rows == 0 {
+        let [now, most] = [budget.bytes(), budget.most()].map(|bytes| (bytes / bytes_per_row).min(MOST_ROWS) as u32);
+        if most == 0 {
             return Err(Error::new(
                 Kind::Config,
                 format!(
-                    "table {table:?}: host_bytes={budget_bytes} holds no row: a row of dim {} takes {bytes_per_row} bytes \
+                    "table {table:?}: host_bytes={} holds no row: a row of dim {} takes {bytes_per_row} bytes \
                      with its slots, metadata and index; set host_bytes to at least that, better to a batch's working set",
+                    budget.most(),
                     layout.dim
                 ),
             ));
         }
-        let rows = rows.min(u64::from(u32::MAX / 4)) as u32;
+        let arena = Arena::growing(layout, now, most)?;
         Ok(Self {
-            slots: SlotMap::new(rows, policy),
-            arena: Arc::new(Arena::new(layout, rows)?),
+            slots: SlotMap::growing(arena.capacity(), now, policy),
+            arena: Arc::new(arena),
             layout,
             bytes_per_row,
-            budget_bytes,
+            budget,
+            budget_rows: now,
             kernels_elsewhere,
         })
     }
 
     pub(crate) fn arena(&self) -> &Arc<Arena> {
         &self.arena
-    }
-    pub(crate) fn budget_bytes(&self) -> u64 {
-        self.budget_bytes
     }
     pub(crate) fn row_bytes(&self) -> u64 {
         self.bytes_per_row
@@ -103,7 +107,7 @@ impl HostTier {
     /// How many rows the budget holds beside such an index.
     pub(crate) fn rows_beside_index(&self, index_bytes: u64, indexed_rows: u64) -> u64 {
         let charged = Self::charged_bytes(index_bytes, indexed_rows);
-        (self.budget_bytes.saturating_sub(charged) / self.bytes_per_row).min(u64::from(self.slots.capacity()))
+        (self.budget.bytes().saturating_sub(charged) / self.bytes_per_row).min(u64::from(self.slots.capacity()))
     }
 
     /// Fetch the header of a row into the processor's cache.
@@ -284,6 +288,7 @@ impl HostTier {
     /// Errors: `Memory` where the system refuses. Nothing has changed then.
     pub(crate) fn reserve(&mut self, rows: usize) -> Result<()> {
         let rows = rows.min(u32::MAX as usize) as u32;
+        self.open_slots(rows);
         let past = rows.saturating_sub(self.slots.free_slots());
         if past > 0 {
             self.arena.reserve_overflow(self.slots.overflow_used().saturating_add(past))?;
@@ -319,10 +324,10 @@ impl HostTier {
         }
     }
 
-    /// Forget every row. None is pinned or being read.
+    /// Forget every row, and give back what was taken for them. None is pinned or being read.
     pub(crate) fn clear(&mut self, policy: PolicyKind) {
         let capacity = self.slots.capacity();
-        self.slots = SlotMap::new(capacity, policy);
+        self.slots = self.empty_slots(policy);
         self.arena.shrink_overflow(0);
         self.arena.discard(0..capacity);
     }
@@ -357,7 +362,8 @@ mod tests {
     fn tier(kernels_elsewhere: bool) -> (HostTier, CacheSlot) {
         let layout = RowLayout { dim: 2, vector_slots: 0, scalar_slot: false };
         let bytes = 4 * HostTier::bytes_per_row(&layout, PolicyKind::Lru);
-        let mut tier = HostTier::new("t", layout, PolicyKind::Lru, bytes, kernels_elsewhere).expect("four rows");
+        let budget = HostBudget::new(bytes, None);
+        let mut tier = HostTier::new("t", layout, PolicyKind::Lru, budget, kernels_elsewhere).expect("four rows");
         let taken = tier.take(false).expect("no memory is needed").expect("an empty slot");
         let header = RowHeader { id: 7, ..RowHeader::default() };
         tier.insert_row(&taken, RowRef { header: &header, vector: &[1.0, 2.0] }, RowState::DIRTY);

@@ -57,6 +57,24 @@ impl Arena {
         })
     }
 
+    /// An arena of `most` rows for a table that has room for `now` of them at first. Where the system refuses to map that much, it has fewer rows,
+    /// and at least `now`. Where `now` is less than `most`, its first bytes are in small pages, so that a table that stays small does not use a
+    /// whole huge page.
+    pub fn growing(layout: RowLayout, now: u32, most: u32) -> Result<Self> {
+        let mut capacity = most;
+        loop {
+            match Self::new(layout, capacity) {
+                Err(error) if error.kind() == Kind::Memory && capacity > now => capacity = now.max(capacity / 2),
+                Ok(arena) if now < most => {
+                    arena.mapping.keep_small(arena.vectors.addr());
+                    arena.mapping.keep_small(arena.headers.addr());
+                    return Ok(arena);
+                }
+                made => return made,
+            }
+        }
+    }
+
     /// The number of rows in the main mapping.
     pub fn capacity(&self) -> u32 {
         self.capacity

@@ -58,19 +58,24 @@ pub struct SlotMap {
 impl SlotMap {
     /// A tier of `capacity` slots, all empty.
     pub fn new(capacity: u32, policy: PolicyKind) -> Self {
+        Self::growing(capacity, capacity, policy)
+    }
+
+    /// A tier of `capacity` slots, all empty, of which only the first `limit` may be used now. Its index and its policy are sized for these.
+    pub fn growing(capacity: u32, limit: u32, policy: PolicyKind) -> Self {
         Self {
-            index: HostIndex::new(capacity as usize),
+            index: HostIndex::new(limit as usize),
             states: Vec::new(),
             unsettled: 0,
             pins: PinTable::new(0),
             groups: Vec::new(),
             next_group: 0,
-            policy: new_policy(policy, capacity),
+            policy: new_policy(policy, limit),
             free: Vec::new(),
             parked: Vec::new(),
             next_fresh: 0,
             capacity,
-            limit: capacity,
+            limit,
             used: 0,
             free_overflow: Vec::new(),
             overflow_used: 0,

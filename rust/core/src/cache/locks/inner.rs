@@ -135,7 +135,9 @@ impl TableInner {
                     self.config.name
                 );
             }
-            self.lock_always().end_telling();
+            let mut held = self.lock_always();
+            held.end_telling();
+            held.give_back_budget(self.torn.get().is_some());
         }
         was_open
     }

@@ -244,7 +244,7 @@ impl Residency {
         if mode.train && births > 0 {
             if hold.has_begun {
                 self.check_capacity(births, &hold.ids)?;
-            } else if !self.fits(births) {
+            } else if !self.make_fit(births) {
                 let (reads, new): (Vec<_>, Vec<_>) = positions.iter().zip(on_ssd).partition(|(_, there)| **there);
                 hold.deferred.extend(new.into_iter().map(|(position, _)| position));
                 let reads: Vec<u32> = reads.into_iter().map(|(&position, _)| position).collect();

@@ -20,7 +20,7 @@ pub(super) const FREE_LINEAGE_BYTES: u64 = 64 << 10;
 impl Residency {
     /// How many rows the lowest tier can hold.
     pub(crate) fn capacity_rows(&self) -> u64 {
-        self.base.ssd.as_ref().map_or(u64::from(self.host.slots.limit()), SsdTier::capacity_rows)
+        self.base.ssd.as_ref().map_or(u64::from(self.host.budget_rows()), SsdTier::capacity_rows)
     }
 
     /// How many rows the host budget holds beside the index of the rows on SSD and the ids that left the table.
@@ -56,11 +56,40 @@ impl Residency {
 
     /// Returns whether there is room for `more` rows and for those that batches in flight may add, while all others stay.
     pub(super) fn fits(&self, more: u64) -> bool {
-        self.counts.rows() + self.counts.may_be_born() + more <= self.capacity_rows() && !self.is_index_full(more)
+        self.rows_with(more) <= self.capacity_rows() && !self.is_index_full(more)
+    }
+
+    /// As [`Residency::fits`], once the table has taken the bytes that it lacks from those that tables share.
+    pub(super) fn make_fit(&mut self, more: u64) -> bool {
+        self.fits(more) || self.host.grow_to(self.rows_with(more))
+    }
+
+    /// Give back shared bytes that the rows of the table do not need, and close the slots past the budget that a batch has used.
+    pub(crate) fn give_back_unused(&mut self) {
+        if self.host.budget().shared().is_some() && self.host.shrink_to(self.rows_with(0)) {
+            self.move_below_limit();
+        }
+    }
+
+    /// Give back all shared bytes with the memory of the rows, because the table is closed. Rows that a batch in flight uses, and those of a
+    /// torn table, stay in memory until the table is dropped.
+    pub(crate) fn give_back_budget(&mut self, is_torn: bool) {
+        if self.host.budget().shared().is_none() {
+            return;
+        }
+        if !is_torn && self.host.slots.pinned() == 0 {
+            self.host.clear(self.base.config.policy);
+        }
+        self.host.shrink_to(0);
+    }
+
+    /// The rows of the table with those that batches in flight may add, and `more`.
+    fn rows_with(&self, more: u64) -> u64 {
+        self.counts.rows() + self.counts.may_be_born() + more
     }
 
     fn is_index_full(&self, more: u64) -> bool {
-        more > 0 && self.host_rows_beside_index() == 0
+        more > 0 && self.base.ssd.is_some() && self.host_rows_beside_index() == 0
     }
 
     /// Checks that there is room for a training batch that has begun. Where rows may be dropped for it, none is dropped yet.
@@ -72,7 +101,7 @@ impl Residency {
             Some(_) => (0..).zip(&hold.device).filter(|(_, slot)| **slot == NO_SLOT).map(|(at, _)| at).collect(),
         };
         let more = self.new_rows_among(hold, &homeless, true).1 as u64;
-        if self.fits(more) {
+        if self.make_fit(more) {
             return Ok(());
         }
         match self.base.config.on_full {
@@ -88,12 +117,12 @@ impl Residency {
     ///
     /// Errors: `Capacity`; those of the SSD tier when rows are dropped; those of [`Residency::finish_sweep`].
     pub(super) fn check_capacity(&mut self, more: u64, needed: &[Id]) -> Result<()> {
-        if self.fits(more) {
+        if self.make_fit(more) {
             return Ok(());
         }
         // Rows that are to go anyway make room first.
         self.finish_sweep()?;
-        if self.fits(more) {
+        if self.make_fit(more) {
             return Ok(());
         }
         match self.base.config.on_full {
@@ -107,20 +136,34 @@ impl Residency {
         }
     }
 
-    /// The last tier with its budget, and how to have more room there, for messages.
-    fn last_tier(&self) -> (String, &'static str) {
-        let config = &self.base.config;
-        match &config.ssd {
-            Some(ssd) => (format!("its SSD tier (ssd_bytes={})", ssd.bytes), "raise ssd_bytes"),
-            None => (
-                format!("it has no SSD tier, and RAM (host_bytes={})", config.host_bytes),
-                "add an SSD tier with TierBudgets(ssd_bytes=..., ssd_dir=...), raise host_bytes",
-            ),
+    /// The last tier with its budget, and how to have room for `rows` rows there, for messages.
+    fn last_tier(&self, rows: u64) -> (String, String) {
+        if let Some(ssd) = &self.base.config.ssd {
+            return (format!("its SSD tier (ssd_bytes={})", ssd.bytes), "raise ssd_bytes".into());
         }
+        let (budget, wanted) = (self.host.budget(), rows * self.host.row_bytes());
+        let (ram, raise) = match budget.shared() {
+            None => (format!("RAM (host_bytes={})", budget.bytes()), format!("raise host_bytes to {wanted} or more")),
+            Some(shared) => (
+                "RAM beside the other tables of its module".into(),
+                format!(
+                    "raise host_bytes of the module (TierBudgets(host_bytes={}), shared by its {} tables) to {} or more",
+                    shared.host_bytes(),
+                    shared.tables(),
+                    shared.host_bytes_with(wanted.saturating_sub(budget.within_reach())),
+                ),
+            ),
+        };
+        let cure = format!("add an SSD tier with TierBudgets(ssd_bytes=..., ssd_dir=...), {raise}");
+        (format!("it has no SSD tier, and {ram}"), cure)
     }
 
     fn table_full(&self, more: u64) -> Error {
-        let ((tier, cure), capacity, rows) = (self.last_tier(), self.capacity_rows(), self.counts.rows());
+        let ((tier, cure), rows) = (self.last_tier(self.rows_with(more)), self.counts.rows());
+        let capacity = match self.base.ssd {
+            Some(_) => self.capacity_rows(),
+            None => self.host.budget().within_reach() / self.host.row_bytes(),
+        };
         Error::new(
             Kind::Capacity,
             format!(
@@ -137,7 +180,7 @@ impl Residency {
         if stay + new <= capacity {
             return Ok(());
         }
-        let (tier, cure) = self.last_tier();
+        let (tier, cure) = self.last_tier(stay + new);
         Err(Error::new(
             Kind::Capacity,
             format!(
@@ -209,7 +252,7 @@ impl Residency {
     fn drop_until_fits(&mut self, more: u64, needed: &[Id]) -> Result<()> {
         loop {
             let rows = self.counts.rows();
-            let wanted = rows + self.counts.may_be_born() + more;
+            let wanted = self.rows_with(more);
             self.drop_rows(wanted.saturating_sub(self.capacity_rows()).max(1), needed)?;
             let checked = if self.base.ssd.is_some() { self.check_together(self.counts.rows(), more) } else { Ok(()) };
             // Where the disk failed after some rows were dropped already, the next round says so.

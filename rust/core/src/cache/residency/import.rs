@@ -331,16 +331,17 @@ impl Residency {
     }
 
     /// How many of `ids`, from the first on, are new to the table, belong to its shard, and have a free slot in the host tier each.
-    fn new_rows_that_fit(&self, ids: &[Id]) -> usize {
-        let config = &self.base.config;
-        let room = self.capacity_rows().saturating_sub(self.counts.rows() + self.counts.provisional());
+    fn new_rows_that_fit(&mut self, ids: &[Id]) -> usize {
+        let room = |all: &Self| all.capacity_rows().saturating_sub(all.counts.rows() + all.counts.provisional());
         let on_device = self.device.as_ref().map_or(0, crate::device::DeviceTier::rows_here);
         // Rows of a table that descends from a checkpoint count as modified now, which `put` does.
         let descends = self.lineage.is_wanted();
-        if descends || on_device > 0 || config.on_full == OnFull::Evict && room < ids.len() as u64 {
+        if descends || on_device > 0 || self.base.config.on_full == OnFull::Evict && room(self) < ids.len() as u64 {
             return 0;
         }
-        let fit = (ids.len() as u64).min(room).min(u64::from(self.host.slots.free_slots())) as usize;
+        self.make_fit(ids.len() as u64);
+        let config = &self.base.config;
+        let fit = (ids.len() as u64).min(room(self)).min(u64::from(self.host.slots.free_slots())) as usize;
         let mut new = fit;
         let (buckets, bucketing) = (&config.buckets, config.bucketing());
         if let Some(foreign) = ids[..new].iter().position(|&id| !buckets.contains(&bucketing.of(id))) {

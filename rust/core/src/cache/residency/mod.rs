@@ -269,8 +269,7 @@ impl Residency {
 
     /// Ask the system now for the memory of so many more rows, as far as the host budget has room for them.
     pub(crate) fn reserve(&mut self, rows: u64) -> Result<()> {
-        let free = u64::from(self.host.slots.free_slots());
-        self.host.reserve(rows.min(free) as usize)
+        self.host.reserve(rows.min(self.host.free_rows()) as usize)
     }
 
     /// How many rows of a plan are past the budget of the tier that kernels run on.
@@ -280,7 +279,9 @@ impl Residency {
             None => (&*hold.host, self.host.slots.capacity()),
         };
         let past = |slot: &&CacheSlot| **slot != NO_SLOT && **slot >= capacity;
-        slots.iter().filter(past).count() as u32
+        let past = slots.iter().filter(past).count() as u32;
+        // Without a device tier, slots of the host tier may be past the budget that tables share.
+        if self.device.is_some() { past } else { (past + self.host.rows_past_budget()).min(slots.len() as u32) }
     }
 
     /// Count a plan whose rows are in place, of which so many are past that budget.
@@ -391,7 +392,7 @@ impl Residency {
             host: TierStats {
                 rows,
                 bytes: rows * self.host.row_bytes() + charged,
-                capacity_bytes: self.host.budget_bytes(),
+                capacity_bytes: self.host.budget().with_share_of_free(),
                 ..self.traffic.host
             },
             ssd: ssd.map(|ssd| self.ssd_stats(ssd)),
@@ -428,7 +429,7 @@ impl Residency {
 
 /// Bytes of RAM that the ids that left a table since a save may take. Each flush may write as many.
 fn lineage_bytes(config: &TableConfig) -> u64 {
-    let most = (config.host_bytes / LINEAGE_SHARE).clamp(LEAST_LINEAGE_BYTES, MOST_LINEAGE_BYTES);
+    let most = (config.expected_host_bytes() / LINEAGE_SHARE).clamp(LEAST_LINEAGE_BYTES, MOST_LINEAGE_BYTES);
     let in_note = |ssd: &SsdConfig| note::rest_bytes(config, SsdTier::note_bytes_of(ssd.bytes)) as u64;
     config.ssd.as_ref().map_or(most, |ssd| most.min(in_note(ssd)))
 }

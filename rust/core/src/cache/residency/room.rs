@@ -92,6 +92,9 @@ impl Residency {
     /// Follow the growth of the SSD tier's index, which takes room of rows in RAM. This comes after a change that is done, so it does not
     /// fail: a row that cannot be written down stays where it is, and the next call that writes says what is wrong.
     pub(crate) fn fit_host_to_index(&mut self) {
+        if self.base.ssd.is_none() {
+            return;
+        }
         let fits = self.host_rows_beside_index().max(1) as u32;
         let limit = self.host.slots.limit();
         let ahead = ((INDEX_GROWTH_BYTES / self.host.row_bytes()) as u32).clamp(1, fits / 8 + 1);
@@ -105,7 +108,7 @@ impl Residency {
     }
 
     /// Move unpinned rows from slots above the limit into free ones below it. Where there are none, evict by policy.
-    fn move_below_limit(&mut self) {
+    pub(super) fn move_below_limit(&mut self) {
         let limit = self.host.slots.limit();
         let capacity = self.host.slots.capacity();
         let above: Vec<CacheSlot> = self.host.slots.occupied_from(limit).filter(|&slot| slot < capacity).collect();

@@ -154,6 +154,7 @@ impl Residency {
                 self.unshadow(id, unborn);
             }
         }
+        self.give_back_unused();
     }
 
     /// A row has left the device unborn. Where another plan has pinned the slot that it came from, it is there as it was.

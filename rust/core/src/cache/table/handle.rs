@@ -7,10 +7,10 @@ use crate::cache::base::TableBase;
 use crate::cache::locks::{Held, TableInner};
 use crate::cache::residency::{Residency, TableStats, check_room};
 use crate::cache::watch::Ancestor;
-use crate::config::{Admission, EvictionRule, MissingRead, TableConfig};
+use crate::config::{Admission, EvictionRule, MissingRead, OnFull, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
-use crate::host::HostTier;
+use crate::host::{HostBudget, HostTier};
 use crate::io::IoEngine;
 use crate::lifecycle::admission::{self, Admitter};
 use crate::lifecycle::{SharedRow, StepClock};
@@ -54,7 +54,8 @@ impl Table {
         let layout = config.layout();
         let birth = RowBirth::new(config.initializer, config.seed, config.key)?;
         let decay = Decay::new(config.score_half_life_steps)?;
-        let host = HostTier::new(&config.name, layout, config.policy, config.host_bytes, device_rows.is_some())?;
+        let budget = HostBudget::new(config.host_bytes, config.shared_budget.clone());
+        let host = HostTier::new(&config.name, layout, config.policy, budget, device_rows.is_some())?;
         let device = config.device_rows.map(|rows| DeviceTier::new(rows, config.policy));
         let (mut counters, mut note) = (StateCounters::default(), None);
         let ssd = match (&config.ssd, source) {
@@ -410,6 +411,9 @@ fn check(config: &TableConfig, gathers: bool) -> Result<()> {
     }
     if config.missing_read == MissingRead::SharedRow && config.not_admitted != MissingRead::SharedRow {
         return refuse("evaluation cannot read a shared row without not_admitted=\"shared\"".into());
+    }
+    if config.shared_budget.is_some() && (config.ssd.is_some() || config.on_full == OnFull::Evict) {
+        return refuse("only a table without an SSD tier and with on_full=\"error\" can share a budget".into());
     }
     check_room(config)?;
     let eviction = config.eviction.as_ref().map_or(Ok(()), |eviction| eviction.rule.check());

@@ -104,7 +104,9 @@ impl Table {
             held.finish_loads();
             let checked = table.check_writable().and_then(|()| held.refuse_rows_in_use(ids[done..].iter().copied()));
             checked.map_err(|error| held.in_part(error, done, ids.len(), "imported"))?;
-            held.import(block, &ids, rows.no_kernel_writes(), &mut done)
+            let imported = held.import(block, &ids, rows.no_kernel_writes(), &mut done);
+            held.give_back_unused();
+            imported
         };
         table.with_device_rows(&rows, || table.lock_any(), import).map(drop)
     }
@@ -134,7 +136,9 @@ impl Table {
         let no_writes = table.reading_rows()?;
         let put = |held: &mut Held<'_>| {
             table.check_writable()?;
-            held.put_new(rows, begin, &rows.ids(begin..end))
+            let put = held.put_new(rows, begin, &rows.ids(begin..end));
+            held.give_back_unused();
+            put
         };
         table.with_device_rows(&no_writes, || table.lock_any(), put).map(|(_, put)| put)
     }
@@ -149,7 +153,9 @@ impl Table {
             table.check_writable()?;
             held.finish_loads();
             held.refuse_rows_in_use(distinct.iter().copied())?;
-            held.forget(&distinct, rows.no_kernel_writes())
+            let forgotten = held.forget(&distinct, rows.no_kernel_writes());
+            held.give_back_unused();
+            forgotten
         };
         table.with_device_rows(&rows, || table.lock(), forget).map(|(_, removed)| removed)
     }

@@ -12,7 +12,7 @@ impl Table {
     pub fn begin_sizing(&self) -> Result<()> {
         let _open = self.inner.lock_any()?;
         let config = &self.inner.config;
-        let in_host = config.host_bytes / host_row_bytes(&self.inner.layout, config.policy);
+        let in_host = config.expected_host_bytes() / host_row_bytes(&self.inner.layout, config.policy);
         self.inner.sizing.begin(config.policy, in_host + u64::from(config.device_rows.unwrap_or(0)));
         Ok(())
     }

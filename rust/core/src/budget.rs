@@ -1,0 +1,94 @@
+//! A budget in host RAM that the tables of a module share.
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// The bytes of a module's `host_bytes` that its tables share. Each table has a fixed part of `host_bytes` too. A table takes what it needs
+/// beyond that part, and gives it back when it needs it no more. Bytes are counted by one atomic, so that tables that grow at once never wait
+/// for each other.
+#[derive(Debug)]
+pub struct SharedBudget {
+    /// Bytes that no table has taken.
+    free: AtomicU64,
+    bytes: u64,
+    host_bytes: u64,
+    tables: u32,
+    gain: f64,
+}
+
+impl SharedBudget {
+    /// A budget of `bytes`, out of the `host_bytes` of a module that `tables` tables divide. `gain`, above 0 and at most 1, is the least number
+    /// of bytes that a sharing table can have more for each byte by which `host_bytes` is raised.
+    pub fn new(bytes: u64, host_bytes: u64, tables: u32, gain: f64) -> Self {
+        Self { free: AtomicU64::new(bytes), bytes, host_bytes, tables: tables.max(1), gain }
+    }
+
+    /// The same budget with no byte taken.
+    #[must_use]
+    pub fn untaken(&self) -> Self {
+        Self::new(self.bytes, self.host_bytes, self.tables, self.gain)
+    }
+
+    /// All of its bytes, taken or not.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Bytes that no table has taken.
+    pub fn free(&self) -> u64 {
+        self.free.load(Ordering::Relaxed)
+    }
+
+    /// The `host_bytes` of the module.
+    pub fn host_bytes(&self) -> u64 {
+        self.host_bytes
+    }
+
+    /// The number of tables that divide the `host_bytes` of the module.
+    pub fn tables(&self) -> u32 {
+        self.tables
+    }
+
+    /// The `host_bytes` of the module with which a table would have `missing` bytes more.
+    pub fn host_bytes_with(&self, missing: u64) -> u64 {
+        // Where fixed parts grow too, each is rounded to a byte.
+        let rounded = if self.gain < 1.0 { missing + u64::from(self.tables) } else { missing };
+        self.host_bytes.saturating_add((rounded as f64 / self.gain).ceil() as u64)
+    }
+
+    /// Take `bytes`, all or none. Returns whether they were taken.
+    pub fn take(&self, bytes: u64) -> bool {
+        let rest = |free: u64| free.checked_sub(bytes);
+        self.free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, rest).is_ok()
+    }
+
+    /// Give back bytes that were taken.
+    pub fn give_back(&self, bytes: u64) {
+        self.free.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_never_take_more_than_there_is_and_what_they_give_back_is_there() {
+        let budget = SharedBudget::new(10_003, 30_000, 4, 1.0);
+        let taken = || (0..1000).filter(|_| budget.take(7)).count() as u64 * 7;
+        let all: u64 = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(taken)).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
+        });
+        assert_eq!((all, budget.free()), (10_003, 0));
+        assert!(!budget.take(1) && budget.take(0));
+        budget.give_back(all);
+        assert!(!budget.take(10_004) && budget.free() == 10_003, "all or none");
+        assert!(budget.take(10_003) && budget.untaken().free() == 10_003);
+    }
+
+    #[test]
+    fn the_budget_with_more_bytes_counts_what_other_tables_get_of_them() {
+        assert_eq!(SharedBudget::new(10, 1000, 2, 1.0).host_bytes_with(100), 1100);
+        assert_eq!(SharedBudget::new(10, 1000, 2, 0.5).host_bytes_with(100), 1204);
+    }
+}
