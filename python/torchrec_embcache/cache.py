@@ -181,7 +181,7 @@ class CacheTable(MeasuredTable):
 
     @property
     def tiers(self) -> TierBudgets:
-        """The budgets of the tiers."""
+        """The budgets of the tiers. Where tables of a module share RAM, this is the table's part by expected rows."""
         return self._shard.tiers
 
     @property
@@ -428,7 +428,7 @@ class CacheTable(MeasuredTable):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A table of its own in memory, with the same rows, slots, metadata, step and epoch. `StateError` with an SSD tier."""
         made = type(self).__new__(type(self))
-        made.__dict__["_shard"] = in_memory_copy(self._shard)
+        made.__dict__["_shard"] = in_memory_copy(self._shard, memo)
         memo[id(self)] = made
         return made
 

@@ -144,7 +144,7 @@ class SsdRoot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TierBudgets:
-    """How many bytes of each tier a table may use on this rank.
+    """How many bytes of each tier a table, or all tables of a module together, may use on this rank.
 
     A budget is an int (bytes) or a string such as "8GiB", "64MiB" or "512KiB". It counts rows with their optimizer slots and
     metadata, and their index. The index of the rows on SSD counts in `host_bytes`. The last tier holds every row.

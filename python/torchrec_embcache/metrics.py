@@ -86,7 +86,7 @@ class TierStats:
     """The counters of one tier of one table since the table was opened.
 
     - `rows`, `bytes`: what the tier holds now. The bytes include its index.
-    - `capacity_bytes`: its budget.
+    - `capacity_bytes`: its budget. Where tables of a module share it: the table's part now, and an equal share of the free bytes.
     - `hits`, `misses`: distinct ids of plans that were found in the tier, and that were looked for and not found. A batch whose
       rows were on the device for it, and were given back when its pipeline was detached, counts once more.
     - `evictions`: rows that left the tier to make room.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from .config import bytes_text
 from .exceptions import EmbCacheError, StateError
 from .optimizers import OptimizerSpec
 from .table_shard import TableShard
@@ -37,12 +39,22 @@ def described(table: TableShard, numbers: Mapping[str, Any] | None, chosen: Opti
         optimizer = f"{type(spec).__name__}(lr={lr})"
     return (
         f"{table.name!r}, embedding_dim={table.dim}, optimizer={optimizer}, policy={table.policy}"
-        f"{table.settings.lifecycle.describe()}, rows={_rows_text(table)}, tiers=({table.tiers.describe()})"
+        f"{table.settings.lifecycle.describe()}, rows={_rows_text(table)}, tiers=({_tiers_text(table)})"
     )
 
 
-def in_memory_copy(table: TableShard) -> TableShard:
-    """A table with the same settings, rows, slots, metadata, counts, step and epoch. `StateError` where it cannot be copied."""
+def _tiers_text(table: TableShard) -> str:
+    share, text = table.settings.share, table.tiers.describe()
+    if share is None:
+        return text
+    return f"{text} of {bytes_text(share.budget.host_bytes)} that {share.budget.tables} tables share"
+
+
+def in_memory_copy(table: TableShard, memo: dict[int, Any]) -> TableShard:
+    """A table with the same settings, rows, slots, metadata, counts, step and epoch. `StateError` where it cannot be copied.
+
+    Copies with the same `memo` of tables that share a budget share one of their own.
+    """
     if table.directory is not None:
         raise StateError(
             f"table {table.name!r} cannot be copied: the files of its SSD tier have one owner. Make a second module with "
@@ -57,6 +69,7 @@ def in_memory_copy(table: TableShard) -> TableShard:
         total_num_buckets=table.total_num_buckets,
         buckets=table.buckets,
         key=table.key,
+        share=copy.deepcopy(table.settings.share, memo),
     )
     made = TableShard(settings, table.optimizer)
     if table.is_open:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -25,9 +25,27 @@ from .lifecycle import Lifecycle
 from .optimizers import BY_KIND, OptimizerKind, OptimizerSpec
 from .telling import OnEvict, check_on_evict
 
-__all__ = ["RowBytes", "TableSettings", "check_device_memory", "check_optimizer", "device_rows", "row_bytes"]
+__all__ = [
+    "ModuleShare",
+    "RowBytes",
+    "SharedBudget",
+    "TableSettings",
+    "check_device_memory",
+    "check_optimizer",
+    "device_rows",
+    "row_bytes",
+]
 
 RowBytes = _native.RowBytes
+SharedBudget = _native.SharedBudget
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleShare:
+    """The part of a table in the `host_bytes` of its module: `own_bytes`, and what it takes of the budget that it shares."""
+
+    own_bytes: int
+    budget: SharedBudget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +53,8 @@ class TableSettings:
     """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns.
 
     `is_spread`: whether other ranks have the rest of the buckets. It says so also where a checkpoint that is loaded has fewer
-    buckets than there are ranks, so that some own none, or one owns all.
+    buckets than there are ranks, so that some own none, or one owns all. A table with a
+    `share` may use that much RAM; `tiers` has its part of the module's budgets by expected rows.
     """
 
     name: str
@@ -55,6 +74,7 @@ class TableSettings:
     world_size: int
     device: torch.device
     key: int | None
+    share: ModuleShare | None = None
 
     @classmethod
     def checked(
@@ -122,6 +142,12 @@ class TableSettings:
     def decides_when_placed(self) -> bool:
         """Whether a rule decides, when a batch gets its slots, which ids have rows. Then the results hang on the moment of that."""
         return self.lifecycle.admission is not None or self.lifecycle.eviction is not None or self.on_full == "evict"
+
+    def host_budget(self) -> dict[str, Any]:
+        """The budget in RAM, as the core takes it."""
+        if self.share is None:
+            return {"host_bytes": self.tiers.host}
+        return {"host_bytes": self.share.own_bytes, "shared_budget": self.share.budget}
 
     def on_a_device_that_works(self) -> Self:
         """The settings with the number of the device, where `device` is "cuda" alone. `ConfigError` where it cannot be used."""

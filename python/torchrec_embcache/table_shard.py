@@ -219,7 +219,7 @@ class TableShard:
             total_num_buckets=self.total_num_buckets,
             bucket_begin=self.buckets[0],
             bucket_end=self.buckets[1],
-            host_bytes=self.tiers.host,
+            **self.settings.host_budget(),
             device_rows=self.device_rows,
             device_gather=tier.gather if tier is not None else None,
             ssd_dir=directory,

@@ -38,8 +38,12 @@ def _warn_of_overflow(table: TableShard, rows: int) -> None:
         field, size = "host_bytes", table.tiers.host + rows * row_bytes.host
     else:
         field, size = "device_bytes", table.tiers.device + rows * row_bytes.device
+    of = ""
+    if field == "host_bytes" and (share := table.settings.share) is not None:
+        of = f" of the module, which {share.budget.tables} tables share,"
+        size = share.budget.host_bytes + rows * row_bytes.host
     warnings.warn(
-        f"table {table.name!r}: {rows} rows of a batch did not fit TierBudgets.{field} and use memory beyond it; "
+        f"table {table.name!r}: {rows} rows of a batch did not fit TierBudgets.{field}{of} and use memory beyond it; "
         f"set it to {size} or more",
         EmbCacheWarning,
         stacklevel=4,

@@ -319,8 +319,8 @@ def test_an_optimizer_may_be_set_after_rows_were_read_or_imported(optimizer, kin
 def test_an_optimizer_whose_slots_do_not_fit_leaves_the_imported_rows_as_they_were():
     module = bags(tiers=TierBudgets(host_bytes="256KiB"))
     table = module.tables["t1"]
-    known = RowMetadata(*(torch.arange(1100) for _ in range(2)), torch.rand(1100), torch.ones(1100, dtype=torch.int64))
-    table.import_rows(torch.arange(1100), torch.rand(1100, 6), metadata=known)
+    known = RowMetadata(*(torch.arange(1700) for _ in range(2)), torch.rand(1700), torch.ones(1700, dtype=torch.int64))
+    table.import_rows(torch.arange(1700), torch.rand(1700, 6), metadata=known)
     internals(table).native.set_step(5)
     before = table.export().to_numpy()
     apply_optimizer_in_backward(trec_optim.Adam, module.parameters(), {"lr": 0.1})

@@ -43,7 +43,8 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
         tables: the tables, as `EmbCacheEmbeddingBagConfig`s. TorchRec's own configs are taken with default settings.
         is_weighted: features carry weights, one for each id. Only for tables with `PoolingType.SUM`.
         device: where results are; by default the CPU. "meta" for a module that is to be sharded.
-        tiers: budgets for the tables that name none. They are split between these tables by expected rows times bytes a row.
+        tiers: budgets for the tables that name none. Each of these gets a minimum. Tables with rows in RAM alone take the rest by
+            need; among other tables it is split by expected rows times bytes a row.
         name: names the module's SSD directory. 1 to 200 bytes of UTF-8.
         seed: of the rows' births. The same seed, table name and id give the same row everywhere.
         replicated: the module is not sharded, and each of several ranks is to have rows of its own, which nothing averages.
@@ -210,7 +211,8 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
         tables: the tables, as `EmbCacheEmbeddingConfig`s. TorchRec's own configs are taken with default settings.
         device: where results are; by default the CPU. "meta" for a module that is to be sharded.
         need_indices: results carry their ids as weights.
-        tiers: budgets for the tables that name none. They are split between these tables by expected rows times bytes a row.
+        tiers: budgets for the tables that name none. Each of these gets a minimum. Tables with rows in RAM alone take the rest by
+            need; among other tables it is split by expected rows times bytes a row.
         name: names the module's SSD directory. 1 to 200 bytes of UTF-8.
         seed: of the rows' births. The same seed, table name and id give the same row everywhere.
         replicated: the module is not sharded, and each of several ranks is to have rows of its own, which nothing averages.

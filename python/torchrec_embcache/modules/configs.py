@@ -75,7 +75,7 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
         weight_init_min: the lower bound of TorchRec's default initializer; by default -1/√num_embeddings.
         weight_init_max: the upper bound; by default 1/√num_embeddings.
         initializer: how rows are born; None: `Uniform(weight_init_min, weight_init_max)`.
-        tiers: the table's budgets on each rank; None: a share of the module's.
+        tiers: the table's budgets on each rank; None: a part of the module's, which share RAM as far as possible.
         policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
         on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
         unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads, which is

@@ -16,7 +16,7 @@ from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
 from torchrec_embcache.row_notes import mark_as_stand_in
 from torchrec_embcache.table_copy import described, step_taken_over
-from torchrec_embcache.table_settings import row_bytes
+from torchrec_embcache.table_settings import ModuleShare, SharedBudget, row_bytes
 from torchrec_embcache.table_shard import TableShard
 
 from .configs import CacheConfig, lifecycle_of, num_buckets, table_initializer
@@ -72,21 +72,21 @@ def split_budgets(
     configs: Iterable[CacheConfig],
     shards: Mapping[str, Shard],
     specs: Mapping[str, OptimizerSpec | None],
-) -> dict[str, TierBudgets]:
-    """The budgets of each table of `shards`: its own, or a share of the module's `tiers`.
+) -> dict[str, tuple[TierBudgets, ModuleShare | None]]:
+    """The budgets of each table of `shards`: its own, or a part of the module's `tiers`. The share is of a table that shares RAM.
 
     Every table gets a minimum of each budget: `_MINIMUM`, or half of an equal share where that is less. The rest is divided in
-    proportion to expected rows times bytes a row.
+    proportion to expected rows times bytes a row. Tables that share RAM have only the minimum of it fixed: see `_module_shares`.
 
-    `ConfigError` where a table has neither, or its share has no room for a row.
+    `ConfigError` where a table has neither, or its part has no room for a row.
     """
-    own: dict[str, TierBudgets] = {}
+    own: dict[str, tuple[TierBudgets, ModuleShare | None]] = {}
     sharing: dict[str, _Sharing] = {}
     for config in configs:
         if config.name not in shards:
             continue
         if config.tiers is not None:
-            own[config.name] = config.tiers
+            own[config.name] = config.tiers, None
         elif tiers is None:
             raise ConfigError(
                 f"table {config.name!r} has no budgets: give tiers=TierBudgets(host_bytes=...) to it or to the module"
@@ -95,13 +95,18 @@ def split_budgets(
             row = row_bytes(config.embedding_dim, (specs[config.name] or SGD()).kind, config.policy)
             rows = shards[config.name].rows(config.num_embeddings)
             sharing[config.name] = _Sharing(
-                rows, {"device_bytes": row.device, "host_bytes": row.host, "ssd_bytes": row.ssd}
+                rows,
+                {"device_bytes": row.device, "host_bytes": row.host, "ssd_bytes": row.ssd},
+                shares_ram=config.on_full == "error" and not tiers.ssd,
             )
     if tiers is None or not sharing:
         return own
     parts = {field: _parts(field, budget, sharing) for field, budget in _byte_fields(tiers).items()}
-    shares = {name: {field: of_tables[name] for field, of_tables in parts.items()} for name in sharing}
-    return own | {name: replace(tiers, **share) for name, share in shares.items()}  # type: ignore[arg-type]  # they are numbers
+    shares = _module_shares(tiers, sharing, parts["host_bytes"])
+    for name in sharing:
+        part: dict[str, Any] = {field: of_tables[name] for field, of_tables in parts.items()}
+        own[name] = replace(tiers, **part), shares.get(name)
+    return own
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,12 @@ class _Sharing:
     """Those that are expected on this rank."""
     row_bytes: Mapping[str, int]
     """Bytes of a row in each tier, by the field of its budget."""
+    shares_ram: bool
+    """Whether it takes RAM that others leave. A table that drops rows does not: other tables would decide which rows those are."""
+
+    def need(self, field: str) -> int:
+        """The bytes of a budget that its expected rows take."""
+        return self.rows * self.row_bytes[field]
 
 
 #: What every table of a module gets of each budget that they share, if there is enough.
@@ -121,7 +132,7 @@ _MINIMUM = {"device_bytes": 1 << 20, "host_bytes": 1 << 20, "ssd_bytes": 8 << 20
 def _parts(field: str, budget: int, sharing: Mapping[str, _Sharing]) -> dict[str, int]:
     """The share of each table in one budget of their module."""
     minimum = min(_MINIMUM[field], budget // (2 * len(sharing)))
-    needs = {name: table.rows * table.row_bytes[field] for name, table in sharing.items()}
+    needs = {name: table.need(field) for name, table in sharing.items()}
     rest, total = budget - minimum * len(sharing), max(sum(needs.values()), 1)
     parts = {name: minimum + rest * need // total for name, need in needs.items()}
     for name, part in parts.items():
@@ -133,6 +144,26 @@ def _parts(field: str, budget: int, sharing: Mapping[str, _Sharing]) -> dict[str
                 f"{name!r} is {part} bytes, and a row takes {row}; give {needed} or more, or give the table tiers= of its own"
             )
     return parts
+
+
+def _module_shares(
+    tiers: TierBudgets, sharing: Mapping[str, _Sharing], parts: Mapping[str, int]
+) -> dict[str, ModuleShare]:
+    """The shares of those of several tables that share RAM: the minimum each, and together what the `parts` of the others leave."""
+    names = [name for name, table in sharing.items() if table.shares_ram]
+    if len(sharing) == 1 or not names:
+        return {}
+    total, minimum = tiers.host, min(_MINIMUM["host_bytes"], tiers.host // (2 * len(sharing)))
+    own = {name: max(minimum, sharing[name].row_bytes["host_bytes"]) for name in names}
+    fixed = sum(own.values()) + sum(part for name, part in parts.items() if name not in own)
+    # How much of each byte that is added to the budget a table that shares can have at least. The rest goes to the parts of others,
+    # and to all minima while these depend on the budget.
+    needs = {name: table.need("host_bytes") for name, table in sharing.items()}
+    gain = max(sum(needs[name] for name in names), 1) / max(sum(needs.values()), 1)
+    if minimum < _MINIMUM["host_bytes"]:
+        gain = min(gain, (1 / len(sharing) + gain) / 2)
+    budget = SharedBudget(total - fixed, host_bytes=total, tables=len(sharing), gain=gain)
+    return {name: ModuleShare(own_bytes=own[name], budget=budget) for name in names}
 
 
 def _byte_fields(tiers: TierBudgets) -> dict[str, int]:
@@ -182,7 +213,7 @@ class ModuleTables(Mapping[str, CacheTable]):
             config.name: CacheTable(
                 name=config.name,
                 dim=config.embedding_dim,
-                tiers=budgets[config.name],
+                tiers=budgets[config.name][0],
                 initializer=table_initializer(config),
                 optimizer=specs[config.name],
                 seed=seed,
@@ -204,6 +235,9 @@ class ModuleTables(Mapping[str, CacheTable]):
             for config in configs
             if config.name in shards
         }
+        for name, (_, share) in budgets.items():
+            shard = internals(self._tables[name])
+            shard.settings = replace(shard.settings, share=share)
 
     def __getitem__(self, name: str) -> CacheTable:
         return self._tables[name]
@@ -264,6 +298,11 @@ class ModuleTables(Mapping[str, CacheTable]):
         """
         try:
             for name, table in source.items():
+                target = internals(self._tables[name]) if name in self._tables else None
+                if (
+                    target is not None and target.world_size == 1
+                ):  # the tables that move go on with the budget that they share
+                    target.settings = replace(target.settings, share=internals(table).settings.share)
                 if table.is_open:
                     self._take_table(name, table)
         except BaseException as error:

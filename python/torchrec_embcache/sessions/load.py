@@ -335,6 +335,9 @@ class LoadSession:
 
     def _replace_all(self, wanted: Sequence[Shard], tracker: Callable[[], Tracker]) -> dict[Pair, _Loaded]:
         loaded: dict[Pair, _Loaded] = {}
+        for *_, table in wanted:
+            if table.settings.share is not None:
+                table.native.clear()  # the rows of another table may need what this one has taken of their budget
         with tracker() as told:
             for shard in wanted:
                 pair = shard[0], shard[2].name
