@@ -23,7 +23,7 @@ from torch import nn
 from .beside import BesideTraining, finish_saves, own_group
 from .collective import agree_on_arguments, is_distributed, together
 from .config import check_choice, check_int, parse_bytes
-from .exceptions import ConfigError, InputError, StateError
+from .exceptions import ConfigError, InputError
 from .paths import Directory, PathChecks, open_to_load, open_to_save
 from .progress import Progress, ProgressWanted, Tracker
 from .reports import LoadReport, SaveReport
@@ -326,15 +326,16 @@ class Saver:
         agree_on_arguments("Saver.compact", lambda: self._arguments(keep=keep, counters=counters))
         ranks = AllRanks()
         given = agreed_path(path)
+
+        def track(rows: int | None) -> Tracker:
+            return Tracker(progress, "compact", rows, shown=ranks.rank == 0)
+
         for attempt in range(1, _MERGES + 1):
             with Merge(ranks) as merge:
                 merge.open(given, self.path_checks, counters=counters)
-                try:
-                    return merge.save(keep, lambda total: Tracker(progress, "compact", total, shown=ranks.rank == 0))
-                except StateError as error:
-                    if attempt == _MERGES or not merge.was_overtaken():
-                        raise
-                    _log.info("%s was saved to while its chain was merged (%s): merging again", given, error)
+                report = merge.save(keep, track, is_last=attempt == _MERGES)
+            if report is not None:
+                return report
         raise AssertionError("the last attempt returns or raises")
 
     def _open_to_save(self, path: str | os.PathLike[str]) -> Directory:

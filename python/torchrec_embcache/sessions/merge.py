@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Self
 
 from torchrec_embcache import _native
+from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.paths import Directory, PathChecks, open_to_load, open_to_save
 from torchrec_embcache.progress import Tracker
 from torchrec_embcache.reports import SaveReport
@@ -16,6 +18,8 @@ from .ranks import Ranks
 from .save import RankPart, SaveSession
 
 __all__ = ["Merge"]
+
+_log = logging.getLogger(__name__)
 
 
 class Merge:
@@ -50,12 +54,23 @@ class Merge:
 
         self.directory, self.newest, self.chain = open_newest(self._ranks, find, open_chain, newest=True)
 
-    def save(self, keep: int, tracker: Callable[[int | None], Tracker]) -> SaveReport:
+    def save(self, keep: int, tracker: Callable[[int | None], Tracker], *, is_last: bool) -> SaveReport | None:
         """Write the merged checkpoint and publish it, where there is something to merge. Collective.
 
-        `tracker` is given how many rows this rank writes; None where only the writing tells. `StateError` where something was
-        published to the directory since `open`.
+        `tracker` is given how many rows this rank writes; None where only the writing tells.
+
+        Returns None where another checkpoint was published to the directory since `open`. In the last attempt this raises
+        `StateError`.
         """
+        try:
+            return self._write(keep, tracker)
+        except StateError as error:
+            if is_last or not self._was_overtaken():
+                raise
+            _log.info("%s was saved to while its chain was merged (%s): merging again", self.directory.path, error)
+            return None
+
+    def _write(self, keep: int, tracker: Callable[[int | None], Tracker]) -> SaveReport:
         chain, ranks = self.chain, self._ranks
         if chain is None:
             return SaveReport(self.newest, "full", None, None, 0, 0)
@@ -73,6 +88,6 @@ class Merge:
             session.publish(chain.next_epoch)
         return SaveReport(session.name, "full", None, None, chain.rows, 0)
 
-    def was_overtaken(self) -> bool:
+    def _was_overtaken(self) -> bool:
         """True if another checkpoint is the newest by now, as the first rank sees it. Collective."""
         return self._ranks.together(lambda: _native.latest_checkpoint(self.directory) != self.newest)[0]
