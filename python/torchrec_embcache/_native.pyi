@@ -585,6 +585,6 @@ def table_dir(ssd_dir: str, module: str, table: str, rank: int, world_size: int)
 def sweep_tables(tables: list[Table], rules: list[SweepRule | None]) -> None: ...  # `Table.sweep` of each with its rule, which no Ctrl-C cuts in two
 def has_room_for_threads() -> bool: ...  # memory for threads: one that begins and gets none for what is its own ends the process
 def buckets_of(ids: NDArray[np.int64], total_num_buckets: int) -> NDArray[np.uint32]: ...
-def hash_ids(ids: NDArray[np.int64]) -> None: ...  # in place: what "splitmix64" divides by the number of buckets
+def hash_ids(ids: NDArray[np.int64]) -> None: ...  # in place; the hash modulo the number of buckets is the bucket
 def ids_of_hashes(hashes: NDArray[np.int64]) -> None: ...  # in place: the inverse
 def bucket_order(ids: I64, total_num_buckets: int, begin: int, end: int) -> BucketOrder: ...

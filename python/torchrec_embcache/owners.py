@@ -52,7 +52,7 @@ class _Holding:
     def of(cls, shard: OwnedShard | None) -> _Holding | None:
         if shard is None:
             return None
-        _ = shard.native  # opens the shard: one that is resumed has its buckets from its files
+        _ = shard.native  # opens the shard, so that one that cannot be opened raises before rows are sent
         return cls(shard.buckets, shard.total_num_buckets, shard.dim, shard.spec)
 
 

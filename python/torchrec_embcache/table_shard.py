@@ -54,7 +54,7 @@ class TableShard:
         self.rank, self.world_size, self.seed = settings.rank, settings.world_size, settings.seed
         self.policy, self.on_full, self.is_spread = settings.policy, settings.on_full, settings.is_spread
         self.telling = Teller(self.name, self.dim, settings.on_evict)
-        # A load may replace these four. Of a table that is resumed or loaded its files say how ids fall into buckets.
+        # A load may replace these three, by those of the checkpoint. A resume refuses files of others.
         self.key = settings.key
         self.total_num_buckets = settings.total_num_buckets
         self.buckets = settings.buckets

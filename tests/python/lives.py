@@ -100,7 +100,7 @@ def save_by(door: str, model: nn.Module, path: Path) -> Any:
         return saver.save_async(model, path, incremental=door == "async delta")
     else:
         report = saver.save(model, path, incremental=door in ("delta", "compact"), linked=door == "linked")
-        assert report.kind == {"full": "full", "linked": "linked"}.get(door, "delta")
+        assert report.kind == (door if door in ("full", "linked") else "delta")
         if door == "compact":
             saver.compact(path)
     return None

@@ -432,3 +432,29 @@ def test_inspect_reads_the_directories_of_ssd_tiers(tmp_path: Path, capsys: pyte
         assert f"has format {other.decode()} and this release reads 1" in refused["error"]
         assert main(["inspect", str(ssd)]) == 0
         assert "ANOTHER FORMAT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("saved", [(1 << 64) - 1, 1 << 53])
+def test_a_time_that_no_calendar_has_is_shown_as_unknown(
+    ckpt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, saved: int
+) -> None:
+    save(ckpt)
+    read = _native.CheckpointRows
+
+    class Forged:
+        """The rows of a checkpoint whose manifest has another time."""
+
+        def __init__(self, *given: Any) -> None:
+            self.rows = read(*given)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.rows, name)
+
+        def manifest(self) -> str:
+            return json.dumps({**json.loads(self.rows.manifest()), "saved_unix_ms": saved})
+
+    monkeypatch.setattr(_native, "CheckpointRows", Forged)
+    code, found = run(capsys, "inspect", ckpt)
+    assert (code, found["checkpoints"][0]["saved"]) == (0, "unknown")
+    assert main(["inspect", str(ckpt)]) == 0
+    assert "unknown" in capsys.readouterr().out

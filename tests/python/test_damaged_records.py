@@ -15,7 +15,7 @@ from tables import make_bag, ssd_tiers, step
 from torchrec_embcache import EmbCacheEmbeddingBag
 from torchrec_embcache.cli import main
 from torchrec_embcache.dcp import EmbCacheStorageWriter
-from torchrec_embcache.exceptions import EmbCacheError
+from torchrec_embcache.exceptions import CorruptionError, EmbCacheError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Saver as BlockSaver
 
@@ -112,3 +112,27 @@ def test_a_linked_checkpoint_of_a_damaged_record_is_refused_by_verify(tmp_path, 
         Saver(0).save(bag, tmp_path / "saved", linked=True)
     assert main(["verify", str(tmp_path / "saved")]) != 0
     assert "is damaged at byte" in "".join(capsys.readouterr())
+
+
+def rebound(record: bytes, place: bytes) -> bytes:
+    """The record with the checksum that it would have in the place of another: that binds it to its segment and its number there."""
+    mask = int.from_bytes(place[:ID_AT], "little") ^ crc32c(place[ID_AT:])
+    return (crc32c(record[ID_AT:]) ^ mask).to_bytes(4, "little") + record[ID_AT:]
+
+
+def test_a_whole_record_of_another_id_is_no_row_that_was_never_trained(tmp_path):
+    closed_tier(tmp_path / "ssd")
+    path, at, length = place_of(tmp_path / "ssd", 77)
+    other_at, other = next((start, id_) for start, _, id_ in records(path) if id_ != 77)
+    data = bytearray(path.read_bytes())
+    data[at : at + length] = rebound(data[other_at : other_at + length], data[at : at + length])
+    path.write_bytes(data)
+    with make_bag(tiers=ssd_tiers(tmp_path / "ssd", host_bytes="16KiB", reopen="resume")) as bag:
+        with pytest.raises(CorruptionError, match=f"the record's id should be 77 and is {other}"):
+            bag.read_rows(torch.tensor([77]))
+        with pytest.raises(CorruptionError, match="the record's id"):
+            bag(torch.tensor([[77]]))
+        assert bag.read_rows(torch.tensor([other])).found.all()
+        with pytest.raises(CorruptionError, match="the number of live records that can be found should be"):
+            weights(bag)
+        assert len(bag) == 2000

@@ -122,7 +122,7 @@ def test_what_is_no_metadata_is_refused(text: bytes) -> None:
         from_json(text, "dense.json", STREAMS)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0])
 def test_another_version_is_called_that(version: object) -> None:
     with pytest.raises(UnsupportedError, match=f"version {version!r} and this release reads 1"):
         from_json(json.dumps({**document(), "version": version}).encode(), "dense.json", STREAMS)

@@ -246,3 +246,37 @@ def test_a_table_cannot_evaluate_a_shared_row_that_it_has_not() -> None:
         _native.Table(**settings, missing_read=float("inf"))
     with pytest.raises(ConfigError, match="unseen='ones'"):
         embedding(unseen="ones", optimizer=optimizers.SGD(lr=0.1))
+
+
+def test_a_table_json_with_the_shared_row_and_no_word_of_missing_reads_reads_that_row(tmp_path: Path) -> None:
+    Saver(0).save(trained(**COUNTED, not_admitted="shared", unseen="zeros"), tmp_path / "saved")
+    assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "files"), "--to", "npy"]) == 0
+    (description,) = (tmp_path / "files").rglob("table.json")
+    described = json.loads(description.read_text())
+    assert described.pop("missing_read") == "zeros"
+    description.write_text(json.dumps(described))
+    assert main(["convert", str(tmp_path / "files"), str(tmp_path / "back")]) == 0
+    found = manifest_of(tmp_path / "back")
+    assert (found["missing_read"], found["oov_row"]) == ("oov_row", described["oov_row"])
+    del described["oov_row"]
+    description.write_text(json.dumps(described))
+    assert main(["convert", str(tmp_path / "files"), str(tmp_path / "without")]) == 0
+    assert manifest_of(tmp_path / "without")["missing_read"] == "initial"
+
+
+@pytest.mark.parametrize("said", ["oov_row", "zeros", None])
+@pytest.mark.parametrize("dim", [DIM + 1, None])
+def test_a_shared_row_of_another_dim_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str | None, dim: int | None
+) -> None:
+    Saver(0).save(trained(**COUNTED, not_admitted="shared"), tmp_path / "saved")
+    assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "files"), "--to", "npy"]) == 0
+    (description,) = (tmp_path / "files").rglob("table.json")
+    described = {**json.loads(description.read_text()), "dim": dim, "missing_read": said}
+    description.write_text(json.dumps({name: value for name, value in described.items() if value is not None}))
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "files"), str(tmp_path / "back"), "--json"]) == 3
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["type"] == "InputError"
+    assert f"has dim {DIM}, and its table.json has the oov_row of dim {dim}" in error["message"]
+    assert not (tmp_path / "back" / "LATEST").exists()

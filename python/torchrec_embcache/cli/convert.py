@@ -226,13 +226,15 @@ def _spec(table: StoredTable, settings: Settings) -> tuple[dict[str, Any], dict[
         "initializer": described.get("initializer", {"name": "constant", "value": 0.0}),
         "total_num_buckets": described.get("total_num_buckets", settings.total_num_buckets),
     }
-    missing_read = described.get("missing_read", "initial")
     if "oov_row" in described:
-        if described.get("dim") == table.dim:
-            spec["oov_row"] = _oov_row(described, wanted, table.dim)
-        elif missing_read == "oov_row":
-            missing_read = "initial"
-    spec["missing_read"] = missing_read
+        if described.get("dim") != table.dim:
+            raise InputError(
+                f"table {table.name!r} has dim {table.dim}, and its table.json has the oov_row of dim {described.get('dim')}: give "
+                "both the same dim, or take oov_row and missing_read out of table.json"
+            )
+        spec["oov_row"] = _oov_row(described, wanted, table.dim)
+    # A table with such a row reads it, unless its settings say otherwise.
+    spec["missing_read"] = described.get("missing_read", "oov_row" if "oov_row" in described else "initial")
     return spec, dict(zip(names, present, strict=True))
 
 

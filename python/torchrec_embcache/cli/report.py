@@ -27,8 +27,11 @@ def date_of(file: str | os.PathLike[str]) -> str:
 
 
 def date_text(seconds: float) -> str:
-    """A time in seconds since 1970, in UTC, to the second."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    """A time in seconds since 1970, in UTC, to the second; "unknown" for one that no calendar has, which is not of a real clock."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return "unknown"
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def from_json(text: bytes, path: str, stream_bytes: Sequence[int]) -> Metadata:
         document = json.loads(text)
         if document["format"] != _FORMAT:
             raise ValueError(f"the format is {document['format']!r}")
-        if document["version"] != _VERSION:
+        if type(document["version"]) is not int or document["version"] != _VERSION:  # to Python, True and 1.0 equal 1
             raise UnsupportedError(
                 f"{path} has version {document['version']!r} and this release reads {_VERSION}: load it with the release that "
                 "wrote it"

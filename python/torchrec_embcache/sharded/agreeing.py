@@ -73,8 +73,8 @@ class AgreesWithRanks:
     def _agree_on_buckets(self) -> None:
         """Open the tables, and check that all ranks say the same number of buckets. Collective.
 
-        The files of a table that is resumed say it. Every rank comes here before its first batch is sent. Where a table cannot be
-        opened on one of them, or they do not agree, all come here again with the next batch.
+        Each rank's settings say it, or the checkpoint that it loaded. Every rank comes here before its first batch is sent. Where a
+        table cannot be opened on one of them, or they do not agree, all come here again with the next batch.
         """
         mine: dict[str, int] = {}
         error: Exception | None = None
@@ -96,8 +96,7 @@ class AgreesWithRanks:
                     self._buckets_known = False
                     raise MismatchError(
                         f"{self._owner}: table {name!r} has {own} buckets on this rank, and {said} on rank {rank}: "
-                        "their SSD directories are of different saves; load a checkpoint made "
-                        'with Saver, with reopen="discard"'
+                        "give all ranks the same total_num_buckets, and load the same checkpoint on all of them"
                     )
 
 

@@ -356,7 +356,7 @@ mod tests {
 
     /// Each line: the seed, the table key, p, the id, the step, the occurrences, and whether the id is admitted.
     #[test]
-    fn coins_are_those_of_version_3() {
+    fn coins_are_those_of_format_1() {
         let fixture = include_str!("../../../../tests/fixtures/v1/coins.txt");
         let mut coins = 0;
         for line in fixture.lines().filter(|line| !line.starts_with('#')) {

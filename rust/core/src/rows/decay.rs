@@ -216,7 +216,7 @@ mod tests {
 
     /// Each line: the half life, the bits of the score, the first step, the last one, and the bits of what is left.
     #[test]
-    fn decays_are_those_of_version_3() {
+    fn decays_are_those_of_format_1() {
         let fixture = include_str!("../../../../tests/fixtures/v1/decay.txt");
         let lines: Vec<&str> = fixture.lines().filter(|line| !line.starts_with('#')).collect();
         assert_eq!(lines.len(), 360);

@@ -4,6 +4,7 @@ use crate::config::TableConfig;
 
 /// The table shard that a tier's files belong to. A published state keeps it, and a resume compares it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Identity {
     /// Table name.
     pub table: String,
@@ -44,6 +45,7 @@ impl Identity {
 
 /// The table's counters that a published state keeps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StateCounters {
     /// The table's step counter.
     pub step: u64,

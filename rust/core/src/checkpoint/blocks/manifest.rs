@@ -22,6 +22,7 @@ const MAX_BUCKETS: u32 = (1 << 31) - 1;
 
 /// One shard's rows of a table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TableShare {
     /// The table's name in the save.
     pub name: String,
@@ -77,6 +78,7 @@ impl TableShare {
 
 /// A block of a shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct BlockEntry {
     /// The table's name, or the tensor's.
     pub(crate) name: String,
@@ -109,6 +111,7 @@ pub(crate) fn layout_of_file(file: u32, blocks: &[BlockEntry], tensors: &[Tensor
 
 /// `shard-<i>-of-<n>.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct ShardManifest {
     pub(crate) shard: u32,
     pub(crate) shards: u32,
@@ -139,6 +142,7 @@ impl ShardManifest {
 
 /// `manifest.json`: the CRC-32C of each shard's manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct SaveManifest {
     format: String,
     version: u32,

@@ -13,7 +13,7 @@ use crate::error::{Error, Kind, Result};
 #[derive(Deserialize)]
 struct Head {
     format: String,
-    version: u32,
+    version: serde_json::Value,
 }
 
 /// The error of a manifest that contradicts itself, another one, or what the format allows; `what` says how.

@@ -361,10 +361,22 @@ pub(crate) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64
     }
     let steps = Steps { lowest: le_u64(bytes, 48), highest: le_u64(bytes, 40), bytes: bytes[56] };
     let has_steps = steps.bytes != NO_STEPS;
-    if has_steps && (steps.bytes > 8 || steps.lowest > steps.highest) {
+    let fit =
+        if has_steps { steps.bytes <= 8 && steps.lowest <= steps.highest } else { steps.highest | steps.lowest == 0 };
+    if !fit {
         let what = "the highest and the lowest last step and the bytes of an entry's step";
         let got = format!("{}, {}, {}", steps.highest, steps.lowest, steps.bytes);
-        return Err(Error::corruption(path, offset + 40, what, "a range, and at most 8 bytes", got));
+        return Err(Error::corruption(path, offset + 40, what, "a range and at most 8 bytes, or 0, 0, 255", got));
+    }
+    let zeros = &bytes[57..64];
+    if zeros.iter().any(|byte| *byte != 0) {
+        return Err(Error::corruption(
+            path,
+            offset + 57,
+            "the last bytes before the checksums",
+            "zeros",
+            format!("{zeros:?}"),
+        ));
     }
     let trailer = Trailer {
         records: le_u32(bytes, 8) & 0xff_ffff,
@@ -497,6 +509,34 @@ mod tests {
                 assert_eq!(error.kind(), Kind::Corruption, "{bit}");
             }
             assert!(decode_trailer(tail, Path::new("x"), 0, 8).is_err());
+        }
+    }
+
+    #[test]
+    fn a_trailer_with_other_bytes_where_there_are_no_steps_is_refused_whatever_its_checksum() {
+        let trailer = |step: LastStep| {
+            let mut bytes = Vec::new();
+            encode_footer(&mut [entry(0, 1, 0, step)], 9, ROOM, &mut bytes);
+            bytes.split_off(bytes.len() - TRAILER_BYTES)
+        };
+        let read = |tail: &[u8], at: usize, value: u8| {
+            let mut tail = tail.to_vec();
+            tail[at] = value;
+            let crc = crc32c::crc32c(&tail[..CRC_AT]);
+            tail[CRC_AT..].copy_from_slice(&crc.to_le_bytes());
+            decode_trailer(&tail, Path::new("x"), 0, 9)
+        };
+        for tail in [trailer(LastStep::UNKNOWN), trailer(LastStep::of(0))] {
+            assert!(read(&tail, 56, tail[56]).is_ok());
+            let others = (9..=254).map(|bytes| (56, bytes)).chain((57..64).map(|at| (at, 1)));
+            for (at, value) in others {
+                let error = read(&tail, at, value).expect_err("refused");
+                assert_eq!(error.kind(), Kind::Corruption, "{value} at {at}: {error}");
+            }
+        }
+        for at in 40..56 {
+            let error = read(&trailer(LastStep::UNKNOWN), at, 1).expect_err("refused");
+            assert!(error.kind() == Kind::Corruption && error.to_string().contains("0, 0, 255"), "{at}: {error}");
         }
     }
 }

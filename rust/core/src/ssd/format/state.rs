@@ -24,6 +24,7 @@ pub(crate) const MAX_COUNT: u64 = 1 << 62;
 
 /// A segment as a state names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Named {
     /// Serial.
     #[serde(rename = "n")]
@@ -74,6 +75,7 @@ impl SegmentSet {
 
 /// The contents of a state's file.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct StateFile {
     pub(crate) token: u64,
     pub(crate) identity: Identity,
