@@ -1,6 +1,8 @@
-"""The files in `tests/fixtures/v1`: what is in them, and how they are made.
+"""The files in `tests/fixtures/v1/ssd_tier` and `tests/fixtures/v1/checkpoints`: what is in them, and how they are made.
 
-`python tests/python/fixture_files.py FOLDER` makes them in a folder that is empty. Those of a released format are never made again.
+`python tests/python/fixture_files.py FOLDER` makes both directories in a folder that is empty. Those of a released format are never
+made again. Rows, slots, metadata and steps are the same each time. Names of checkpoints, their times (`saved_unix_ms`), and what
+depends on either, such as checksums, are not. The `.txt` files beside them are golden vectors, which nothing makes anew.
 """
 
 import os
@@ -43,7 +45,10 @@ def tier(root: Path, **settings: Any) -> EmbCacheEmbedding:
 
 
 def chained() -> EmbCacheEmbedding:
-    """A table with every kind of contents that a checkpoint can have."""
+    """A table with a slot, a shared row, counts of ids that wait for rows, and times of steps.
+
+    It has no dense tensors, no shows and clicks, and no more than one shard.
+    """
     return EmbCacheEmbedding(
         name="item",
         embedding_dim=DIM,
@@ -90,7 +95,7 @@ def _make_chain(folder: Path) -> None:
 
 
 def make(folder: Path) -> None:
-    """Make all files anew."""
+    """Make `ssd_tier` and `checkpoints` in `folder`."""
     os.umask(0o027)
     for name in ("ssd_tier/ssd", "ssd_tier/linked", *(f"checkpoints/{name}" for name in CHECKPOINTS)):
         (folder / name).mkdir(parents=True)

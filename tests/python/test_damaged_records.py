@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tables import make_bag, ssd_tiers, step
-from torchrec_embcache import EmbCacheEmbeddingBag
+from torchrec_embcache import EmbCacheEmbeddingBag, _native
 from torchrec_embcache.cli import main
 from torchrec_embcache.dcp import EmbCacheStorageWriter
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError
@@ -41,6 +42,11 @@ def place_of(root: Path, row: int) -> tuple[Path, int, int]:
     ]
     assert len(found) == 1
     return found[0]
+
+
+def crc32c(data: bytes) -> int:
+    """Of all of `data`."""
+    return int(_native.chunk_checksums(np.frombuffer(data, np.uint8), len(data))[0])
 
 
 def flip_id(root: Path, row: int) -> None:
@@ -115,7 +121,7 @@ def test_a_linked_checkpoint_of_a_damaged_record_is_refused_by_verify(tmp_path, 
 
 
 def rebound(record: bytes, place: bytes) -> bytes:
-    """The record with the checksum that it would have in the place of another: that binds it to its segment and its number there."""
+    """The record with the checksum that it would have in the place of another: it binds a record to its segment and number."""
     mask = int.from_bytes(place[:ID_AT], "little") ^ crc32c(place[ID_AT:])
     return (crc32c(record[ID_AT:]) ^ mask).to_bytes(4, "little") + record[ID_AT:]
 
@@ -125,7 +131,7 @@ def test_a_whole_record_of_another_id_is_no_row_that_was_never_trained(tmp_path)
     path, at, length = place_of(tmp_path / "ssd", 77)
     other_at, other = next((start, id_) for start, _, id_ in records(path) if id_ != 77)
     data = bytearray(path.read_bytes())
-    data[at : at + length] = rebound(data[other_at : other_at + length], data[at : at + length])
+    data[at : at + length] = rebound(bytes(data[other_at : other_at + length]), bytes(data[at : at + length]))
     path.write_bytes(data)
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", host_bytes="16KiB", reopen="resume")) as bag:
         with pytest.raises(CorruptionError, match=f"the record's id should be 77 and is {other}"):

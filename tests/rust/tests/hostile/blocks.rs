@@ -115,3 +115,21 @@ fn a_save_of_another_format_or_version_is_refused() {
         assert_eq!(open(&files).0.expect_err("refused").kind(), Kind::Unsupported, "{field} {other}");
     }
 }
+
+#[test]
+fn a_field_that_no_manifest_has_is_refused() {
+    for (file, object) in [("manifest.json", ""), ("shard-", ""), ("shard-", "/tables/0"), ("shard-", "/blocks/0")] {
+        let mut files = seed().clone();
+        let named = |path: &&PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(file));
+        let path = files.keys().find(named).unwrap().clone();
+        let mut value: Value = serde_json::from_slice(&files[&path]).unwrap();
+        value.pointer_mut(object).unwrap()["other"] = json!(1);
+        files.insert(path, serde_json::to_vec(&value).unwrap());
+        reseal(&mut files);
+        let error = open(&files).0.expect_err("refused");
+        assert!(
+            error.kind() == Kind::Corruption && error.to_string().contains("unknown field"),
+            "{file}{object}: {error}"
+        );
+    }
+}

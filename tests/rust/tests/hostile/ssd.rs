@@ -295,11 +295,26 @@ fn a_sweep_of_a_tier_whose_footers_name_a_record_twice_is_refused() {
         let dies = |_: &RowHeader, _: &[f32]| true;
         let dying = Dying { last_step: u64::MAX, by_row: Some(&dies) };
         if let Err(error) = tier.bury(&mut Burial::default(), &dying, &|_| false, usize::MAX) {
-            assert_eq!(error.kind(), Kind::Corruption, "{error}");
+            let of_another = error.to_string().contains("the record's id");
+            assert!(error.kind() == Kind::Corruption && of_another, "{error}");
             refused += 1;
         }
     }
     assert!(refused > 0);
+}
+
+#[test]
+fn a_field_that_no_state_has_is_refused() {
+    for object in ["", "/identity", "/counters", "/segments/0"] {
+        let mut files = seed().clone();
+        for bytes in files.iter_mut().filter(|(path, _)| is(path, "state")).map(|(_, bytes)| bytes) {
+            let (start, end) = json(bytes).unwrap();
+            let mut value: Value = serde_json::from_slice(&bytes[start..end]).unwrap();
+            value.pointer_mut(object).unwrap()["other"] = 1.into();
+            *bytes = state_file(&serde_json::to_vec(&value).unwrap());
+        }
+        assert_eq!(refusal(&files), Some(Kind::Corruption), "{object}");
+    }
 }
 
 #[test]
