@@ -1,4 +1,4 @@
-# ruff: noqa: B007, B023, D103, E501, E731, E741, SIM115, T201, RET503
+# ruff: noqa: B007, B023, D103, E402, E501, E731, E741, RET503, SIM115, T201
 """Apply a rename map through rust-analyzer. usage: ra_rename.py ROOT MAP.jsonl... [--kinds type,fn] -> report on stdout"""
 
 import json
@@ -16,7 +16,8 @@ root = pathlib.Path(sys.argv[1]).resolve()
 maps = [a for a in sys.argv[2:] if a.endswith(".jsonl")]
 kinds = set(
     next(
-        (a.split("=")[1] for a in sys.argv if a.startswith("--kinds=")), "type,fn,method,field,variant,const,arg,mod"
+        (a.split("=")[1] for a in sys.argv if a.startswith("--kinds=")),
+        "type,fn,method,field,variant,const,arg,param,mod",
     ).split(",")
 )
 RA = os.environ.get("RA", "rust-analyzer")
@@ -25,7 +26,15 @@ for m in maps:
     for l in open(m):
         if l.strip():
             d = json.loads(l)
-            if d["kind"] in kinds and d["at"].endswith(".rs"):
+            if (
+                d["kind"] in kinds
+                and d["at"].endswith(".rs")
+                and d["at"].startswith(("rust/", "tests/", "benches/"))
+                and d.get("owner") not in ("string literal", "metric name", "command line")
+                and not (d["kind"] == "variant" and d["old"] == "shared")
+                and d["kind"] != "mod"
+                and not d.get("why", "").startswith("pyclass name")
+            ):
                 entries.append(d)
 p = subprocess.Popen([RA], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root)
 ids = iter(range(1, 10**9))
@@ -214,25 +223,35 @@ def apply(edit):
     return n, fs, changed.get("__ops")
 
 
-order = {"type": 0, "const": 1, "variant": 2, "field": 3, "fn": 4, "method": 5, "arg": 6, "param": 6, "mod": 7}
-newowner = {}
-fails = 0
-log = open("rename.log", "a")
-entries.sort(key=lambda d: order[d["kind"]])
-for d in entries:
+import collections
+
+edits = collections.defaultdict(dict)
+problems = []
+comments = []
+
+
+def add(path, e, d):
+    r = e["range"]
+    k = (r["start"]["line"], r["start"]["character"], r["end"]["line"], r["end"]["character"])
+    was = edits[path].get(k)
+    new = e["newText"]
+    if was is None or was == new:
+        edits[path][k] = new
+        return
+    a, b = (was, new) if was.endswith(": " + d["old"]) else (new, was)
+    src = pathlib.Path(path).read_text().split("\n")[k[0]][k[1] : k[3]]
+    if a.endswith(": " + src) and b.startswith(src + ": "):
+        f, p_ = a[: -len(": " + src)], b[len(src + ": ") :]
+        edits[path][k] = f if f == p_ else f + ": " + p_
+    else:
+        problems.append((d, f"conflict {path}:{k[0] + 1} {was!r} {new!r}"))
+
+
+for i, d in enumerate(entries):
     src = lines_of(d["at"])
-    o = d.get("owner")
-    if o:
-        parts = o.split("::")
-        parts[0] = newowner.get((d["at"], parts[0]), newowner.get(parts[0], parts[0]))
-        d["owner"] = "::".join(parts)
     off = find(d, src)
     if off is None:
-        d2 = dict(d, owner=o)
-        off = find(d2, src)
-    if off is None:
-        print("NOT FOUND", d["kind"], d["at"], d.get("owner", ""), d["old"], flush=True)
-        fails += 1
+        problems.append((d, "not found"))
         continue
     try:
         for attempt in range(8):
@@ -245,43 +264,50 @@ for d in entries:
                 break
             time.sleep(0.05)
     except TimeoutError:
-        print("TIMEOUT", d, flush=True)
-        fails += 1
+        problems.append((d, "timeout"))
         continue
     if "error" in r or not r.get("result"):
-        print("ERROR", d["kind"], d["at"], d["old"], d["new"], r.get("error"), flush=True)
-        fails += 1
+        problems.append((d, str(r.get("error"))))
         continue
-    n, fs, ops = apply(r["result"])
-    if d["kind"] == "type":
-        newowner[(d["at"], d["old"])] = d["new"]
-    # comments in the files touched
-    for f in fs:
-        s = pathlib.Path(f).read_text()
-        if d["kind"] == "type":
-            s2 = re.sub(
-                r"(?m)^(\s*//.*)$",
-                lambda m: (
-                    re.sub(rf"\b{re.escape(d['old'])}\b(?=[`\]:])", d["new"], m.group(0))
-                    if d["old"] in m.group(0)
-                    else m.group(0)
-                ),
-                s,
-            )
+    n = 0
+    for c in r["result"].get("documentChanges") or []:
+        if "kind" in c:
+            problems.append((d, "operation " + str(c)))
+            continue
+        f = urllib.parse.unquote(urllib.parse.urlparse(c["textDocument"]["uri"]).path)
+        for e in c["edits"]:
+            add(f, e, d)
+            n += 1
+    for f, es in (r["result"].get("changes") or {}).items():
+        f = urllib.parse.unquote(urllib.parse.urlparse(f).path)
+        for e in es:
+            add(f, e, d)
+            n += 1
+    if i % 50 == 0:
+        print(i, len(entries), round(time.time() - t0), len(problems), flush=True)
+total = 0
+for f, es in edits.items():
+    ls = pathlib.Path(f).read_text().split("\n")
+    last = None
+
+    def off16(line, ch):
+        return len(ls[line].encode("utf-16-le")[: 2 * ch].decode("utf-16-le"))
+
+    for (l0, c0, l1, c1), t in sorted(es.items(), reverse=True):
+        if last is not None and (l1, c1) > last:
+            problems.append(({"kind": "overlap"}, f"{f}:{l0 + 1} {t!r}"))
+            continue
+        a = off16(l0, c0)
+        b = off16(l1, c1)
+        if l0 == l1:
+            ls[l0] = ls[l0][:a] + t + ls[l0][b:]
         else:
-            s2 = re.sub(
-                r"(?m)^(\s*//.*)$",
-                lambda m: (
-                    re.sub(rf"(?<=[`:]){re.escape(d['old'])}(?=[`\(\]])", d["new"], m.group(0))
-                    if d["old"] in m.group(0)
-                    else m.group(0)
-                ),
-                s,
-            )
-        if s2 != s:
-            pathlib.Path(f).write_text(s2)
-            notify("workspace/didChangeWatchedFiles", {"changes": [{"uri": pathlib.Path(f).as_uri(), "type": 2}]})
-    log.write(json.dumps({**d, "edits": n, "files": len(fs)}) + "\n")
-    log.flush()
-print("done", len(entries), "failed", fails, "seconds", round(time.time() - t0))
+            ls[l0 : l1 + 1] = (ls[l0][:a] + t + ls[l1][b:]).split("\n")
+        last = (l0, c0)
+        total += 1
+    pathlib.Path(f).write_text("\n".join(ls))
+with open("target/renames/rust_problems.txt", "w") as o:
+    for d, w in problems:
+        o.write(json.dumps(d) + "  " + w + "\n")
+print("done", len(entries), "edits", total, "files", len(edits), "problems", len(problems), round(time.time() - t0))
 p.kill()
