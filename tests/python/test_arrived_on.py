@@ -35,6 +35,8 @@ STEPS = 6
 def one_rank() -> Iterator[None]:
     """A world of this process alone."""
     with tempfile.TemporaryDirectory() as folder:
+        if dist.is_initialized():  # left behind by a test before
+            dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
         yield
         dist.destroy_process_group()

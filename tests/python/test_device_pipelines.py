@@ -53,6 +53,8 @@ def one_rank() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+        if dist.is_initialized():  # left behind by a test before
+            dist.destroy_process_group()
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         yield
         dist.destroy_process_group()
