@@ -389,7 +389,7 @@ class CheckpointReader:
 
 @final
 class LinkedSegments:
-    """What a table's SSD tier consisted of when a linked checkpoint was saved; checked as far as footers go."""
+    """The segments of a table's SSD tier in a linked checkpoint; checked as far as footers go."""
 
     rows: int
 

@@ -23,7 +23,7 @@ class SaveReport:
     checkpoint: str
     """Name of the checkpoint: its directory in the path."""
     kind: Literal["full", "delta", "linked"]
-    """What it holds: every row; the rows modified since `parent`; or, of a linked checkpoint, every row, with SSD
+    """The contents: every row; the rows modified since `parent`; or, of a linked checkpoint, every row, with SSD
     tiers as their segments."""
     parent: str | None
     """Name of the checkpoint that a delta builds on."""

@@ -45,7 +45,7 @@ def place_of(root: Path, row: int) -> tuple[Path, int, int]:
 
 
 def crc32c(data: bytes) -> int:
-    """Of all of `data`."""
+    """The checksum of all of `data`."""
     return int(_native.chunk_checksums(np.frombuffer(data, np.uint8), len(data))[0])
 
 

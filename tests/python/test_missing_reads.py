@@ -49,7 +49,7 @@ MISSING = 999
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
-    """What the newest checkpoint says of its one table."""
+    """The entry of the one table in the newest checkpoint."""
     (table,) = Opened.at(str(path)).tables
     return table
 

@@ -169,7 +169,7 @@ def test_a_checkpoint_stays_while_it_is_loaded(path: Path, monkeypatch: pytest.M
 
 
 def crc32c(data: bytes) -> int:
-    """Of all of `data`."""
+    """The checksum of all of `data`."""
     return int(_native.chunk_checksums(np.frombuffer(data, np.uint8), len(data))[0])
 
 

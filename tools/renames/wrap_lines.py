@@ -1,15 +1,23 @@
 # ruff: noqa: D100, E401, E741, F401, I001, T201
 import re, pathlib, collections, os, subprocess
 
-out = subprocess.run(
-    [".venv/bin/ruff", "check", "-q", "--select", "E501", "--output-format", "concise"], capture_output=True, text=True
-).stdout
-by = collections.defaultdict(list)
-for l in out.splitlines():
-    m = re.match(r"(.+?):(\d+):\d+: E501", l)
-    if m:
-        by[m[1]].append(int(m[2]))
-for f, nums in by.items():
+
+def long_lines():
+    """Returns the numbers of lines that ruff finds too long, by file."""
+    out = subprocess.run(
+        [".venv/bin/ruff", "check", "-q", "--select", "E501", "--output-format", "concise"],
+        capture_output=True,
+        text=True,
+    ).stdout
+    by = collections.defaultdict(list)
+    for l in out.splitlines():
+        m = re.match(r"(.+?):(\d+):\d+: E501", l)
+        if m:
+            by[m[1]].append(int(m[2]))
+    return by
+
+
+for f, nums in long_lines().items():
     ls = pathlib.Path(f).read_text().split("\n")
     for n in sorted(nums, reverse=True):
         i = n - 1
@@ -51,16 +59,7 @@ for f, nums in by.items():
                 i += 1
     pathlib.Path(f).write_text("\n".join(ls))
 
-
-out = subprocess.run(
-    [".venv/bin/ruff", "check", "-q", "--select", "E501", "--output-format", "concise"], capture_output=True, text=True
-).stdout
-by = collections.defaultdict(list)
-for l in out.splitlines():
-    m = re.match(r"(.+?):(\d+):\d+: E501", l)
-    if m:
-        by[m[1]].append(int(m[2]))
-for f, nums in by.items():
+for f, nums in long_lines().items():
     ls = pathlib.Path(f).read_text().split("\n")
     for n in sorted(nums, reverse=True):
         l = ls[n - 1]

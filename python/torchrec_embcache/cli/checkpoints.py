@@ -207,7 +207,7 @@ def inspect(path: str) -> Report:
 
 
 def _missing_read(said: str | dict[str, float]) -> str | float:
-    """What the manifest says that ids without a row read."""
+    """Returns the manifest's value for ids without a row."""
     return said["value"] if isinstance(said, dict) else said
 
 

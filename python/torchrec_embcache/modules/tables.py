@@ -118,7 +118,7 @@ class _Sharing:
     row_bytes: Mapping[str, int]
     """Bytes of a row in each tier, by the field of its budget."""
     shares_ram: bool
-    """Whether it takes RAM that others leave. A table that drops rows does not: other tables would decide which rows those are."""
+    """True if it takes RAM that others leave. A table that drops rows does not, because other tables would decide which rows go."""
 
     def need(self, field: str) -> int:
         """The bytes of a budget that its expected rows take."""
@@ -299,9 +299,8 @@ class ModuleTables(Mapping[str, CacheTable]):
         try:
             for name, table in source.items():
                 target = internals(self._tables[name]) if name in self._tables else None
-                if (
-                    target is not None and target.world_size == 1
-                ):  # the tables that move go on with the budget that they share
+                # Tables that move without a copy keep the budget that they share.
+                if target is not None and target.world_size == 1:
                     target.settings = replace(target.settings, share=internals(table).settings.share)
                 if table.is_open:
                     self._take_table(name, table)

@@ -58,7 +58,7 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
         device: torch.device | None,
         is_sequence: bool,
     ) -> None:
-        """Of the table of feature f, `num_buckets[f]` is the number of buckets, and `mean[f]` says whether bags are averaged."""
+        """For the table of feature f, `num_buckets[f]` is the number of buckets, and `mean[f]` says whether bags are averaged."""
         ranks = pg.size()
         accepted = [max(buckets, ranks) for buckets in num_buckets]
         # zch_sizes and block sizes of 0 make fbgemm take remainders. Without zch_sizes it refuses shares of different sizes.

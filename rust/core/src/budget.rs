@@ -3,7 +3,7 @@
 use crate::sync::{AtomicU64, Ordering};
 
 /// The bytes of a module's `host_bytes` that its tables share. Each table has a fixed part of `host_bytes` too. A table takes what it needs
-/// beyond that part, and gives it back when it needs it no more. Bytes are counted by one atomic, so that tables that grow at once never wait
+/// beyond that part, and gives it back once its rows are gone. Bytes are counted by one atomic, so that tables that grow at once never wait
 /// for each other.
 #[derive(Debug)]
 pub struct SharedBudget {

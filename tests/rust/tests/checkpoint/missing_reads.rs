@@ -1,4 +1,4 @@
-//! What an evaluation reads for an id without a row, in every kind of checkpoint, so that who reads it without the table's configuration
+//! Every kind of checkpoint says which values an evaluation reads for an id without a row, so that a reader without the table's configuration
 //! reads the same.
 
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ use embcache_tests::{Rig, config, directory_in};
 use crate::elastic::go_on;
 use crate::made::{ROOT, Table, kind, memory, save};
 
-/// Whether a table has a shared row, and what an evaluation reads.
+/// True for a table with a shared row, and the values that an evaluation reads.
 const CASES: [(bool, MissingRead); 8] = [
     (false, Initial),
     (false, Zeros),

@@ -145,7 +145,7 @@ impl Residency {
         let (ram, raise) = match budget.shared() {
             None => (format!("RAM (host_bytes={})", budget.bytes()), format!("raise host_bytes to {wanted} or more")),
             Some(shared) => (
-                "RAM beside the other tables of its module".into(),
+                "the RAM that the other tables of its module leave".into(),
                 format!(
                     "raise host_bytes of the module (TierBudgets(host_bytes={}), shared by its {} tables) to {} or more",
                     shared.host_bytes(),

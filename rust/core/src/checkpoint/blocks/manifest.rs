@@ -149,7 +149,7 @@ pub(crate) struct SaveManifest {
     pub(crate) shards: Vec<u32>,
 }
 
-/// What the manifest of any release has.
+/// The fields that a manifest of any release has.
 #[derive(Deserialize)]
 struct Head {
     format: serde_json::Value,

@@ -54,7 +54,7 @@ pub struct TableSpec {
     /// The row that ids share which were refused one, where the table has such a row and it was saved.
     #[serde(default, rename = "oov_row", skip_serializing_if = "Option::is_none")]
     pub shared_row: Option<SharedRow>,
-    /// What an evaluation reads for an id without a row.
+    /// The values that an evaluation reads for an id without a row.
     pub missing_read: MissingRead,
     /// In a serving checkpoint: how weights are stored. Rows have no optimizer slots then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
