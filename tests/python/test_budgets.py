@@ -13,6 +13,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
+import dcp_cases
 from test_modules import bags
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
@@ -289,14 +290,31 @@ def test_an_optimizer_with_slots_takes_room_for_them():
         step(module, few=range(15_000))
 
 
+def save(by: str, model: nn.Module, path: Path) -> None:
+    if by == "dcp":
+        dcp_cases.save(model.state_dict(), path, model, no_dist=True)
+    else:
+        Saver(0).save(model, path)
+
+
+def load(by: str, model: nn.Module, path: Path) -> None:
+    if by == "dcp":
+        dcp_cases.load(model.state_dict(), path, model, no_dist=True)
+    else:
+        Saver(0).load(model, path)
+
+
+@pytest.mark.parametrize("by", ["saver", "dcp"])
 @pytest.mark.parametrize(("saved_in", "there_in"), [("a", "b"), ("b", "a"), ("a", "a")])
-def test_a_checkpoint_is_loaded_whichever_table_had_taken_the_room(tmp_path: Path, saved_in: str, there_in: str):
+def test_a_checkpoint_is_loaded_whichever_table_had_taken_the_room(
+    tmp_path: Path, saved_in: str, there_in: str, by: str
+):
     with trained(TierBudgets(host_bytes="4MiB"), a=10, b=10) as saved:
         step(saved, **{saved_in: range(25_000)})
-        Saver(0).save(nn.ModuleDict({"bags": saved}), tmp_path)
+        save(by, nn.ModuleDict({"bags": saved}), tmp_path)
         with trained(TierBudgets(host_bytes="4MiB"), a=10, b=10) as other:
             step(other, **{there_in: range(10_000, 35_000)})
-            Saver(0).load(nn.ModuleDict({"bags": other}), tmp_path)
+            load(by, nn.ModuleDict({"bags": other}), tmp_path)
             for name, table in other.tables.items():
                 assert len(table) == (25_000 if name == saved_in else 0)
             assert free(other.tables["b"]) == 2 * MIB - (25_000 * ROW - MIB)
