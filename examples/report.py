@@ -8,12 +8,12 @@ from pathlib import Path
 from reporting import Checks, Course
 from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.plotting import Line, Panel, curve_panels, inline_css, inline_svg, read_panels
-from torchrec_embcache.sizing import Advice, TableTraffic, advise
+from torchrec_embcache.sizing import BudgetAdvice, TableTraffic, advise
 
 __all__ = ["Run", "write_report"]
 
 CSS = """
-body { margin: 0; background: var(--plot-ground); color: var(--plot-ink); font: 16px/1.5 system-ui, sans-serif; }
+body { margin: 0; background: var(--plot-background); color: var(--plot-foreground); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 74rem; margin: 0 auto; padding: 1rem clamp(1rem, 3vw, 2rem) 3rem; }
 h1 { font-size: clamp(1.4rem, 4vw, 2rem); line-height: 1.2; margin: 1rem 0 .5rem; }
 h2 { font-size: 1.3rem; margin: 2.5rem 0 .5rem; border-top: 1px solid var(--plot-grid); padding-top: 1.5rem; }
@@ -24,13 +24,13 @@ p { max-width: 65ch; }
 figure { margin: 0; min-width: 0; border: 1px solid var(--plot-grid); border-radius: .5rem; padding: .25rem; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 9.5rem), 1fr)); gap: 1rem; }
 dl div { border: 1px solid var(--plot-grid); border-radius: .5rem; padding: .5rem .75rem; }
-dt { color: var(--plot-quiet); font-size: .875rem; }
+dt { color: var(--plot-muted); font-size: .875rem; }
 dd { margin: 0; font-size: 1.05rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; border: 1px solid var(--plot-grid); border-radius: .5rem; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .4rem .75rem; border-bottom: 1px solid var(--plot-grid); vertical-align: top; }
 .numbers td, .numbers th:not(:first-child) { text-align: right; white-space: nowrap; }
-thead th { color: var(--plot-quiet); font-weight: 600; }
+thead th { color: var(--plot-muted); font-weight: 600; }
 tbody tr:last-child > * { border-bottom: 0; }
 """
 
@@ -162,7 +162,7 @@ def sizing(traffic: Sequence[TableTraffic]) -> Iterator[str]:
     yield f"<p>{escape(' '.join(advice.sentences()))}</p>"
 
 
-def advised(traffic: Sequence[TableTraffic]) -> tuple[str, Advice]:
+def advised(traffic: Sequence[TableTraffic]) -> tuple[str, BudgetAdvice]:
     """The advice for the bytes of now. `advise` leaves room for several batches in each tier, for which these may be too few: then
     for as many times these bytes as it takes.
     """

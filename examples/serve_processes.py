@@ -121,7 +121,7 @@ def serve(number: int, path: str, rows: int, batch: int, ready: Barrier, ends: E
             served.lost += sum(int((~part.found).sum()) for part in found)
             if version.name != name:
                 if name:  # what was there before this process is no news
-                    served.delays.append(max(0.0, time.time() - tables.pin().published))
+                    served.delays.append(max(0.0, time.time() - tables.pin().published_at))
                 else:
                     ready.wait(START_SECONDS)
                     said = time.monotonic()

@@ -29,7 +29,7 @@ from torch import nn
 from drift import Day, Drift, mixed
 from reporting import Checks
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, eviction, initializers, optimizers
-from torchrec_embcache.metrics import TableStats
+from torchrec_embcache.stats import TableStats
 
 DIM = 8  # the last column is a bias
 BATCH = 2000  # B
@@ -70,7 +70,7 @@ def make_table(
         tiers=tiers,
         initializer=initializers.Uniform(-0.3, 0.3),
         optimizer=optimizers.RowWiseAdagrad(lr=0.25),
-        unseen="zeros",
+        missing="zeros",
         admission=admit,
         eviction=policy,
         score_half_life_steps=half_life_steps,

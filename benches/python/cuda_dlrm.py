@@ -100,7 +100,7 @@ class Idle:
 
 def note_lookups(idle: Idle) -> None:
     """Tell `idle` of each lookup. Where it is launched, all is queued that its rows are waited for with."""
-    pool = launch.pool
+    pool = launch.pool_rows
 
     def noted(*arguments: Any) -> None:
         idle.looked_up()

@@ -46,7 +46,7 @@ from dlrm import (
 from results import Row, row
 from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets
 from torchrec_embcache.device_tier import DeviceTier
-from torchrec_embcache.triton_backend import TritonMoves
+from torchrec_embcache.triton_backend import TritonRowMover
 from torchrec_embcache.triton_kernels import launch
 
 FULL = Scale(10_000_000, SAMPLES, 100, 20, 7, 2, "s3fifo")
@@ -105,10 +105,10 @@ def launch_nothing() -> None:
     launches = {
         "pool": lambda *_, **__: None,
         "update": lambda *_, **__: None,
-        "find_gradients": lambda _features, _bags, _count, grad, _scaled: launch.Gradients(grad),
+        "find_gradients": lambda _features, _bags, _count, grad, _scaled: launch.DeviceGradients(grad),
         "sum_gradients": lambda _dim, _ranges, _occurrences, gradients: gradients,
     }
-    for owner, functions in ((TritonMoves, moves), (launch, launches)):
+    for owner, functions in ((TritonRowMover, moves), (launch, launches)):
         for name, function in functions.items():
             setattr(owner, name, function)
 

@@ -97,7 +97,7 @@ class Server:
         try:
             with self._tables.pin() as version:
                 found = [version[name].lookup(ids) for name in TABLES]
-                name, published = version.name, version.published
+                name, published = version.name, version.published_at
         except StaleError as error:
             self._note_refusal(str(error))
             return

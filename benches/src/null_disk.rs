@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::Duration;
 
 use embcache::error::{Error, Result};
-use embcache::io::{DirLock, Hold, IoEngine, IoFile, MemoryEngine, Open, Read, ReadSink};
+use embcache::io::{DirLock, DirLockPurpose, IoEngine, IoFile, IoOpenMode, IoReadRequest, MemoryEngine, ReadSink};
 
 use crate::plain::huge_pages;
 
@@ -69,18 +69,20 @@ impl IoEngine for NullDisk {
     fn name(&self) -> String {
         "null disk".into()
     }
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+    fn open(&self, path: &Path, how: IoOpenMode) -> Result<Arc<dyn IoFile>> {
         let bytes = match how {
-            Open::Create { preallocate } => {
+            IoOpenMode::Create { preallocate } => {
                 let bytes = Bytes::new(RwLock::new(self.memory(preallocate as usize)));
                 self.files().insert(path.to_owned(), bytes.clone());
                 bytes
             }
-            Open::Read | Open::Write => self.files().get(path).cloned().ok_or_else(|| missing("open", path))?,
+            IoOpenMode::Read | IoOpenMode::Write => {
+                self.files().get(path).cloned().ok_or_else(|| missing("open", path))?
+            }
         };
         Ok(Arc::new(NullFile { path: path.to_owned(), bytes }))
     }
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         for (position, read) in reads.iter().enumerate() {
             let file: &NullFile = read.file.as_any().downcast_ref().expect("a file of this disk");
             let bytes = file.read();
@@ -134,8 +136,8 @@ impl IoEngine for NullDisk {
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
         self.folders.lock_dir(path)
     }
-    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
-        self.folders.hold_dir(path, how)
+    fn lock_dir_for(&self, path: &Path, how: DirLockPurpose) -> Result<DirLock> {
+        self.folders.lock_dir_for(path, how)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use embcache::serve::{ServeOptions, Serving};
+use embcache::serve::{ServeOptions, TableServer};
 use embcache::types::Id;
 
 use crate::plain_kernels::DIM;
@@ -14,7 +14,7 @@ pub const REQUEST_IDS: usize = 2000;
 
 /// Answers requests of one thread, always into the same memory.
 pub struct Requests {
-    serving: Arc<Serving>,
+    serving: Arc<TableServer>,
     /// The rows of the last request: `[REQUEST_IDS, DIM]`.
     pub out: Vec<f32>,
     /// Which ids of the last request have a row: `[REQUEST_IDS]`.
@@ -39,12 +39,12 @@ impl Requests {
     }
 
     fn with(publisher: &Publisher, options: ServeOptions) -> Self {
-        let serving = Serving::open(publisher.to_serve(), options).expect("a checkpoint that was published");
+        let serving = TableServer::open(publisher.to_serve(), options).expect("a checkpoint that was published");
         Self { serving, out: vec![0.0; REQUEST_IDS * DIM], found: vec![false; REQUEST_IDS] }
     }
 
     /// What is served.
-    pub fn serving(&self) -> &Arc<Serving> {
+    pub fn serving(&self) -> &Arc<TableServer> {
         &self.serving
     }
 

@@ -7,11 +7,14 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use embcache::checkpoint::{Changes, Directory, Parent, RankDigest, RankWriter, RowSink, Save, SaveOptions, TableSpec};
+use embcache::checkpoint::{
+    CheckpointDirectory, CheckpointId, CheckpointSave, DeltaChanges, RankDigest, RankWriter, RowSink, SaveOptions,
+    TableSpec,
+};
 use embcache::config::OptimizerKind;
-use embcache::paths::Checks;
+use embcache::paths::PathChecks;
 use embcache::rows::RowHeader;
-use embcache::serve::{IndexMade, make_index};
+use embcache::serve::{ServeIndexReport, make_index};
 use embcache::types::Id;
 
 use crate::plain_kernels::DIM;
@@ -41,18 +44,18 @@ pub fn served_row(id: Id, version: u64) -> [f32; DIM] {
 /// Frequent ids lie anywhere in the files, as they do where many of them were drawn before.
 #[derive(Debug)]
 pub struct Publisher {
-    directory: Directory,
+    directory: CheckpointDirectory,
     root: PathBuf,
     spec: TableSpec,
     rows: u64,
-    newest: Option<Parent>,
+    newest: Option<CheckpointId>,
     epoch: u32,
 }
 
 /// A checkpoint whose files are written and durable, and which `LATEST` does not name yet.
 #[derive(Debug)]
 pub struct Unpublished {
-    save: Save,
+    save: CheckpointSave,
     digest: RankDigest,
 }
 
@@ -63,7 +66,7 @@ impl Publisher {
     /// Panics when the folder cannot be made.
     pub fn new(root: &Path, rows: u64) -> Self {
         let spec = TableSpec::new(MODULE, &table_config(OptimizerKind::RowWiseAdagrad, rows), BTreeMap::new(), 1, None);
-        let directory = Directory::to_save(root, Checks::Basic).expect("a folder of our own");
+        let directory = CheckpointDirectory::open_to_save(root, PathChecks::Basic).expect("a folder of our own");
         Self { directory, root: root.to_owned(), spec, rows, newest: None, epoch: 1 }
     }
 
@@ -76,8 +79,8 @@ impl Publisher {
     ///
     /// # Panics
     /// Panics when it has gone.
-    pub fn to_serve(&self) -> Directory {
-        Directory::to_load(&self.root, Checks::Basic).expect("a directory of checkpoints")
+    pub fn to_serve(&self) -> CheckpointDirectory {
+        CheckpointDirectory::open_to_load(&self.root, PathChecks::Basic).expect("a directory of checkpoints")
     }
 
     /// When `LATEST` was renamed last.
@@ -94,9 +97,9 @@ impl Publisher {
     ///
     /// # Panics
     /// Panics when the disk fails, and when the index is there already.
-    pub fn make_index(&self) -> IndexMade {
+    pub fn make_index(&self) -> ServeIndexReport {
         let made = make_index(&self.directory, None, &mut || Ok(())).expect("room for an index");
-        assert!(!made.was_there, "an index that was made before");
+        assert!(!made.existed, "an index that was made before");
         made
     }
 
@@ -129,7 +132,7 @@ impl Publisher {
     /// Panics when the disk fails.
     pub fn write_delta(&self, version: u64, ids: impl Iterator<Item = Id>) -> Unpublished {
         let options = SaveOptions { parent: self.newest.clone(), ..SaveOptions::default() };
-        self.write(options, version, ids, Some(Changes { left: &[], sweeps: &[], total_rows: self.rows }))
+        self.write(options, version, ids, Some(DeltaChanges { tombstones: &[], sweeps: &[], total_rows: self.rows }))
     }
 
     /// Make a checkpoint the newest one.
@@ -147,9 +150,9 @@ impl Publisher {
         options: SaveOptions,
         version: u64,
         mut ids: impl Iterator<Item = Id>,
-        changes: Option<Changes<'_>>,
+        changes: Option<DeltaChanges<'_>>,
     ) -> Unpublished {
-        let save = Save::begin_with(&self.directory, 7, options).expect("begun");
+        let save = CheckpointSave::begin_with(&self.directory, 7, options).expect("begun");
         let mut writer = RankWriter::new(&self.directory, save.name(), 0, 1).expect("made");
         let epoch = self.epoch;
         let mut rows = move |sink: &mut RowSink<'_>| {

@@ -1,8 +1,8 @@
 //! The settings of a table to measure.
 
 use embcache::cache::host_row_bytes;
-use embcache::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, TableConfig};
-use embcache::rows::Initializer;
+use embcache::config::{AdmissionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::rows::InitializerSpec;
 use embcache::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, DEFAULT_TOTAL_NUM_BUCKETS};
 
 use crate::plain_kernels::DIM;
@@ -16,7 +16,7 @@ pub fn table_config(optimizer: OptimizerKind, rows: u64) -> TableConfig {
         key: 1,
         dim: DIM,
         optimizer,
-        initializer: Initializer::Constant { value: 0.0 },
+        initializer: InitializerSpec::Constant { value: 0.0 },
         seed: 0,
         total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
         buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
@@ -26,7 +26,7 @@ pub fn table_config(optimizer: OptimizerKind, rows: u64) -> TableConfig {
         ssd: None,
         policy,
         on_full: OnFull::Error,
-        admission: Admission::All,
+        admission: AdmissionRule::All,
         not_admitted: MissingRead::Initial,
         missing_read: MissingRead::Initial,
         score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,

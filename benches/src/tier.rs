@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig};
 use embcache::error::Result;
-use embcache::io::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink};
+use embcache::io::{DirLock, DirLockPurpose, IoEngine, IoFile, IoOpenMode, IoReadRequest, ReadSink};
 use embcache::rows::{RowHeader, RowLayout, RowRef};
-use embcache::ssd::{Identity, SsdTier};
+use embcache::ssd::{ShardIdentity, SsdTier};
 
 use crate::plain_kernels::DIM;
 use crate::workload::{SplitMix64, scattered_id, scattered_slot};
@@ -32,16 +32,16 @@ pub fn tier_layout() -> RowLayout {
 /// # Panics
 /// Panics when the tier cannot be made.
 pub fn new_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64) -> SsdTier {
-    open_tier(dir, engine, bytes, Reopen::Never)
+    open_tier(dir, engine, bytes, ReopenMode::Never)
 }
 
 /// A tier of `bytes` bytes in the folder `tier` of `dir`. It is new, or resumed as it was published there.
 ///
 /// # Panics
 /// Panics when the tier cannot be opened.
-pub fn open_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64, reopen: Reopen) -> SsdTier {
-    let config = SsdConfig { dir: dir.join("tier"), bytes, reopen, resume_token: None };
-    let identity = Identity {
+pub fn open_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64, reopen: ReopenMode) -> SsdTier {
+    let config = SsdConfig { dir: dir.join("tier"), bytes, reopen, resume_commit_id: None };
+    let identity = ShardIdentity {
         table: "bench".into(),
         key: 1,
         dim: DIM as u64,
@@ -138,11 +138,11 @@ impl IoEngine for CountedEngine {
     fn name(&self) -> String {
         self.inner.name()
     }
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+    fn open(&self, path: &Path, how: IoOpenMode) -> Result<Arc<dyn IoFile>> {
         let inner = self.inner.open(path, how)?;
         Ok(Arc::new(CountedFile { inner, written: self.written.clone(), read: self.read.clone() }))
     }
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         self.read.fetch_add(reads.iter().map(|read| read.len as u64).sum(), Ordering::Relaxed);
         self.inner.read_batch(reads, sink);
     }
@@ -173,8 +173,8 @@ impl IoEngine for CountedEngine {
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
         self.inner.lock_dir(path)
     }
-    fn hold_dir(&self, path: &Path, how: Hold) -> embcache::Result<DirLock> {
-        self.inner.hold_dir(path, how)
+    fn lock_dir_for(&self, path: &Path, how: DirLockPurpose) -> embcache::Result<DirLock> {
+        self.inner.lock_dir_for(path, how)
     }
 }
 

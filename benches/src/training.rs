@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use embcache::cache::{Ancestor, Lookup, Plan, PlanMode, RowBlock, Table};
-use embcache::checkpoint::{Directory, Parent, RankWriter, Save, SaveOptions};
+use embcache::cache::{BaseCheckpoint, Lookup, Plan, PlanMode, RowBlock, Table};
+use embcache::checkpoint::{CheckpointDirectory, CheckpointId, CheckpointSave, RankWriter, SaveOptions};
 use embcache::io::IoEngine;
 use embcache::kernels::Hyperparameters;
 use embcache::rows::RowHeader;
@@ -79,7 +79,7 @@ impl Training {
         let batch = self.ids.batch;
         let ids = &self.ids.values[self.at * batch..][..batch];
         self.at = (self.at + 1) % (self.ids.values.len() / batch);
-        self.lookup.plan(ids, &[0, batch as i64], PlanMode::TRAIN_AHEAD).expect("ids of the table")
+        self.lookup.plan(ids, &[0, batch as i64], PlanMode::TRAIN_PREFETCH).expect("ids of the table")
     }
 }
 
@@ -98,7 +98,7 @@ pub fn give_rows(table: &Table, dim: usize, numbers: impl Iterator<Item = u64>, 
 #[derive(Debug)]
 pub struct Saved {
     /// The checkpoint, for a delta that builds on it.
-    pub ancestor: Ancestor,
+    pub ancestor: BaseCheckpoint,
     /// The rows that were written.
     pub rows: u64,
     /// The bytes of its files.
@@ -109,11 +109,11 @@ pub struct Saved {
 ///
 /// # Panics
 /// Panics when the disk fails.
-pub fn save(table: &Table, engine: &Arc<dyn IoEngine>, root: &Path, ancestor: Option<&Ancestor>) -> Saved {
-    let parent = ancestor.map(|one| Parent { name: one.name.clone(), manifest_xxh3: one.manifest_xxh3 });
+pub fn save(table: &Table, engine: &Arc<dyn IoEngine>, root: &Path, ancestor: Option<&BaseCheckpoint>) -> Saved {
+    let parent = ancestor.map(|one| CheckpointId { name: one.name.clone(), manifest_xxh3: one.manifest_xxh3 });
     let options = SaveOptions { parent, ..SaveOptions::default() };
-    let directory = Directory::in_engine(Arc::clone(engine), root);
-    let save = Save::begin_with(&directory, 7, options).expect("begun");
+    let directory = CheckpointDirectory::with_engine(Arc::clone(engine), root);
+    let save = CheckpointSave::begin_with(&directory, 7, options).expect("begun");
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
     let rows = match ancestor {
         None => writer.write_rows_of("m", table, BTreeMap::new()).expect("written"),
@@ -121,9 +121,9 @@ pub fn save(table: &Table, engine: &Arc<dyn IoEngine>, root: &Path, ancestor: Op
     };
     let next_epoch = table.epoch().expect("open") + 1;
     let digests = [writer.finish().expect("finished")];
-    let Parent { name, manifest_xxh3 } = save.publish(&digests, next_epoch).expect("published").identity;
+    let CheckpointId { name, manifest_xxh3 } = save.publish(&digests, next_epoch).expect("published").identity;
     let bytes = bytes_of(&root.join(&name));
-    let ancestor = Ancestor { name, manifest_xxh3, next_epoch };
+    let ancestor = BaseCheckpoint { name, manifest_xxh3, next_epoch };
     table.set_epoch(next_epoch).expect("open");
     table.saved_as(ancestor.clone()).expect("open");
     Saved { ancestor, rows, bytes }

@@ -9,11 +9,13 @@ PACKAGE = "torchrec_embcache"
 # Methods that users do not call, by who does. The reference leaves them out.
 _CALLED_BY: dict[str, list[str]] = {
     "the core and other modules": [
-        "bags_of", "buckets_changed", "by_pair", "call", "expect_state_dicts", "forget_prefetched", "forked", "given_as",
+        "pool_array", "refresh_buckets", "by_pair", "suppress_state_dict_warning", "drop_prefetched", "after_fork",
+        "display_name",
         "hyperparameters",
-        "is_agreed", "is_timed", "kind", "lowest", "lowest_alone", "native", "of", "planned_rows", "resolve", "rows_of",
-        "scalar_slot", "settle", "settle_prefetched", "table_configs", "take_over",
-        "takes_a_share", "vector_floats", "weights",
+        "from_native", "is_collective", "needs_clock", "kind", "count_to_evict", "count_to_evict_alone", "native", "planner_rows", "resolve",
+        "lookup_array",
+        "scalar_slot", "sync_optimizers", "wait_for_prefetch", "table_configs", "import_from_torchrec",
+        "has_fraction_rule", "vector_floats", "weights",
     ],
     "torch and TorchRec": [
         "attach", "compute", "compute_and_output_dist", "compute_kernels", "create_context",
@@ -98,7 +100,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
         [
             "MissRatioCurve",
             "sizing.advise",
-            "sizing.Advice",
+            "sizing.BudgetAdvice",
             "sizing.TableAdvice",
             "sizing.TableTraffic",
             "sizing.traffic_of",
@@ -168,7 +170,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
             "lifecycle_configs.AdmitAndEvictConfig",
             "lifecycle_configs.AdmitAndEvictPolicyType",
             "lifecycle_configs.ShowClickParams",
-            "lifecycle_configs.Translated",
+            "lifecycle_configs.TranslatedConfig",
         ],
     ),
     "checkpoints": (

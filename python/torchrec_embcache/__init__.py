@@ -15,11 +15,11 @@ from .cache import CacheTable, EvictedRows, FoundRows, RowChunk, RowMetadata
 from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
 from .lifetime import close_all
-from .metrics import AdmissionStats, EvictionStats, Histogram, SsdStats, TableStats, TierStats
 from .miss_ratios import MissRatioCurve
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .sessions.event_time import set_time
 from .sessions.sweep import evict
+from .stats import AdmissionStats, EvictionStats, Histogram, SsdStats, TableStats, TierStats
 from .whole_model import cache_modules, flush
 
 if TYPE_CHECKING:

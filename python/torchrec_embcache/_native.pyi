@@ -13,56 +13,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._native_checkpoint import (
-    Ancestor as Ancestor,
-    BlockReader as BlockReader,
-    BlockRun as BlockRun,
-    BlockSave as BlockSave,
-    BlockShape as BlockShape,
-    BlockToWrite as BlockToWrite,
+    BaseCheckpoint as BaseCheckpoint,
+    RecisReader as RecisReader,
+    RecisRun as RecisRun,
+    RecisSave as RecisSave,
+    RecisBlockShape as RecisBlockShape,
+    RecisBlockSpec as RecisBlockSpec,
     ChangeCounts as ChangeCounts,
-    CheckpointCompaction as CheckpointCompaction,
+    ChainCompaction as ChainCompaction,
     CheckpointId as CheckpointId,
-    CheckpointMoment as CheckpointMoment,
+    CheckpointSnapshot as CheckpointSnapshot,
     CheckpointPart as CheckpointPart,
     CheckpointReader as CheckpointReader,
     CheckpointRows as CheckpointRows,
     CheckpointSave as CheckpointSave,
     CheckpointWriter as CheckpointWriter,
-    Copied as Copied,
-    Digest as Digest,
-    Directory as Directory,
+    CheckpointCopyReport as CheckpointCopyReport,
+    ManifestDigest as ManifestDigest,
+    CheckpointDirectory as CheckpointDirectory,
     LinkedSegments as LinkedSegments,
-    LinkOfId as LinkOfId,
+    IdHistoryEntry as IdHistoryEntry,
     NewestCheckpoint as NewestCheckpoint,
-    PendingIds as PendingIds,
-    Pruned as Pruned,
-    Published as Published,
-    RowsToWrite as RowsToWrite,
+    CountedIds as CountedIds,
+    PruneReport as PruneReport,
+    PublishedCheckpoint as PublishedCheckpoint,
+    RowWriteBatch as RowWriteBatch,
     SavedTable as SavedTable,
-    ShardSaved as ShardSaved,
+    RecisShardOutcome as RecisShardOutcome,
     StreamRange as StreamRange,
-    TableOfBlocks as TableOfBlocks,
+    RecisTableInfo as RecisTableInfo,
     TableStep as TableStep,
-    TableToSave as TableToSave,
-    TableWritten as TableWritten,
-    TakenRow as TakenRow,
+    AsyncSaveTable as AsyncSaveTable,
+    TableWriteStats as TableWriteStats,
+    IdExpiry as IdExpiry,
     WrittenPart as WrittenPart,
-    WrittenTable as WrittenTable,
+    RecisWrittenTable as RecisWrittenTable,
     chunk_checksums as chunk_checksums,
     latest_checkpoint as latest_checkpoint,
     newest_checkpoint as newest_checkpoint,
     prune_checkpoints as prune_checkpoints,
-    sweep_parts as sweep_parts,
-    work_behind as work_behind,
+    remove_stale_parts as remove_stale_parts,
+    work_in_background as work_in_background,
 )
 from ._native_serving import (
-    IndexMade as IndexMade,
+    ServeIndexReport as ServeIndexReport,
     ServedTable as ServedTable,
     ServedVersion as ServedVersion,
-    Serving as Serving,
+    TableServer as TableServer,
     ServingStats as ServingStats,
     check_serving_index as check_serving_index,
-    make_serving_index as make_serving_index,
+    build_serving_index as build_serving_index,
 )
 
 __version__: str  # of the package
@@ -74,7 +74,7 @@ F32 = NDArray[np.float32]
 # Reads the rows of cache slots [n] of the device tier.
 DeviceGather = Callable[[I64], GatheredRows]
 Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "ftrl", "lamb"]
-Policy = Literal["lru", "lfu", "s3fifo"]
+CachePolicy = Literal["lru", "lfu", "s3fifo"]
 
 @final
 class RowInitializer:
@@ -91,7 +91,7 @@ class RowInitializer:
     @staticmethod
     def linear(low: float, high: float) -> RowInitializer: ...  # the same ramp for every id
 
-UnseenMode = Literal["initial", "zeros", "not_admitted"]  # what an id without a row reads
+MissingMode = Literal["initial", "zeros", "not_admitted"]  # what an id without a row reads
 
 @final
 class RowAdmission:
@@ -104,7 +104,7 @@ class RowAdmission:
     @staticmethod
     def show_click(*, alpha: float, beta: float, threshold: float, window_steps: int | None, memory: int) -> RowAdmission: ...
     @staticmethod
-    def read_only() -> RowAdmission: ...
+    def no_new_rows() -> RowAdmission: ...
 
 @final
 class SweepRule:
@@ -117,32 +117,32 @@ class SweepRule:
     @staticmethod
     def nothing() -> SweepRule: ...  # no rows
     @staticmethod
-    def given(*, timed: bool = False) -> SweepRule: ...  # as a Table's `eviction`: each `sweep` gives its rule; `timed`: and the table notes when its steps are made
+    def per_sweep(*, needs_clock: bool = False) -> SweepRule: ...  # as a Table's `eviction`: each `sweep` gives its rule; `timed`: and the table notes when its steps are made
     @staticmethod
     def score(below: float) -> SweepRule: ...  # rows whose score, decayed to s, is below this
     @staticmethod
     def l2_norm(below: float) -> SweepRule: ...  # rows whose weights have a norm below this
     @staticmethod
-    def below(score: int, last_step: int, row_id: int) -> SweepRule: ...  # rows that stand below this: see Census
+    def below_rank(score: int, last_step: int, row_id: int) -> SweepRule: ...  # rows that stand below this: see Census
     @staticmethod
     def any(rules: Sequence[SweepRule]) -> SweepRule: ...  # rows that any of these takes
     @staticmethod
     def all(rules: Sequence[SweepRule]) -> SweepRule: ...  # rows that all of these take
 
 @final
-class Standing:
+class RankKey:
     """Where a row stands in the order in which sweeps take rows: (score, last step, id). The score is mapped to a number that rises with it."""
 
-    def __new__(cls, score: int, last_step: int, row_id: int) -> Standing: ...
+    def __new__(cls, score: int, last_step: int, row_id: int) -> RankKey: ...
 
 @final
-class Span:
+class RankKeyRange:
     """The standings from `low` to `high`, both included, and whether they are listed. Otherwise they are counted."""
 
-    def __new__(cls, low: Standing, high: Standing, *, is_listed: bool) -> Span: ...
+    def __new__(cls, low: RankKey, high: RankKey, *, is_listed: bool) -> RankKeyRange: ...
 
 @final
-class SpanCounted:
+class RankRangeCounts:
     """The rows of a census in one span of standings: P parts that have rows, in rising order, or n listed standings."""
 
     digits: NDArray[np.uint32]  # [P] what tells the parts apart, the same on all ranks
@@ -152,13 +152,13 @@ class SpanCounted:
     listed: NDArray[np.uint64]  # [n, 3] in no order
 
 @final
-class Census:
+class ScoreHistogram:
     """How many rows of a shard stand where in the order in which sweeps take them."""
 
     version: int  # of the contents that were counted
     rows: int  # those that were trained last at the step of the census or before
     newest: int  # those of them that were trained last at that step
-    spans: list[SpanCounted]
+    ranges: list[RankRangeCounts]
 
 @final
 class RowMetadata:
@@ -192,7 +192,7 @@ class FoundRows:
 
 @final
 class TierStats:
-    """Counters that every tier has; `metrics.py` says what each counts."""
+    """Counters that every tier has; `stats.py` says what each counts."""
 
     rows: int
     bytes: int
@@ -221,14 +221,14 @@ class SsdStats:
     io_engine: str
     reads: int
     read_latency: Histogram
-    row_bytes_given: int
+    logical_written_bytes: int
     compaction_bytes: int
     live_share: float
     segments: int
     index_bytes: int
     dropped_rows: int
-    published_given_up: bool
-    room_waits: int
+    has_lost_flush: bool
+    space_waits: int
     read_only: bool
 
 @final
@@ -236,7 +236,7 @@ class AdmissionStats:
     """Counters of admission."""
 
     admitted: int
-    refused: int
+    not_admitted: int
     pending: int
     pending_bytes: int
     forgotten: int
@@ -247,8 +247,8 @@ class EvictionStats:
 
     evicted: int
     evicted_by_rule: Mapping[str, int]
-    under_way: bool
-    untold: int
+    is_sweeping: bool
+    undelivered: int
 
 @final
 class EvictedBlock:
@@ -265,9 +265,9 @@ class EvictedQueue:
     def __len__(self) -> int: ...  # rows
     def take(self) -> EvictedBlock | None: ...  # None: none waits
     def wait(self) -> EvictedBlock | None: ...  # once rows wait and it is not held; None: it has ended, and none are left
-    def hold(self) -> None: ...  # keeps `wait` waiting, and sweeps, until `go_on` or the end
-    def go_on(self) -> None: ...
-    def go_on_after_end(self) -> bool: ...  # the table stays open; whether nobody waits, because whoever did was told of the end
+    def pause(self) -> None: ...  # keeps `wait` waiting, and sweeps, until `go_on` or the end
+    def resume(self) -> None: ...
+    def reopen(self) -> bool: ...  # the table stays open; whether nobody waits, because whoever did was told of the end
     def is_ended(self) -> bool: ...
 
 @final
@@ -295,21 +295,21 @@ class TableCounters:
     epoch: int
 
 @final
-class MissRatios:
+class MissRatioCurve:
     """What caches of many sizes under one policy miss."""
 
-    policy: Policy
+    policy: CachePolicy
     rows: NDArray[np.uint64]  # [n], rising
     miss_ratios: NDArray[np.float64]  # [n], first uses included
     first_use_ratio: float
-    birth_ratio: float
+    new_row_ratio: float
     lookups: int
     batches: int
     largest_batch: int
     distinct_ids: int
     sampling_rate: float
 
-def miss_ratios(table: Table, *, anew: bool) -> list[MissRatios] | None: ...  # of the table's policy, then of "lru"; None: not measured
+def miss_ratio_curves(table: Table, *, reset: bool) -> list[MissRatioCurve] | None: ...  # of the table's policy, then of "lru"; None: not measured
 
 @final
 class RowBytes:
@@ -353,15 +353,15 @@ class Table:
         ssd_dir: str | None,  # the table's own directory
         ssd_bytes: int,
         reopen: Literal["resume", "discard", "auto"] | None,  # "auto" resumes resume_token, and starts anew where that is None
-        resume_token: int | None,
-        policy: Policy,
+        resume_commit_id: int | None,
+        policy: CachePolicy,
         on_full: Literal["error", "evict"],
         segments: LinkedSegments | None = None,  # become its contents, in place of whatever is in ssd_dir
-        unfinished: int | None = None,  # with reopen="auto": the newest state there, where no flush of several tables completed it
-        ssd_root: FlushRoot | None = None,  # the user's directory, held open as long as the table is
+        uncommitted: int | None = None,  # with reopen="auto": the newest state there, where no flush of several tables completed it
+        ssd_root: CommitDirectory | None = None,  # the user's directory, held open as long as the table is
         admission: RowAdmission | None = None,  # None: every id gets a row
-        not_admitted: Literal["zeros", "initial", "shared"] | float | None = None,  # None: "initial"
-        missing_read: Literal["zeros", "initial", "shared"] | float | None = None,  # None: as `not_admitted`
+        not_admitted: Literal["zeros", "initial", "oov"] | float | None = None,  # None: "initial"
+        missing_read: Literal["zeros", "initial", "oov"] | float | None = None,  # None: as `not_admitted`
         score_half_life_steps: int | None = None,
         eviction: SweepRule | None = None,  # None: rows leave by `remove_rows` and `on_full` alone
         sizing: bool = False,  # measure miss ratios
@@ -379,21 +379,21 @@ class Table:
     def is_closed(self) -> bool: ...
     def step(self) -> int: ...  # training steps so far
     def set_step(self, step: int) -> None: ...
-    has_shared_row: bool  # whether ids that are refused a row share one
-    def shared_row(self) -> F32 | None: ...  # [D * (1 + vector slots) + scalar slots]: its weights, then its slots
-    def set_shared_row(self, values: F32) -> None: ...  # all its numbers, likewise
+    has_oov_row: bool  # whether ids that are refused a row share one
+    def oov_row(self) -> F32 | None: ...  # [D * (1 + vector slots) + scalar slots]: its weights, then its slots
+    def set_oov_row(self, values: F32) -> None: ...  # all its numbers, likewise
     def epoch(self) -> int: ...  # the checkpoint epoch that rows trained now are marked with
     def set_epoch(self, epoch: int) -> None: ...
-    def ancestors(self) -> list[Ancestor]: ...  # the checkpoints that a delta can build on, oldest first
-    def sweeps_since(self, ancestor: Ancestor) -> list[str]: ...  # each as text, which is the same for the same sweep
-    def count_changes(self, ancestor: Ancestor) -> ChangeCounts: ...
-    def saved_as(self, ancestor: Ancestor) -> None: ...  # once it is published on all ranks, or loaded
-    def saved_beside(self, next_epoch: int, ancestor: Ancestor | None = None) -> None: ...  # as saved_as, of a CheckpointMoment's moment; None: its save failed
+    def base_checkpoints(self) -> list[BaseCheckpoint]: ...  # the checkpoints that a delta can build on, oldest first
+    def sweeps_since(self, base: BaseCheckpoint) -> list[str]: ...  # each as text, which is the same for the same sweep
+    def count_changes(self, base: BaseCheckpoint) -> ChangeCounts: ...
+    def record_base(self, base: BaseCheckpoint) -> None: ...  # once it is published on all ranks, or loaded
+    def finish_background_save(self, next_epoch: int, base: BaseCheckpoint | None = None) -> None: ...  # as saved_as, of a CheckpointMoment's moment; None: its save failed
     def set_unusable(self, reason: str | None) -> None: ...  # refuse every use (StateError with the reason) until set to None
     def unusable(self) -> str | None: ...  # the reason, while it refuses
     def counters(self) -> TableCounters: ...  # of an unusable table too
     def stats(self) -> TableStats: ...
-    def export(self, chunk_rows: int) -> Export: ...
+    def export(self, chunk_rows: int) -> TableExport: ...
     def read_rows(self, ids: I64, *, incomplete: bool = False) -> FoundRows: ...  # `incomplete`: of an unusable table too
     def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, metadata: RowMetadata | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
     def remove_rows(self, ids: I64) -> int: ...  # how many were there
@@ -403,46 +403,46 @@ class Table:
     def step_at(self, time: int) -> int | None: ...  # the greatest step that was surely made by this time; None where that is said of no step
     def set_time(self, time: int) -> None: ...  # the table's time from now on, until the next; InputError where it would go back
     def check_time(self, time: int) -> None: ...  # the error of `set_time`
-    def keep_evicted(self) -> EvictedQueue: ...  # of the rows that are evicted from now on
+    def start_evicted_queue(self) -> EvictedQueue: ...  # of the rows that are evicted from now on
     def next_evicted(self) -> EvictedBlock | None: ...  # from that queue, and the sweep under way goes on until there is a full chunk
-    def end_telling(self) -> None: ...  # ends that queue, when all rows are in it that are dead by now; nothing once it is closed
-    def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows, the row that such ids share, when steps were made, and what time it is; it knows nothing of them so far
-    def loaded_after(self, before: Table) -> None: ...  # its rows are in the place of those of a table that may be closed: goes on in time that is set where that did
-    def census(self, step: int, spans: Sequence[Span], version: int | None) -> Census | None: ...  # None where the version is another one
-    def is_as_swept(self) -> bool: ...  # whether nothing has changed since a sweep but what that took
+    def end_evicted_queue(self) -> None: ...  # ends that queue, when all rows are in it that are dead by now; nothing once it is closed
+    def adopt_lifecycle(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows, the row that such ids share, when steps were made, and what time it is; it knows nothing of them so far
+    def adopt_time_source(self, previous: Table) -> None: ...  # its rows are in the place of those of a table that may be closed: goes on in time that is set where that did
+    def score_histogram(self, step: int, ranges: Sequence[RankKeyRange], version: int | None) -> ScoreHistogram | None: ...  # None where the version is another one
+    def is_unchanged_since_sweep(self) -> bool: ...  # whether nothing has changed since a sweep but what that took
     def clear(self) -> None: ...
     def clear_rows(self) -> None: ...  # as clear, but the counts of ids that wait for rows stay
-    def flush(self, token: int | None) -> None: ...  # writes every dirty row down and publishes one state; None: under the next even token
-    def last_token(self) -> int | None: ...  # of the last state that was flushed or resumed, even where that is gone
-    def published_given_up(self) -> bool: ...  # whether the states to resume were given up for space since the last flush
+    def flush(self, commit_id: int | None) -> None: ...  # writes every dirty row down and publishes one state; None: under the next even token
+    def last_commit_id(self) -> int | None: ...  # of the last state that was flushed or resumed, even where that is gone
+    def has_lost_flush(self) -> bool: ...  # whether the states to resume were given up for space since the last flush
     def check_writable(self) -> None: ...  # ReadOnlyError where is_read_only, with the cause
     def is_read_only(self) -> bool: ...  # whether a write of the SSD tier failed, so that it only reads
-    def forget_published(self, token: int) -> None: ...  # does nothing where no state has this token
+    def forget_commit(self, commit_id: int) -> None: ...  # does nothing where no state has this token
     def close(self) -> None: ...  # stops background work; does not flush
     @staticmethod
     def remove_shard(ssd_dir: str, ssd_root: str, path_checks: Literal["strict", "trusted"]) -> None: ...  # a table's own directory, with all in it; InUseError, StateError where other files lie there
     @staticmethod
-    def published(ssd_dir: str, ssd_root: str, path_checks: Literal["strict", "trusted"]) -> list[int]: ...  # tokens of the states there, whole or not, oldest first
+    def commit_ids(ssd_dir: str, ssd_root: str, path_checks: Literal["strict", "trusted"]) -> list[int]: ...  # tokens of the states there, whole or not, oldest first
 
 @final
-class Export:
+class TableExport:
     """Streams every row as of the moment when it was made. `StateError` ends it where the table was trained meanwhile."""
 
-    def __iter__(self) -> Export: ...
+    def __iter__(self) -> TableExport: ...
     def __next__(self) -> RowBlock: ...
 
 @final
-class FlushRoot:
+class CommitDirectory:
     """A directory that the directories of tables lie in (`ssd_dir`), with the marks of their flushes; `publish.py` has the order of calls."""
 
-    def __new__(cls, ssd_dir: str, path_checks: Literal["strict", "trusted"]) -> FlushRoot: ...
-    def name(self, random: int) -> int: ...  # its name; `random` (64 bits) becomes it where there is none. Marks there are durable then
-    def is_named(self, name: int) -> bool: ...
-    def prepare(self, token: int, coordinator: str, name: int) -> None: ...  # that root, by absolute path and name, says whether `token` is complete
-    def commit(self, token: int) -> None: ...  # `token` is complete
-    def is_complete(self, token: int) -> bool: ...  # StateError where the coordinator has to say it and is not there
-    def forget(self, token: int) -> None: ...
-    def tokens(self) -> list[int]: ...  # of all marks there
+    def __new__(cls, ssd_dir: str, path_checks: Literal["strict", "trusted"]) -> CommitDirectory: ...
+    def identify(self, random: int) -> int: ...  # its name; `random` (64 bits) becomes it where there is none. Marks there are durable then
+    def has_id(self, root_id: int) -> bool: ...
+    def prepare(self, commit_id: int, coordinator: str, root_id: int) -> None: ...  # that root, by absolute path and name, says whether `token` is complete
+    def commit(self, commit_id: int) -> None: ...  # `token` is complete
+    def is_committed(self, commit_id: int) -> bool: ...  # StateError where the coordinator has to say it and is not there
+    def forget(self, commit_id: int) -> None: ...
+    def commit_ids(self) -> list[int]: ...  # of all marks there
 
 @final
 class Lookup:
@@ -462,10 +462,10 @@ class Lookup:
 class PlanMode:
     """How a plan treats the ids of its batch."""
 
-    def __new__(cls, *, train: bool, ahead: bool, unseen: UnseenMode) -> PlanMode: ...
+    def __new__(cls, *, train: bool, is_prefetch: bool, missing: MissingMode) -> PlanMode: ...
     train: bool  # a backward follows; False: ids that were never trained are not inserted
-    ahead: bool  # fetch as far as the budget allows, and never overflow; `Plan.wait` does the rest
-    unseen: UnseenMode  # with train=False: what an id without a row reads
+    is_prefetch: bool  # fetch as far as the budget allows, and never overflow; `Plan.wait` does the rest
+    missing: MissingMode  # with train=False: what an id without a row reads
 
 @final
 class FetchedRows:
@@ -484,7 +484,7 @@ class GatheredRows:
     scalars: F32  # [n], zeros where rows have no scalar slot
 
 @final
-class Transposed:
+class RowOccurrences:
     """The occurrences of a plan's ids of one table, by distinct row: those of row u are `occurrences[starts[u]:starts[u + 1]]`."""
 
     slots: I64  # [U]
@@ -508,7 +508,7 @@ class Plan:
 
     1. `wait`; for tables with a device tier `required_slots`, `fetched`, whose rows are to be scattered, and `scattered`.
     2. A forward, any number of times.
-    3. For tables with a shared row `train_shared`.
+    3. For tables with a shared row `train_oov_row`.
     4. Either a backward of the core, or `transposed`, `begin_update`, torch ops and `commit`.
 
     `release` can be called at any time.
@@ -516,35 +516,35 @@ class Plan:
 
     # Until every row is in a slot of the tier that kernels run on (with a device tier: in `fetched`). `lent` may have, for each table, memory
     # [most_arriving, V] for rows on their way to its device tier; `fetched` gets the same.
-    def wait(self, lent: Sequence[F32 | None] | None = None) -> None: ...
-    def check_room(self) -> None: ...  # CapacityError where a table has no room for the batch; in `wait` full tables drop rows. See `Plan::check_room`
+    def wait(self, staging: Sequence[F32 | None] | None = None) -> None: ...
+    def check_space(self) -> None: ...  # CapacityError where a table has no room for the batch; in `wait` full tables drop rows. See `Plan::check_room`
     def wait_for_reads(self) -> None: ...  # for reads that were begun; `wait` does it too, and reads what was not begun. Call it before `exclusively`
     def is_ready(self) -> bool: ...  # whether no read that was begun is under way
     def is_placed(self) -> bool: ...  # whether every row is in its slot
-    def most_arriving(self) -> list[int]: ...  # for each table: about how many rows go to its device tier, mostly no more than this
-    def complete_ahead(self) -> bool: ...  # whether an `ahead` plan fetched everything, or the budget ended it early
+    def max_arriving_rows(self) -> list[int]: ...  # for each table: about how many rows go to its device tier, mostly no more than this
+    def is_prefetched(self) -> bool: ...  # whether an `ahead` plan fetched everything, or the budget ended it early
     def overflow_rows(self) -> list[int]: ...  # for each table: how many rows did not fit the tier that kernels run on
     # Of a table of the lookup with a device tier, by its number:
     def required_slots(self, table: int) -> int: ...  # the device tensors must have at least so many slots; those from device_rows on are overflow
-    def fetched(self, table: int, lent: F32 | None = None) -> FetchedRows: ...  # to be scattered before the forward
-    def scattered(self) -> None: ...  # says that what `fetched` gave is in the tensors of all tables; a plan released before leaves rows where they were
+    def fetched_rows(self, table: int, staging: F32 | None = None) -> FetchedRows: ...  # to be scattered before the forward
+    def mark_scattered(self) -> None: ...  # says that what `fetched` gave is in the tensors of all tables; a plan released before leaves rows where they were
     def slots(self, feature: int) -> I64: ...  # [N_f], the cache slot of each occurrence of the feature; -1 for one that reads `absent_row`
-    def absent_row(self, table: int) -> F32 | None: ...  # [D], what ids read that have no row and get none; None: zeros
-    def transposed(self, table: int) -> Transposed: ...
+    def missing_row(self, table: int) -> F32 | None: ...  # [D], what ids read that have no row and get none; None: zeros
+    def row_occurrences(self, table: int) -> RowOccurrences: ...
     # The same of all features and of several tables, into memory that is given: [N], as `slots`; and of the tables `of`, one after another,
     # as `transposed`, with the table of each row as its position in `of`. `row_counts`: the distinct rows of each table.
     def splits(self) -> list[int]: ...  # [F + 1], where the ids of each feature begin, and where the last ones end
     def row_counts(self) -> list[int]: ...
     def fill_slots(self, out: I32) -> None: ...
-    def fill_rows(self, of: list[int], tables: I32, slots: I32, starts: I32, occurrences: I32) -> None: ...
+    def fill_row_occurrences(self, table_numbers: list[int], tables: I32, slots: I32, starts: I32, occurrences: I32) -> None: ...
     # Does `work` while nobody else forwards, updates or copies rows. Handlers of signals run after it. `work` is either `wait`, scatter and
     # `scattered`, or `begin_update`, update and `commit`, or kernels on the tensors. Where it ends before `scattered`, the plan is released.
-    def exclusively(self, work: Callable[[], None]) -> None: ...
+    def run_exclusively(self, work: Callable[[], None]) -> None: ...
     def begin_update(self) -> None: ...  # from here to `commit` rows change; an error in between leaves tables that refuse all use
     # The gradients of the batch's refused ids, for each table with a shared row: the exact sum of each column, and how many ids were refused.
-    def refused_sums_pooled(self, grad: F32, threads: int) -> I64: ...  # sums of several ranks are added up number by number
-    def refused_sums_sequence(self, grad: F32, threads: int) -> I64: ...
-    def train_shared(self, sums: I64, hyperparameters: NDArray[np.float64]) -> None: ...  # by these the commit trains the shared rows
+    def oov_gradient_sums_pooled(self, grad: F32, threads: int) -> I64: ...  # sums of several ranks are added up number by number
+    def oov_gradient_sums_sequence(self, grad: F32, threads: int) -> I64: ...
+    def train_oov_row(self, sums: I64, hyperparameters: NDArray[np.float64]) -> None: ...  # by these the commit trains the shared rows
     def commit(self) -> None: ...  # after torch ops updated the tensors: marks rows dirty, counts, unpins, and advances the step
     # The core's kernels. `device[t]` has the arrays of table t, or None where kernels run on the host tier's rows in place.
     def forward_pooled(
@@ -578,13 +578,13 @@ class BucketOrder:
 def io_engine_name() -> str: ...  # the engine this process uses
 def drain_log() -> None: ...  # hands the events of the core so far to Python's logging; reads its levels first
 def table_key(name: str) -> int: ...
-def row_bytes(dim: int, optimizer: Optimizer, policy: Policy) -> RowBytes: ...
-def given_path(field: str, path: str) -> str: ...  # absolute; PathError: no text for a path, or one of another storage
+def row_bytes(dim: int, optimizer: Optimizer, policy: CachePolicy) -> RowBytes: ...
+def check_path(field: str, path: str) -> str: ...  # absolute; PathError: no text for a path, or one of another storage
 def check_ssd_dir(ssd_dir: str, path_checks: Literal["strict", "trusted"]) -> str: ...  # absolute; PathError, StoragePermissionError: missing, a link, of another, too open, not writable
 def table_dir(ssd_dir: str, module: str, table: str, rank: int, world_size: int) -> str: ...  # a table's own directory, names encoded
 def sweep_tables(tables: list[Table], rules: list[SweepRule | None]) -> None: ...  # `Table.sweep` of each with its rule, which no Ctrl-C cuts in two
-def has_room_for_threads() -> bool: ...  # memory for threads: one that begins and gets none for what is its own ends the process
+def has_memory_for_threads() -> bool: ...  # memory for threads: one that begins and gets none for what is its own ends the process
 def buckets_of(ids: NDArray[np.int64], total_num_buckets: int) -> NDArray[np.uint32]: ...
 def hash_ids(ids: NDArray[np.int64]) -> None: ...  # in place; the hash modulo the number of buckets is the bucket
-def ids_of_hashes(hashes: NDArray[np.int64]) -> None: ...  # in place: the inverse
+def unhash_ids(hashes: NDArray[np.int64]) -> None: ...  # in place: the inverse
 def bucket_order(ids: I64, total_num_buckets: int, begin: int, end: int) -> BucketOrder: ...

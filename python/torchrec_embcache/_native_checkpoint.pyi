@@ -20,10 +20,10 @@ class CheckpointId:
     manifest_xxh3: int
 
 @final
-class Ancestor:
+class BaseCheckpoint:
     """A checkpoint that a delta of a table can build on. Compared by value, pickled."""
 
-    def __new__(cls, id: CheckpointId, next_epoch: int) -> Ancestor: ...  # noqa: A002
+    def __new__(cls, id: CheckpointId, next_epoch: int) -> BaseCheckpoint: ...  # noqa: A002
     id: CheckpointId
     next_epoch: int  # the first epoch whose modifications it does not have
 
@@ -31,14 +31,14 @@ class Ancestor:
 class ChangeCounts:
     """Counts of what changed in a table since a checkpoint. Compared by value, pickled."""
 
-    def __new__(cls, rows: int, left: int, swept: int, doomed: int) -> ChangeCounts: ...
+    def __new__(cls, rows: int, tombstones: int, swept: int, expiring: int) -> ChangeCounts: ...
     rows: int  # of the table
-    left: int  # ids that left, and of which a delta has tombstones
+    tombstones: int  # ids that left, and of which a delta has tombstones
     swept: int  # rows that sweeps took, and of which it has none
-    doomed: int  # rows in RAM that are there and that a load would drop
+    expiring: int  # rows in RAM that are there and that a load would drop
 
 @final
-class Directory:
+class CheckpointDirectory:
     """A directory that passed the checks of path, owner and permission bits, and is held by its descriptor.
 
     What works in it works in the directory that was checked, whatever its path names by then. Except with strict checks the links in
@@ -46,23 +46,23 @@ class Directory:
     """
 
     @staticmethod
-    def to_save(path: str, checks: Literal["strict", "basic", "trusted"]) -> Directory: ...  # made (mode 0750) when missing; PathError, StoragePermissionError
+    def open_to_save(path: str, checks: Literal["strict", "basic", "trusted"]) -> CheckpointDirectory: ...  # made (mode 0750) when missing; PathError, StoragePermissionError
     @staticmethod
-    def to_load(path: str, checks: Literal["strict", "basic", "trusted"]) -> Directory: ...  # it need not be writable
+    def open_to_load(path: str, checks: Literal["strict", "basic", "trusted"]) -> CheckpointDirectory: ...  # it need not be writable
     path: str  # absolute, without links
-    def has(self, name: str) -> bool: ...  # whether something lies there; a link is not followed
+    def contains(self, name: str) -> bool: ...  # whether something lies there; a link is not followed
     def open_descriptor(self) -> int: ...  # of the directory, the caller's to close
 
 @final
-class Digest:
+class ManifestDigest:
     """What identifies the manifest of a rank or of a part. Compared by value, pickled."""
 
-    def __new__(cls, bytes: int, xxh3: int) -> Digest: ...  # noqa: A002
+    def __new__(cls, bytes: int, xxh3: int) -> ManifestDigest: ...  # noqa: A002
     bytes: int
     xxh3: int
 
 @final
-class TableWritten:
+class TableWriteStats:
     """What writing one table made."""
 
     rows: int
@@ -71,15 +71,15 @@ class TableWritten:
     copied_bytes: int  # of segments that could not be linked
 
 @final
-class Published:
+class PublishedCheckpoint:
     """What publishing a checkpoint did."""
 
     id: CheckpointId
     parent: CheckpointId | None  # what a delta builds on: it may have been merged since the delta was begun
-    left: list[str]  # which older checkpoints could not be removed, and why
+    cleanup_errors: list[str]  # which older checkpoints could not be removed, and why
 
 @final
-class Copied:
+class CheckpointCopyReport:
     """The result of a copy of a checkpoint."""
 
     names: list[str]  # of the checkpoints that were not there yet, oldest first
@@ -87,20 +87,20 @@ class Copied:
     is_newest: bool  # whether loads there find it
 
 @final
-class Pruned:
+class PruneReport:
     """The result of a removal of checkpoints."""
 
     removed: list[str]  # names, oldest first
-    left: list[str]  # which could not be removed, and why
+    errors: list[str]  # which could not be removed, and why
 
 @final
 class WrittenPart:
     """A part that one rank wrote. Pickled."""
 
-    def __new__(cls, directory: str, name: str, digest: Digest) -> WrittenPart: ...
+    def __new__(cls, directory: str, name: str, digest: ManifestDigest) -> WrittenPart: ...
     directory: str
     name: str
-    digest: Digest
+    digest: ManifestDigest
 
 @final
 class StreamRange:
@@ -110,10 +110,10 @@ class StreamRange:
     bytes: int
 
 @final
-class TableToSave:
+class AsyncSaveTable:
     """A table of this rank that is to be held and written beside training."""
 
-    def __new__(cls, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor | None = None) -> TableToSave: ...  # `ancestor`: what a delta of it builds on
+    def __new__(cls, module: str, table: Table, hyperparameters: Mapping[str, float], base: BaseCheckpoint | None = None) -> AsyncSaveTable: ...  # `ancestor`: what a delta of it builds on
 
 @final
 class NewestCheckpoint:
@@ -140,22 +140,22 @@ class SavedTable:
     total_num_buckets: int
     rows: int
     pending: int | None  # ids without a row that have counts; None where counts were not saved
-    has_shared_row: bool  # whether the row that refused ids share was saved
+    has_oov_row: bool  # whether the row that refused ids share was saved
 
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
-def sweep_parts(directory: Directory) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
-def prune_checkpoints(directory: Directory, keep: int) -> Pruned: ...  # all but the newest and what they build on; PathError when there is none
-def latest_checkpoint(directory: Directory) -> str: ...  # what CheckpointReader takes; PathError when there is none
-def newest_checkpoint(directory: Directory) -> NewestCheckpoint | None: ...  # None when there is none
+def remove_stale_parts(directory: CheckpointDirectory) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
+def prune_checkpoints(directory: CheckpointDirectory, keep: int) -> PruneReport: ...  # all but the newest and what they build on; PathError when there is none
+def latest_checkpoint(directory: CheckpointDirectory) -> str: ...  # what CheckpointReader takes; PathError when there is none
+def newest_checkpoint(directory: CheckpointDirectory) -> NewestCheckpoint | None: ...  # None when there is none
 
 @final
-class BlockToWrite:
+class RecisBlockSpec:
     """A block to write: of a table's rows the ids or one slot, or a dense tensor (slot None)."""
 
-    def __new__(cls, name: str, slot: str | None, dtype: str, shape: Sequence[int]) -> BlockToWrite: ...
+    def __new__(cls, name: str, slot: str | None, dtype: str, shape: Sequence[int]) -> RecisBlockSpec: ...
 
 @final
-class WrittenTable:
+class RecisWrittenTable:
     """A table whose blocks were written: what the shard's manifest says of it."""
 
     def __new__(
@@ -173,14 +173,14 @@ class WrittenTable:
         bucket_end: int,
         runs: Sequence[int],  # rows of each run
         starts: I64,  # [runs, buckets + 1]: where in each run the rows of each bucket start, and the last ones end
-    ) -> WrittenTable: ...
+    ) -> RecisWrittenTable: ...
 
 @final
-class ShardSaved:
+class RecisShardOutcome:
     """What the end of a shard's part did."""
 
     is_last: bool  # it published the save
-    left: list[str]  # which older saves could not be removed, and why
+    cleanup_errors: list[str]  # which older saves could not be removed, and why
 
 @final
 class TableStep:
@@ -191,30 +191,30 @@ class TableStep:
     step: int
 
 @final
-class BlockSave:
+class RecisSave:
     """One shard's part of a block-level save. Nobody sweeps it, and no other process writes the shard, as long as this lives.
 
     `steps`: of the tables. Ctrl-C ends a wait for other processes.
     """
 
-    def __new__(cls, directory: Directory, shard: int, shards: int, steps: Sequence[TableStep], random: int) -> BlockSave: ...  # a new one
+    def __new__(cls, directory: CheckpointDirectory, shard: int, shards: int, steps: Sequence[TableStep], random: int) -> RecisSave: ...  # a new one
     @staticmethod
     def join_or_begin(
-        directory: Directory, shard: int, shards: int, steps: Sequence[TableStep], random: int
-    ) -> BlockSave: ...  # the newest that waits for this shard and saw the tables at the same steps, or a new one
+        directory: CheckpointDirectory, shard: int, shards: int, steps: Sequence[TableStep], random: int
+    ) -> RecisSave: ...  # the newest that waits for this shard and saw the tables at the same steps, or a new one
     @staticmethod
     def join(
-        directory: Directory, shard: int, shards: int, steps: Sequence[TableStep], name: str
-    ) -> BlockSave: ...  # InUseError where it does not fit
+        directory: CheckpointDirectory, shard: int, shards: int, steps: Sequence[TableStep], name: str
+    ) -> RecisSave: ...  # InUseError where it does not fit
     name: str
-    def open_files(self, parallel: int, blocks: Sequence[BlockToWrite]) -> None: ...
+    def open_files(self, parallel: int, blocks: Sequence[RecisBlockSpec]) -> None: ...
     def append(self, block: int, data: NDArray[np.uint8]) -> None: ...
     def append_rows(self, block: int, rows: NDArray[np.uint8], order: I64) -> None: ...  # [n, bytes of a row]
-    def publish(self, tables: Sequence[WrittenTable]) -> ShardSaved: ...
+    def publish(self, tables: Sequence[RecisWrittenTable]) -> RecisShardOutcome: ...
     def abandon(self) -> None: ...  # a save of one shard is removed; harmless twice
 
 @final
-class BlockShape:
+class RecisBlockShape:
     """What of a table's rows a block holds, by slot, or a dense tensor."""
 
     name: str
@@ -223,7 +223,7 @@ class BlockShape:
     bytes: int  # of one row, or of the tensor
 
 @final
-class TableOfBlocks:
+class RecisTableInfo:
     """What a block-level save says of a table."""
 
     name: str
@@ -232,26 +232,26 @@ class TableOfBlocks:
     step: int
     epoch: int
     total_num_buckets: int
-    slots: list[BlockShape]
+    slots: list[RecisBlockShape]
 
 @final
-class BlockRun:
+class RecisRun:
     """Rows that lie together in the blocks of one shard, sorted by (bucket, uint64(id))."""
 
     rows: int
 
 @final
-class BlockReader:
+class RecisReader:
     """The newest complete block-level save of a directory, whose manifests are checked. It stays until `release`."""
 
-    def __new__(cls, directory: Directory) -> BlockReader: ...
+    def __new__(cls, directory: CheckpointDirectory) -> RecisReader: ...
     def release(self) -> None: ...  # closes its files: saves may remove it; harmless twice
-    def tables(self) -> list[TableOfBlocks]: ...
-    def tensors(self) -> list[BlockShape]: ...
+    def tables(self) -> list[RecisTableInfo]: ...
+    def tensors(self) -> list[RecisBlockShape]: ...
     def runs(
         self, table: str, total_num_buckets: int, bucket_begin: int, bucket_end: int
-    ) -> list[BlockRun]: ...  # with the save's own buckets only those rows, else all
-    def read_rows(self, table: str, run: BlockRun, slot: str, into: NDArray[np.uint8]) -> None: ...  # verified; ids are those of the buckets, in order
+    ) -> list[RecisRun]: ...  # with the save's own buckets only those rows, else all
+    def read_rows(self, table: str, run: RecisRun, slot: str, into: NDArray[np.uint8]) -> None: ...  # verified; ids are those of the buckets, in order
     def read_tensor(self, name: str, begin: int, into: NDArray[np.uint8]) -> None: ...  # verified
 
 @final
@@ -260,7 +260,7 @@ class CheckpointSave:
 
     def __new__(
         cls,
-        directory: Directory,
+        directory: CheckpointDirectory,
         random: int,  # 64 bits that tell saves at the same time apart
         *,
         keep: int = 1,
@@ -269,16 +269,16 @@ class CheckpointSave:
         linked: bool = False,  # tables are written by `link_table`
     ) -> CheckpointSave: ...
     name: str
-    def adopt(self, rank: int, world_size: int, parts: Sequence[WrittenPart]) -> Digest: ...  # the rank's digest
+    def adopt(self, rank: int, world_size: int, parts: Sequence[WrittenPart]) -> ManifestDigest: ...  # the rank's digest
     def write_dense_metadata(self, metadata: bytes) -> None: ...  # what the ranks' extents mean
-    def publish(self, digests: Sequence[Digest], next_epoch: int) -> Published: ...  # digests by rank
+    def publish(self, digests: Sequence[ManifestDigest], next_epoch: int) -> PublishedCheckpoint: ...  # digests by rank
     def abandon(self) -> None: ...  # harmless once it has ended
 
 @final
-class RowsToWrite:
+class RowWriteBatch:
     """n rows that are to be written into a checkpoint. Parts that are None are written as zeros."""
 
-    def __new__(cls, ids: I64, vectors: F32, scalars: F32 | None = None, metadata: RowMetadata | None = None) -> RowsToWrite: ...
+    def __new__(cls, ids: I64, vectors: F32, scalars: F32 | None = None, metadata: RowMetadata | None = None) -> RowWriteBatch: ...
     ids: I64  # [n], distinct
     vectors: F32  # [n, V]
     scalars: F32 | None  # [n]
@@ -291,70 +291,70 @@ class CheckpointWriter:
 
     def __new__(
         cls,
-        directory: Directory,
+        directory: CheckpointDirectory,
         name: str,
         rank: int,
         world_size: int,
         *,
         counters: bool = True,  # False: counts of ids that wait for rows are left out
     ) -> CheckpointWriter: ...
-    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...
-    def link_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...  # without an SSD tier as write_table
+    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWriteStats: ...
+    def link_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWriteStats: ...  # without an SSD tier as write_table
     def write_rows(
         self,
         spec: str,  # the table's entry in a manifest (`spec`), JSON
         bucket_begin: int,
         bucket_end: int,
-        chunks: Iterable[RowsToWrite],  # each id in one of them
+        chunks: Iterable[RowWriteBatch],  # each id in one of them
     ) -> int: ...  # rows written; what `chunks` raises is raised
-    def write_changes(self, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor) -> TableWritten: ...
-    def finish(self) -> Digest: ...  # for `publish`
+    def write_changes(self, module: str, table: Table, hyperparameters: Mapping[str, float], base: BaseCheckpoint) -> TableWriteStats: ...
+    def finish(self) -> ManifestDigest: ...  # for `publish`
 
 @final
-class CheckpointMoment:
+class CheckpointSnapshot:
     """One rank's part of a save beside training: the tables as they were when it was made, held until it is released or dropped."""
 
     def __new__(
         cls,
-        directory: Directory,
+        directory: CheckpointDirectory,
         name: str,
         rank: int,
         world_size: int,
-        tables: Sequence[TableToSave],
+        tables: Sequence[AsyncSaveTable],
         next_epoch: int,  # of rows trained from now on
         bytes_per_second: int | None,
         *,
         counters: bool = True,
-    ) -> CheckpointMoment: ...  # StateError while another moment of a table is held
-    def write_table(self) -> TableWritten | None: ...  # the next one; None when there was none left
-    def finish(self) -> Digest: ...  # for `publish`
+    ) -> CheckpointSnapshot: ...  # StateError while another moment of a table is held
+    def write_table(self) -> TableWriteStats | None: ...  # the next one; None when there was none left
+    def finish(self) -> ManifestDigest: ...  # for `publish`
     def release(self) -> None: ...  # harmless twice
 
-def work_behind() -> None: ...  # the calling thread gets the lowest priority, for good
+def work_in_background() -> None: ...  # the calling thread gets the lowest priority, for good
 
 @final
-class CheckpointCompaction:
+class ChainCompaction:
     """One rank's part of merging a chain of deltas."""
 
     @staticmethod
-    def open(directory: Directory, latest: str, *, counters: bool = True) -> CheckpointCompaction | None: ...  # None where it is full already
+    def open(directory: CheckpointDirectory, latest: str, *, counters: bool = True) -> ChainCompaction | None: ...  # None where it is full already
     id: CheckpointId
     next_epoch: int
     rows: int
     def release(self) -> None: ...  # nothing more is read: saves may remove what is merged
-    def write(self, name: str, rank: int, world_size: int, progress: Callable[[int], object] | None = None) -> Digest: ...  # for `publish`; progress is told of rows
+    def write(self, name: str, rank: int, world_size: int, progress: Callable[[int], object] | None = None) -> ManifestDigest: ...  # for `publish`; progress is told of rows
 
 @final
 class CheckpointPart:
     """What one rank writes of a save whose ranks agree on nothing before its end. Nobody sweeps it for as long as it lives."""
 
-    def __new__(cls, directory: Directory, random: int, expected_bytes: int) -> CheckpointPart: ...  # expected_bytes: of all extents
+    def __new__(cls, directory: CheckpointDirectory, random: int, expected_bytes: int) -> CheckpointPart: ...  # expected_bytes: of all extents
     name: str
-    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...
-    def hold_tables(self, tables: Sequence[TableToSave], next_epoch: int) -> None: ...  # as of now; rows trained from now on carry next_epoch
-    def write_held_tables(self) -> int: ...  # while training goes on; rows written
+    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWriteStats: ...
+    def snapshot_tables(self, tables: Sequence[AsyncSaveTable], next_epoch: int) -> None: ...  # as of now; rows trained from now on carry next_epoch
+    def write_snapshot(self) -> int: ...  # while training goes on; rows written
     def append(self, data: NDArray[np.uint8]) -> None: ...  # to the extent that is being written
-    def end_extent(self) -> StreamRange: ...  # where it is in this rank's stream
+    def end_dense_extent(self) -> StreamRange: ...  # where it is in this rank's stream
     def finish(self) -> WrittenPart: ...  # for `adopt`
     def abandon(self) -> None: ...  # harmless twice
 
@@ -362,10 +362,10 @@ class CheckpointPart:
 class CheckpointReader:
     """A checkpoint and those it builds on, whose manifests are checked. No save removes them while this lives, or until `release`."""
 
-    def __new__(cls, directory: Directory, latest: str) -> CheckpointReader: ...
+    def __new__(cls, directory: CheckpointDirectory, latest: str) -> CheckpointReader: ...
     name: str
     id: CheckpointId
-    links: list[str]  # names, newest first
+    chain_names: list[str]  # names, newest first
     next_epoch: int
     kind: Literal["full", "delta", "linked"]
     def release(self) -> None: ...  # nothing more is read: saves may remove them
@@ -385,7 +385,7 @@ class CheckpointReader:
     def load_table(self, module: str, table: Table, progress: Callable[[int], object] | None = None) -> int: ...  # after check_table, with the buckets it was given; rows loaded; progress is told of rows
     def dense_metadata(self) -> bytes | None: ...  # as `write_dense_metadata` was given it
     def stream_bytes(self) -> list[int]: ...  # of each rank's stream of extents
-    def read_extent(self, rank: int, offset: int, into: NDArray[np.uint8]) -> None: ...  # any part of a stream, verified
+    def read_dense(self, rank: int, offset: int, into: NDArray[np.uint8]) -> None: ...  # any part of a stream, verified
 
 @final
 class LinkedSegments:
@@ -394,7 +394,7 @@ class LinkedSegments:
     rows: int
 
 @final
-class PendingIds:
+class CountedIds:
     """The counts of n ids that wait for rows, ids rising as unsigned numbers."""
 
     ids: I64  # [n]
@@ -404,7 +404,7 @@ class PendingIds:
     def __len__(self) -> int: ...
 
 @final
-class TakenRow:
+class IdExpiry:
     """A sweep of a delta that takes a row."""
 
     sweep: int  # which of the delta's it is
@@ -412,24 +412,24 @@ class TakenRow:
     score: float | None  # the row's after the sweep's step, where the rule looks at scores
 
 @final
-class LinkOfId:
+class IdHistoryEntry:
     """What one checkpoint of a chain says of one id."""
 
     row: RowBlock | None  # one row, without slots, where its own files have it
     has_tombstone: bool  # the id left since the parent; with a row it is back
-    count: PendingIds | None  # of the id, where its own files have it
-    taken: list[TakenRow]  # its sweeps that take the row of the checkpoints before
+    count: CountedIds | None  # of the id, where its own files have it
+    sweeps: list[IdExpiry]  # its sweeps that take the row of the checkpoints before
     has_row_now: bool  # with what it builds on
-    count_now: PendingIds | None  # the same
+    count_now: CountedIds | None  # the same
 
 @final
 class CheckpointRows:
     """A checkpoint whose rows are read without tables."""
 
-    def __new__(cls, directory: Directory, latest: str) -> CheckpointRows: ...
+    def __new__(cls, directory: CheckpointDirectory, latest: str) -> CheckpointRows: ...
     def release(self) -> None: ...  # saves may remove it, and nothing more is read
     def manifest(self) -> str: ...  # JSON
-    def links(self) -> list[str]: ...  # JSON: the manifests of it and of all that it builds on, newest first
+    def chain_manifests(self) -> list[str]: ...  # JSON: the manifests of it and of all that it builds on, newest first
     def read(
         self,
         module: str,
@@ -438,12 +438,12 @@ class CheckpointRows:
         bucket_end: int,
         sink: Callable[[RowBlock], None] | None,
         *,
-        counts: Callable[[PendingIds], None] | None = None,
+        counts: Callable[[CountedIds], None] | None = None,
     ) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks, then the counts of each bucket given to `counts` (both None: all only verified); what they raise is raised
-    def life_of(self, module: str, table: str, id: int) -> list[LinkOfId]: ...  # noqa: A002  # of each checkpoint, newest first; MismatchError
-    def reshard(self, to: Directory, random: int, world_size: int, *, counters: bool = True) -> Published: ...  # written again there
-    def copy(self, to: Directory) -> Copied: ...  # to another directory, and verified there; CorruptionError, StateError, InUseError
-    def make_for_serving(
-        self, to: Directory, random: int, precision: str, keep: int
-    ) -> Published: ...  # written there without slots; "fp32", "fp16", "bf16" or "int8", else ConfigError; InputError names a row that it cannot hold
+    def id_history(self, module: str, table: str, id: int) -> list[IdHistoryEntry]: ...  # noqa: A002  # of each checkpoint, newest first; MismatchError
+    def reshard(self, to: CheckpointDirectory, random: int, world_size: int, *, counters: bool = True) -> PublishedCheckpoint: ...  # written again there
+    def copy(self, to: CheckpointDirectory) -> CheckpointCopyReport: ...  # to another directory, and verified there; CorruptionError, StateError, InUseError
+    def write_serving_checkpoint(
+        self, to: CheckpointDirectory, random: int, precision: str, keep: int
+    ) -> PublishedCheckpoint: ...  # written there without slots; "fp32", "fp16", "bf16" or "int8", else ConfigError; InputError names a row that it cannot hold
 

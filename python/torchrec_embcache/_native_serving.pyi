@@ -8,26 +8,26 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ._native import F32, I64, Directory
+from ._native import F32, I64, CheckpointDirectory
 
 @final
-class Serving:
+class TableServer:
     """A directory of checkpoints that is served. Every method may be called by any thread."""
 
     def __new__(
         cls,
-        directory: Directory,
+        directory: CheckpointDirectory,
         *,
         at: str | None = None,  # the name of a checkpoint or the digits of its number; None: the newest
         host_bytes: int | None = None,  # what this process may keep of its own
         max_staleness_seconds: float | None = None,
         raise_when_stale: bool = False,
-        missing: Literal["zeros", "initial", "shared", "value"] | None = None,  # None: what the manifest says
+        missing: Literal["zeros", "initial", "oov", "value"] | None = None,  # None: what the manifest says
         missing_value: float = 0.0,  # what "value" reads
-        source: Directory | None = None,  # the trainer's, where it is another one
+        source: CheckpointDirectory | None = None,  # the trainer's, where it is another one
         preload: bool = False,  # whether the weights of all rows are read into memory before they are served
         verify: bool = False,  # whether all rows are held against their checksums before they are served
-    ) -> Serving: ...
+    ) -> TableServer: ...
     def pin(self) -> ServedVersion: ...  # StaleError
     def poll(self) -> str | None: ...  # the name of the version that is served from now on, where it is a newer one
     def rollback(self) -> str: ...  # the name of the version that is served from now on; StateError where none was kept
@@ -40,7 +40,7 @@ class ServedVersion:
     """One checkpoint that is served. It stays whole for as long as this lives."""
 
     name: str
-    published: float  # in seconds since 1970
+    published_at: float  # in seconds since 1970
     def tables(self) -> list[ServedTable]: ...
     def table(self, name: str) -> ServedTable: ...  # its name where one table has it, or "module/name"
 
@@ -85,22 +85,22 @@ class ServingStats:
     lookups: int
     ids: int
     missing: int
-    far_rows: int
+    cold_rows: int
     rows: int
     overlay_ids: int
     shared_index_bytes: int
     private_bytes: int
 
 @final
-class IndexMade:
+class ServeIndexReport:
     """What making an index did."""
 
     checkpoint: str
     rows: int
     bytes: int
-    was_there: bool
+    existed: bool
 
 def check_serving_index(
-    directory: Directory, at: str | None = None
+    directory: CheckpointDirectory, at: str | None = None
 ) -> int | None: ...  # its rows; None where there is no such file, or one that servers make anew; CorruptionError
-def make_serving_index(directory: Directory, at: str | None = None) -> IndexMade: ...
+def build_serving_index(directory: CheckpointDirectory, at: str | None = None) -> ServeIndexReport: ...

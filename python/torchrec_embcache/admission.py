@@ -16,10 +16,10 @@ from .exceptions import ConfigError
 
 __all__ = ["Admission", "Count", "NotAdmitted", "Probability", "ReadOnly", "ShowClick", "check_not_admitted"]
 
-NotAdmitted = Literal["zeros", "initial", "shared"] | float
+NotAdmitted = Literal["zeros", "initial", "oov"] | float
 
-_MOST_COUNT = (1 << 24) - 1
-_MOST_WINDOW = 1 << 53
+_MAX_COUNT = (1 << 24) - 1
+_MAX_WINDOW_STEPS = 1 << 53
 
 
 class Admission(ABC):
@@ -36,18 +36,18 @@ class Admission(ABC):
         """As the core takes it."""
 
 
-def _window(rule: str, steps: object) -> int | None:
-    return None if steps is None else check_int(f"{rule}.window_steps", steps, 1, _MOST_WINDOW)
+def _check_window_steps(rule: str, steps: object) -> int | None:
+    return None if steps is None else check_int(f"{rule}.window_steps", steps, 1, _MAX_WINDOW_STEPS)
 
 
-def _memory(rule: str, memory: int | str) -> int:
+def _check_memory(rule: str, memory: int | str) -> int:
     size = parse_bytes(f"{rule}.memory", memory)
     if size == 0:
         raise ConfigError(f'{rule}.memory={memory!r}: give the counts some bytes, such as "64MiB"')
     return size
 
 
-def _number(field: str, value: object) -> float:
+def _check_number(field: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{field}={value!r} is not a finite number: give one")
     return float(value)
@@ -80,13 +80,13 @@ class Count(Admission):
     memory: int | str = "256MiB"
 
     def __post_init__(self) -> None:
-        check_int("Count.threshold", self.threshold, 1, _MOST_COUNT)
-        _window("Count", self.window_steps)
-        _memory("Count", self.memory)
+        check_int("Count.threshold", self.threshold, 1, _MAX_COUNT)
+        _check_window_steps("Count", self.window_steps)
+        _check_memory("Count", self.memory)
 
     def native(self) -> _native.RowAdmission:
         """As the core takes it."""
-        memory = _memory("Count", self.memory)
+        memory = _check_memory("Count", self.memory)
         return _native.RowAdmission.count(self.threshold, window_steps=self.window_steps, memory=memory)
 
 
@@ -112,7 +112,7 @@ class Probability(Admission):
     p: float
 
     def __post_init__(self) -> None:
-        if not 0 < _number("Probability.p", self.p) <= 1:
+        if not 0 < _check_number("Probability.p", self.p) <= 1:
             raise ConfigError(f"Probability.p={self.p!r} is out of range: give more than 0 and at most 1")
 
     def native(self) -> _native.RowAdmission:
@@ -151,12 +151,12 @@ class ShowClick(Admission):
 
     def __post_init__(self) -> None:
         for field in ("alpha", "beta", "threshold"):
-            if _number(f"ShowClick.{field}", getattr(self, field)) < 0:
+            if _check_number(f"ShowClick.{field}", getattr(self, field)) < 0:
                 raise ConfigError(f"ShowClick.{field}={getattr(self, field)!r} is out of range: give 0 or more")
         if self.alpha == self.beta == 0 and self.threshold > 0:
             raise ConfigError("ShowClick(alpha=0, beta=0) admits no id: give a weight, or use ReadOnly()")
-        _window("ShowClick", self.window_steps)
-        _memory("ShowClick", self.memory)
+        _check_window_steps("ShowClick", self.window_steps)
+        _check_memory("ShowClick", self.memory)
 
     def native(self) -> _native.RowAdmission:
         """As the core takes it."""
@@ -165,7 +165,7 @@ class ShowClick(Admission):
             beta=float(self.beta),
             threshold=float(self.threshold),
             window_steps=self.window_steps,
-            memory=_memory("ShowClick", self.memory),
+            memory=_check_memory("ShowClick", self.memory),
         )
 
 
@@ -188,7 +188,7 @@ class ReadOnly(Admission):
 
     def native(self) -> _native.RowAdmission:
         """As the core takes it."""
-        return _native.RowAdmission.read_only()
+        return _native.RowAdmission.no_new_rows()
 
 
 def check_not_admitted(field: str, value: object) -> NotAdmitted:
@@ -197,8 +197,8 @@ def check_not_admitted(field: str, value: object) -> NotAdmitted:
         return "zeros"
     if value == "initial":
         return "initial"
-    if value == "shared":
-        return "shared"
+    if value == "oov":
+        return "oov"
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 3.4028234663852886e38:
-        raise ConfigError(f'{field}={value!r} is not known: use "zeros", "initial", "shared" or a finite float32')
+        raise ConfigError(f'{field}={value!r} is not known: use "zeros", "initial", "oov" or a finite float32')
     return float(value)

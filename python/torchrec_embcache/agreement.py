@@ -8,39 +8,39 @@ from typing import Protocol, TypeVar
 
 from . import _native
 
-__all__ = ["Agreement", "Together", "alone"]
+__all__ = ["RankGather", "SweepInputs", "gather_single_rank"]
 
 T = TypeVar("T")
 
 
-class Together(Protocol):
+class RankGather(Protocol):
     """Does some work on every rank."""
 
     def __call__(self, work: Callable[[], T]) -> list[T]:
         """What `work()` gives on each rank, by rank. An error on one of them is raised on all. Collective; values are pickled."""
 
 
-def alone(work: Callable[[], T]) -> list[T]:
-    """A `Together` of one rank."""
+def gather_single_rank(work: Callable[[], T]) -> list[T]:
+    """A `RankGather` of one rank."""
     return [work()]
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SweepInputs:
     """One sweep of one table, on one of the ranks that agree on it.
 
     `Rule.resolve` gets one of these on each rank, and returns the same rule on all of them. The ranks make the same calls of
-    `together` in the same order, and what can fail is done within such a call. So an error on one rank is raised on all, and none
+    `gather` in the same order, and what can fail is done within such a call. So an error on one rank is raised on all, and none
     of them waits for another.
 
     Attributes:
         step: the training step after which the sweep is made.
         table: this rank's shard; None where it has none, and takes part for the sake of the others.
-        together: does some work on every one of these ranks.
-        cuts: what rules take of which the cuts are found already, by rule.
+        gather: does some work on every one of these ranks.
+        thresholds: the thresholds that are known already, by rule.
     """
 
     step: int
     table: _native.Table | None
-    together: Together
-    cuts: Mapping[object, _native.SweepRule] = field(default_factory=dict)
+    gather: RankGather
+    thresholds: Mapping[object, _native.SweepRule] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from .device_tier import DeviceTier, RowMoves, TorchMoves
+from .device_tier import DeviceTier, RowMover, TorchRowMover
 from .exceptions import ConfigError
 from .kernels import CoreBackend, KernelBackend, KernelTable, TorchBackend
 from .optimizers import OptimizerSpec
@@ -21,21 +21,21 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _chosen_kernels(device: torch.device, name: str | None) -> str:
+def _select_kernels(device: torch.device, name: str | None) -> str:
     """The name of the kernels: what is given, else what `EMBCACHE_KERNELS` says, else what is usual for the device."""
-    name = name or os.environ.get("EMBCACHE_KERNELS") or _usual_kernels(device)
+    name = name or os.environ.get("EMBCACHE_KERNELS") or _default_kernels(device)
     if name not in ("core", "triton", "torch"):
         raise ConfigError(f"EMBCACHE_KERNELS={name!r} is not known: use 'core', 'triton' or 'torch', or unset it")
     return name
 
 
-def _usual_kernels(device: torch.device) -> str:
+def _default_kernels(device: torch.device) -> str:
     if device.type == "cpu":
         return "core"
     return "triton" if device.type == "cuda" and _has_triton() else "torch"
 
 
-def _triton_backend(device: torch.device) -> ModuleType:
+def _load_triton_backend(device: torch.device) -> ModuleType:
     """The module of Triton's kernels. `ConfigError` where they cannot run."""
     if not _has_triton():
         raise ConfigError(
@@ -59,13 +59,13 @@ def _triton_backend(device: torch.device) -> ModuleType:
 
 def make_tier(dim: int, spec: OptimizerSpec, rows: int, device: torch.device) -> DeviceTier:
     """The device tier of a table of width `dim` with room for `rows` rows. Triton moves its rows where its kernels are Triton's."""
-    kernels = _chosen_kernels(device, None)
+    kernels = _select_kernels(device, None)
     if kernels == "triton" and rows >= 1 << 31:
         raise ConfigError(
             f"TierBudgets.device_bytes has room for {rows} rows of {dim} floats and Triton's kernels take fewer than 2^31: lower "
             "it, or set EMBCACHE_KERNELS=torch"
         )
-    moves: RowMoves = _triton_backend(device).TritonMoves() if kernels == "triton" else TorchMoves(kernels)
+    moves: RowMover = _load_triton_backend(device).TritonRowMover() if kernels == "triton" else TorchRowMover(kernels)
     return DeviceTier(dim, spec.vector_slots, spec.scalar_slot(), rows, device, moves)
 
 
@@ -77,7 +77,7 @@ def make_backend(
     None: what the variable `EMBCACHE_KERNELS` says; without it the core's on the CPU, Triton's on CUDA where triton is installed,
     and else torch's. `ConfigError` where the backend is not known or cannot run these tables.
     """
-    name = _chosen_kernels(device, name)
+    name = _select_kernels(device, name)
     if name == "core":
         if device.type != "cpu":
             raise ConfigError(f"the kernels 'core' run on the CPU and the device is {device}: use 'triton' or 'torch'")
@@ -86,5 +86,5 @@ def make_backend(
         raise ConfigError(f"the kernels {name!r} need a device tier: set TierBudgets.device_bytes")
     if name == "torch":
         return TorchBackend(tables, feature_tables, device)
-    backend: KernelBackend = _triton_backend(device).TritonBackend(tables, feature_tables, device)
+    backend: KernelBackend = _load_triton_backend(device).TritonBackend(tables, feature_tables, device)
     return backend

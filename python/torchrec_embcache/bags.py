@@ -9,35 +9,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .exceptions import InputError
-from .rows import check_plain, ids_array
+from .rows import check_dense, ids_array
 
-__all__ = ["bag_bounds", "check_offsets"]
+__all__ = ["bag_offsets", "check_offsets"]
 
 I64 = NDArray[np.int64]
 
 
-def bag_bounds(given: Tensor, ids: I64, offsets: object, *, include_last_offset: bool, device: torch.device) -> I64:
-    """Where each bag begins in `ids` [N], which are those of `given`, and where the last one ends: int64 [B + 1].
+def bag_offsets(
+    input: Tensor,  # noqa: A002
+    ids: I64,
+    offsets: object,
+    *,
+    include_last_offset: bool,
+    device: torch.device,
+) -> I64:
+    """Where each bag begins in `ids` [N], which are those of `input`, and where the last one ends: int64 [B + 1].
 
-    `given` and `offsets` are as `torch.nn.EmbeddingBag` takes them. `InputError` where they do not fit each other.
+    `input` and `offsets` are as `torch.nn.EmbeddingBag` takes them. `InputError` where they do not fit each other.
     """
-    if given.dim() == 2:
+    if input.dim() == 2:
         if offsets is not None:
             raise InputError("offsets with a 2-D input: each row is a bag already; leave offsets out")
-        bounds = np.arange(given.shape[0] + 1, dtype=np.int64) * given.shape[1]
-    elif given.dim() == 1:
+        bounds = np.arange(input.shape[0] + 1, dtype=np.int64) * input.shape[1]
+    elif input.dim() == 1:
         if offsets is None:
             raise InputError("offsets=None with a 1-D input: give the position where each bag starts")
         if isinstance(offsets, Tensor):
-            check_plain("offsets", offsets)
+            check_dense("offsets", offsets)
         if isinstance(offsets, Tensor) and offsets.dim() != 1:
             raise InputError(f"offsets has shape {list(offsets.shape)}: give [B], or [B + 1] with include_last_offset")
         bounds = ids_array(offsets, "offsets", device)
         if not include_last_offset:
             bounds = np.append(bounds, len(ids))
     else:
-        raise InputError(f"input has shape {list(given.shape)}: give [N] with offsets, or [B, L]")
-    if len(bounds) == 1 and len(ids) and not include_last_offset and given.dim() == 1:
+        raise InputError(f"input has shape {list(input.shape)}: give [N] with offsets, or [B, L]")
+    if len(bounds) == 1 and len(ids) and not include_last_offset and input.dim() == 1:
         raise InputError(f"offsets is empty and there are {len(ids)} ids: give the position where each bag starts")
     check_offsets(bounds, len(ids), 1)
     return bounds

@@ -14,30 +14,30 @@ from typing import Self, TypeVar
 import torch.distributed as dist
 
 from . import _native
-from .collective import Group, is_distributed
+from .collective import RankGroup, is_distributed
 from .table_shard import TableShard
-from .under_way import SaveUnderWay, finish_saves
+from .under_way import SaveInFlight, wait_for_saves
 
-__all__ = ["BesideTraining", "finish_saves", "own_group"]
+__all__ = ["AsyncSaveRunner", "save_group", "wait_for_saves"]
 
 T = TypeVar("T")
 
 # How long a rank waits until the others have written their parts. Ranks that have ended are noticed at once.
-_LONGEST_SAVE = timedelta(days=7)
+_MAX_SAVE_DURATION = timedelta(days=7)
 
 
-class BesideTraining:
+class AsyncSaveRunner:
     """A save of `tables` to the directory `path` beside training.
 
     It is a block that begins the save and ends with `return save.start(work)`.
 
-    Where the block is left by an error, an interrupt included, before a thread has taken the work over, `give_up` undoes what was
+    Where the block is left by an error, an interrupt included, before a thread has taken the work over, `cancel` undoes what was
     begun, and nobody waits for the save any more.
     """
 
-    def __init__(self, tables: Iterable[TableShard], path: str, give_up: Callable[[], object]) -> None:
-        self._save = SaveUnderWay(tables, path)
-        self._give_up = give_up
+    def __init__(self, tables: Iterable[TableShard], path: str, cancel: Callable[[], object]) -> None:
+        self._save = SaveInFlight(tables, path)
+        self._cancel = cancel
 
     def __enter__(self) -> Self:
         return self
@@ -45,10 +45,10 @@ class BesideTraining:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or not self._save.take():
+        if kind is None or not self._save.try_claim():
             return
         try:
-            self._give_up()
+            self._cancel()
         finally:
             self._save.done.set()
 
@@ -59,10 +59,10 @@ class BesideTraining:
         To be called when no save is under way. The thread is no daemon: the process ends when the save has. Where there can be no
         thread (the system gives none, or the interpreter is ending, in an `atexit` function) the work is done before this returns.
         """
-        save, future = self._save, _running(Future[T]())
+        save, future = self._save, _running_future(Future[T]())
 
         def run() -> None:
-            if not save.take():
+            if not save.try_claim():
                 return
             save.thread = threading.get_ident()
             try:
@@ -76,8 +76,8 @@ class BesideTraining:
                 save.done.set()
                 future.set_result(result)
 
-        def run_behind() -> None:
-            _native.work_behind()
+        def run_in_background() -> None:
+            _native.work_in_background()
             run()
 
         save.begin()
@@ -86,43 +86,43 @@ class BesideTraining:
             run()
             return future
         try:
-            if not _native.has_room_for_threads():
+            if not _native.has_memory_for_threads():
                 raise MemoryError("for a thread")
-            threading.Thread(target=run_behind, name="embcache-save-async", daemon=False).start()
+            threading.Thread(target=run_in_background, name="embcache-save-async", daemon=False).start()
         except (RuntimeError, MemoryError):
             # The system gives no thread, and other ranks wait for this one's part.
             run()
         return future
 
 
-def _running(future: Future[T]) -> Future[T]:
+def _running_future(future: Future[T]) -> Future[T]:
     future.set_running_or_notify_cancel()
     return future
 
 
 # The default process group that `_group` was made for.
-_world: weakref.ref[dist.ProcessGroup] | None = None
-_group: Group | None = None
+_group_world: weakref.ref[dist.ProcessGroup] | None = None
+_group: RankGroup | None = None
 
 
-def own_group() -> Group:
+def save_group() -> RankGroup:
     """A gloo group of all ranks that only saves use, so that training's collectives never wait for theirs. It is made once.
     Collective.
     """
-    global _group, _world
+    global _group, _group_world
     if not is_distributed():
-        return Group(None)
+        return RankGroup(None)
     world = dist.group.WORLD
     assert world is not None
-    if _group is None or _group.broken or _world is None or _world() is not world:
+    if _group is None or _group.is_broken or _group_world is None or _group_world() is not world:
         made = dist.new_group(backend="gloo")
         assert isinstance(made, dist.ProcessGroup)
-        made.set_timeout(_LONGEST_SAVE)
-        _group, _world = Group(made), weakref.ref(world)
+        made.set_timeout(_MAX_SAVE_DURATION)
+        _group, _group_world = RankGroup(made), weakref.ref(world)
     return _group
 
 
-def _end_group() -> None:
+def _release_group() -> None:
     """Let go of the group, where the default one is destroyed, so that its threads end before the interpreter does.
 
     A thread of gloo lets go of its last tensor after the collective, and takes the interpreter's lock for that. Where the
@@ -134,4 +134,4 @@ def _end_group() -> None:
         _group = None
 
 
-atexit.register(_end_group)
+atexit.register(_release_group)

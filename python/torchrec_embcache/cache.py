@@ -1,6 +1,6 @@
 """The table that users hold: rows by id, in up to three tiers.
 
-What the modules of this package do with a table beyond this is in `table_shard`; `internals` leads there.
+What the modules of this package do with a table beyond this is in `table_shard`; `shard_of` leads there.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from numpy.typing import NDArray
 
 from .admission import Admission, NotAdmitted
-from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets, Unseen
+from .config import DEFAULT_TOTAL_NUM_BUCKETS, CachePolicy, MissingRead, OnFull, TierBudgets
 from .eviction import Policy as EvictionPolicy
 from .exceptions import StateError
 from .initializers import Initializer
-from .lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, Lifecycle
-from .metrics import TableStats
+from .lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, LifecycleConfig
 from .miss_ratios import MeasuredTable
 from .optimizers import OptimizerSpec
-from .rows import EvictedRows, FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, ids_array
-from .sweeping import set_time_alone, sweep_alone
-from .table_copy import described, in_memory_copy
+from .rows import EvictedRows, FoundRows, IdsLike, RowChunk, RowExport, RowMetadata, ValuesLike, ids_array
+from .stats import TableStats
+from .sweeping import set_time_single_rank, sweep_single_rank
+from .table_copy import copy_in_memory, describe_table
 from .table_settings import TableSettings
 from .table_shard import TableShard
 from .telling import OnEvict
@@ -32,13 +32,13 @@ __all__ = [
     "CacheTable",
     "EvictedRows",
     "FoundRows",
-    "Ids",
+    "IdsLike",
     "RowChunk",
     "RowExport",
     "RowMetadata",
-    "Values",
+    "ValuesLike",
     "ids_array",
-    "internals",
+    "shard_of",
 ]
 
 
@@ -67,8 +67,8 @@ class CacheTable(MeasuredTable):
         on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
         admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
         not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
-            "shared": one row of the table, which the gradients of all such ids train. Only with `admission`.
-        unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
+            "oov": one row of the table, which the gradients of all such ids train. Only with `admission`.
+        missing: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
         on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`; "keep", to drain; or None.
@@ -121,11 +121,11 @@ class CacheTable(MeasuredTable):
         optimizer: OptimizerSpec | None,
         seed: int = 0,
         module: str | None = None,
-        policy: Policy = "s3fifo",
+        policy: CachePolicy = "s3fifo",
         on_full: OnFull = "error",
         admission: Admission | None = None,
         not_admitted: NotAdmitted = "zeros",
-        unseen: Unseen | None = None,
+        missing: MissingRead | None = None,
         score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: EvictionPolicy | None = None,
         on_evict: OnEvict | None = None,
@@ -145,12 +145,12 @@ class CacheTable(MeasuredTable):
             module=module,
             policy=policy,
             on_full=on_full,
-            lifecycle=Lifecycle.checked(
+            lifecycle=LifecycleConfig.checked(
                 admission=admission,
                 not_admitted=not_admitted,
                 score_half_life_steps=score_half_life_steps,
                 eviction=eviction,
-                unseen=unseen,
+                missing=missing,
             ),
             on_evict=on_evict,
             total_num_buckets=total_num_buckets,
@@ -207,7 +207,7 @@ class CacheTable(MeasuredTable):
         return self._shard.seed
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> CachePolicy:
         """Which rows leave a full tier first."""
         return self._shard.policy
 
@@ -258,11 +258,11 @@ class CacheTable(MeasuredTable):
         """Whether the tiers were opened. It stays True after `close`."""
         return self._shard.is_open
 
-    def open(self, resume_token: int | None = None) -> None:
+    def open(self, commit_id: int | None = None) -> None:
         """Open the tiers; harmless twice.
 
         Args:
-            resume_token: names the state of the SSD tier that is resumed, one of `published()`; by default the newest complete one.
+            commit_id: names the state of the SSD tier that is resumed, one of `published()`; by default the newest complete one.
 
         Raises:
             InUseError: another process or table has the directory.
@@ -270,11 +270,11 @@ class CacheTable(MeasuredTable):
             StateError: the table is closed, or there is nothing to resume.
             StorageError, CorruptionError, HostMemoryError: the files or the memory cannot be had.
         """
-        self._shard.open(resume_token)
+        self._shard.open(commit_id)
 
-    def published(self) -> list[int]:
+    def commit_ids(self) -> list[int]:
         """Tokens of the states of the SSD tier that can be resumed, oldest first."""
-        return self._shard.published()
+        return self._shard.commit_ids()
 
     def flush(self) -> None:
         """Write every dirty row to the SSD tier and publish one state, which a resume takes. Without an SSD tier: nothing.
@@ -321,39 +321,37 @@ class CacheTable(MeasuredTable):
         """
         return self._shard.export(chunk_rows)
 
-    def read_rows(self, ids: Ids) -> FoundRows:
+    def read_rows(self, ids: IdsLike) -> FoundRows:
         """The rows of `ids` [n], in that order, with a mask `found` [n]. An id without a row gives its initial value.
 
         `ids` are an int64 or int32 tensor, a numpy array or a list. Reading moves no row and counts nowhere.
         """
         return self._shard.read_rows(ids)
 
-    def shared_row(self) -> NDArray[np.float32]:
+    def oov_row(self) -> NDArray[np.float32]:
         """The weights of the row that ids share which were refused one, as they are now: float32 [D]. Every rank has the same.
 
-        Raises `StateError` where the table has no such row: it is made with `not_admitted="shared"`.
+        Raises `StateError` where the table has no such row: it is made with `not_admitted="oov"`.
 
         Examples:
             >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, optimizers
             >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
-            >>> settings = {"admission": admission.Count(3), "not_admitted": "shared"}
+            >>> settings = {"admission": admission.Count(3), "not_admitted": "oov"}
             >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd, **settings)
             >>> item(torch.tensor([7, 8])).sum().backward()  # both occur for the first time
-            >>> item.table.shared_row()
+            >>> item.table.oov_row()
             array([-1., -1.], dtype=float32)
         """
-        row = self._shard.native.shared_row()
+        row = self._shard.native.oov_row()
         if row is None:
-            raise StateError(
-                f'table {self.name!r} has no shared row: make it with not_admitted="shared" and an admission'
-            )
+            raise StateError(f'table {self.name!r} has no shared row: make it with not_admitted="oov" and an admission')
         return row[: self.dim].copy()
 
     def import_rows(
         self,
-        ids: Ids,
-        weights: Values,
-        slots: Mapping[str, Values] | None = None,
+        ids: IdsLike,
+        weights: ValuesLike,
+        slots: Mapping[str, ValuesLike] | None = None,
         metadata: RowMetadata | None = None,
         *,
         collective: bool = False,
@@ -379,8 +377,8 @@ class CacheTable(MeasuredTable):
         """
         self._shard.import_rows(ids, weights, slots, metadata, collective=collective)
 
-    def remove_rows(self, ids: Ids) -> int:
-        """Forget the rows of `ids` [n], so that the ids are unseen from now on. Returns how many of them had a row.
+    def remove_rows(self, ids: IdsLike) -> int:
+        """Forget the rows of `ids` [n], so that the ids are missing from now on. Returns how many of them had a row.
 
         On an error all of them are there as before, unless it says how many were removed. Where the disk of the SSD tier fails amid
         the call, all are removed, and the next call that writes raises `ReadOnlyError`.
@@ -388,7 +386,7 @@ class CacheTable(MeasuredTable):
         return self._shard.remove_rows(ids)
 
     def evict(self) -> None:
-        """Sweep this shard now, as of the last training step: the rows that `eviction` takes are unseen from here on.
+        """Sweep this shard now, as of the last training step: the rows that `eviction` takes are missing from here on.
 
         Nothing is done where the table has no `eviction`. Where ranks share the table each sweeps its own shard;
         `torchrec_embcache.evict(model)` does that for all tables of all ranks together.
@@ -396,7 +394,7 @@ class CacheTable(MeasuredTable):
         Raises `StateError` where the table is closed or cannot be used, or where ranks share it and have to agree on what its
         `eviction` takes; `ReadOnlyError` where its SSD tier could not be written.
         """
-        sweep_alone(self._shard)
+        sweep_single_rank(self._shard)
 
     def set_time(self, seconds: float) -> None:
         """Say what time it is for `Ttl(seconds=...)`, from now on until the next call; see `torchrec_embcache.set_time`.
@@ -404,7 +402,7 @@ class CacheTable(MeasuredTable):
         A table without such a rule is left as it is. Raises `InputError` where time would go back or is no number from 0 to 2^52,
         `StateError` where other ranks share the table.
         """
-        set_time_alone(self._shard, seconds)
+        set_time_single_rank(self._shard, seconds)
 
     def drain_evicted(self) -> Iterator[EvictedRows]:
         """The rows that were evicted from this shard and not drained yet, chunk by chunk, in the order in which they left.
@@ -414,13 +412,16 @@ class CacheTable(MeasuredTable):
 
         Raises `StateError` where evicted rows are not kept, or go to a callable. `EvictedRows` has an example.
         """
-        return self._shard.telling.drain(self._shard.native_or_none)
+        return self._shard.evict_notifier.drain(self._shard.native_or_none)
 
     # ---- for people, and copies
 
-    def describe(self, numbers: Mapping[str, Any] | None = None) -> str:
-        """Settings, optimizer, rows and budgets in one line; opens nothing. `numbers`: those of the optimizer as they are now."""
-        return described(self._shard, numbers)
+    def describe(self, hyperparameters: Mapping[str, Any] | None = None) -> str:
+        """Settings, optimizer, rows and budgets in one line; opens nothing.
+
+        `hyperparameters`: those of the optimizer as they are now.
+        """
+        return describe_table(self._shard, hyperparameters)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.describe()})"
@@ -428,7 +429,7 @@ class CacheTable(MeasuredTable):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A table of its own in memory, with the same rows, slots, metadata, step and epoch. `StateError` with an SSD tier."""
         made = type(self).__new__(type(self))
-        made.__dict__["_shard"] = in_memory_copy(self._shard, memo)
+        made.__dict__["_shard"] = copy_in_memory(self._shard, memo)
         memo[id(self)] = made
         return made
 
@@ -439,6 +440,6 @@ class CacheTable(MeasuredTable):
         )
 
 
-def internals(table: CacheTable) -> TableShard:
+def shard_of(table: CacheTable) -> TableShard:
     """What the modules of this package work with; it is no part of the public interface."""
     return table._shard  # noqa: SLF001 - the one door to it

@@ -4,10 +4,10 @@ from abc import abstractmethod
 from types import TracebackType
 from typing import Self
 
-__all__ = ["ClosedByWith"]
+__all__ = ["CloseOnExitMixin"]
 
 
-class ClosedByWith:
+class CloseOnExitMixin:
     """Closes the object at the end of a `with` statement.
 
     Where the statement ends by an error, an error of closing becomes a note of that one.
@@ -21,7 +21,7 @@ class ClosedByWith:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             self.close()

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from .exceptions import EmbCacheError, InputError, StateError
 
 __all__ = [
-    "Group",
-    "add_up",
+    "RankGroup",
     "agree_on_arguments",
     "all_gather",
+    "all_reduce_sum",
+    "check_arguments_match",
     "cpu_group",
-    "gathered",
+    "gather_results",
     "is_distributed",
     "raise_on_every_rank",
     "rank",
-    "refuse_difference",
-    "together",
+    "run_on_all_ranks",
     "world_size",
 ]
 
@@ -67,13 +67,14 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> Any:
     return _gloo_groups[asked]
 
 
-def _gloo_group(of: dist.ProcessGroup) -> Any:
+def _gloo_group(group: dist.ProcessGroup) -> Any:
     # `new_group` would have ranks outside of the group take part, or name the groups after it in another way than those do.
-    backends = [of._get_backend(device) for device in of._device_types]  # noqa: SLF001
+    backends = [group._get_backend(device) for device in group._device_types]  # noqa: SLF001
     options = [getattr(backend, "options", None) for backend in backends]
     timeouts = [getattr(each, "_timeout", dist.distributed_c10d.default_pg_timeout) for each in options]
-    store = dist.distributed_c10d.PrefixStore("torchrec_embcache", dist.distributed_c10d._get_process_group_store(of))  # noqa: SLF001
-    return dist.ProcessGroupGloo(store, of.rank(), of.size(), max(timeouts))
+    group_store = dist.distributed_c10d._get_process_group_store(group)  # noqa: SLF001
+    store = dist.distributed_c10d.PrefixStore("torchrec_embcache", group_store)
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), max(timeouts))
 
 
 # As the group that saves use: see `beside`. Their threads end before the interpreter does.
@@ -87,14 +88,14 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return _exchange(value, cpu_group(group))
 
 
-def add_up(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Add up the numbers of all ranks, in place. `values` is on the CPU. Collective."""
     _reduce(values, dist.ReduceOp.SUM, group)
 
 
-def _reduce(values: torch.Tensor, how: Any, group: dist.ProcessGroup | None) -> None:
+def _reduce(values: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
     options = dist.AllreduceOptions()
-    options.reduceOp = how
+    options.reduceOp = op
     cpu_group(group).allreduce([values], options).wait()
 
 
@@ -109,7 +110,7 @@ def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None
         _reduce(flag, dist.ReduceOp.MAX, group)
         if not flag.item():
             return
-        errors = all_gather(_portable(error), group)
+        errors = all_gather(_picklable_error(error), group)
     else:
         errors = [None]
     if error is not None:
@@ -120,24 +121,24 @@ def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None
     _raise_first(errors)
 
 
-def together(work: Callable[[], T]) -> T:
+def run_on_all_ranks(work: Callable[[], T]) -> T:
     """What `work()` returns on this rank. An error on any rank is raised on all. Collective."""
-    result, error = _tried(work)
+    result, error = _capture_error(work)
     raise_on_every_rank(error)
     return result[0]
 
 
-def gathered(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """What `work()` returns on each rank of `group`, in their order. An error on any rank is raised on all. Collective.
 
     Values are pickled.
     """
-    result, error = _tried(work)
+    result, error = _capture_error(work)
     raise_on_every_rank(error, group)
     return all_gather(result[0], group)
 
 
-def _tried(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
+def _capture_error(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
     """What `work()` returns, in a list, or the error that it raises."""
     try:
         return [work()], None
@@ -145,18 +146,18 @@ def _tried(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
         return [], error
 
 
-def agree_on_arguments(call: str, check: Callable[[], Mapping[str, object]]) -> None:
+def agree_on_arguments(call_name: str, check: Callable[[], Mapping[str, object]]) -> None:
     """Check the arguments of a collective call, before anything else in it: no rank waits for one that refuses them. Collective.
 
-    `call` names the call. `check()` raises for arguments that this rank refuses, and returns those that all ranks have to give
+    `call_name` names the call. `check()` raises for arguments that this rank refuses, and returns those that all ranks have to give
     alike, by name, as plain values. An error on any rank is raised on all. `InputError` where the values differ, or where the
     ranks make different calls. Ranks compare digests; values travel only where these differ.
     """
-    given, error = _tried(check)
+    given, error = _capture_error(check)
     if not is_distributed() or dist.get_world_size() == 1:
         raise_on_every_rank(error)
         return
-    mine = (call, {name: repr(value) for values in given for name, value in values.items()})
+    mine = (call_name, {name: repr(value) for values in given for name, value in values.items()})
     digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
     seen = torch.tensor([error is not None, digest, -digest], dtype=torch.int64, device="cpu")
     _reduce(seen, dist.ReduceOp.MAX, None)
@@ -164,23 +165,23 @@ def agree_on_arguments(call: str, check: Callable[[], Mapping[str, object]]) -> 
     if refused:
         raise_on_every_rank(error)
     if greatest != -least:
-        refuse_difference(all_gather(mine))
+        check_arguments_match(all_gather(mine))
 
 
-def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """`InputError` unless all ranks make one call with the same arguments. `everyone`: the call and its arguments, by rank."""
-    call, arguments = everyone[0]
-    if any(other != call for other, _ in everyone):
-        made = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(everyone))
+def check_arguments_match(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """`InputError` unless all ranks make one call with the same arguments. `by_rank`: the call and its arguments, by rank."""
+    call, arguments = by_rank[0]
+    if any(other != call for other, _ in by_rank):
+        made = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(by_rank))
         raise InputError(f"ranks make different collective calls at the same time ({made}): make the same on all ranks")
     for name in arguments:
-        said = [values.get(name, "nothing") for _, values in everyone]
+        said = [values.get(name, "nothing") for _, values in by_rank]
         if len(set(said)) > 1:
             values = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
             raise InputError(f"{call}: {name} differs between ranks ({values}): give all ranks the same")
 
 
-class Group:
+class RankGroup:
     """The ranks as one thread of each sees them.
 
     Collectives of other threads do not interfere, and it outlives the default group.
@@ -189,21 +190,21 @@ class Group:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """`group` is a gloo group that nobody else uses; None where there is one rank."""
         self._group = group
-        self.broken = False
+        self.is_broken = False
         """Whether ranks have ended, or are no longer in step."""
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def gather(self, work: Callable[[], T]) -> list[T]:
         """What `work()` returns on each rank, in their order.
 
         An error on any rank is raised on all. Collective; values are pickled.
         """
-        result, error = _tried(work)
+        result, error = _capture_error(work)
         outcomes: list[tuple[list[T], EmbCacheError | None]] = [(result, None)]
         if self._group is not None and self._group.size() > 1:
             try:
-                outcomes = _exchange((result, _portable(error)), self._group)
+                outcomes = _exchange((result, _picklable_error(error)), self._group)
             except Exception as lost:
-                self.broken = True
+                self.is_broken = True
                 if error is None:
                     error = StateError(f"the ranks lost each other in a save: one of them has ended ({lost})")
                     error.__cause__ = lost
@@ -236,7 +237,7 @@ def _raise_first(errors: list[EmbCacheError | None]) -> None:
             raise other
 
 
-def _portable(error: Exception | None) -> EmbCacheError | None:
+def _picklable_error(error: Exception | None) -> EmbCacheError | None:
     if error is None or isinstance(error, EmbCacheError):
         return error
     return EmbCacheError(f"{type(error).__name__}: {error}")

@@ -8,29 +8,29 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from .exceptions import ConfigError
-from .paths import given_path
+from .paths import check_path
 
 __all__ = [
     "DEFAULT_TOTAL_NUM_BUCKETS",
+    "CachePolicy",
+    "MissingRead",
     "OnFull",
-    "Policy",
     "Reopen",
     "SsdPathChecks",
     "SsdRoot",
     "TierBudgets",
-    "Unseen",
-    "as_float",
     "bucket_range",
     "check_choice",
     "check_int",
     "check_name",
     "parse_bytes",
     "parse_interval",
+    "to_float",
 ]
 
-Policy = Literal["lru", "lfu", "s3fifo"]
+CachePolicy = Literal["lru", "lfu", "s3fifo"]
 OnFull = Literal["error", "evict"]
-Unseen = Literal["initial", "zeros"]
+MissingRead = Literal["initial", "zeros"]
 Reopen = Literal["resume", "discard", "auto"]
 SsdPathChecks = Literal["strict", "trusted"]
 
@@ -111,7 +111,7 @@ def check_int(field: str, value: object, low: int, high: int) -> int:
     return number
 
 
-def as_float(value: object) -> float | None:
+def to_float(value: object) -> float | None:
     """`value` as a float if it is a real number, of Python's or NumPy's, else None. What is too great for a float is infinite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
@@ -201,7 +201,7 @@ class TierBudgets:
                 raise ConfigError(
                     f"TierBudgets.ssd_dir={self.ssd_dir!r} is not a path: give a directory as a str or a Path"
                 )
-            object.__setattr__(self, "ssd_dir", given_path("TierBudgets.ssd_dir", path))
+            object.__setattr__(self, "ssd_dir", check_path("TierBudgets.ssd_dir", path))
         check_choice("TierBudgets.path_checks", self.path_checks, SsdPathChecks)
         if self.reopen is not None:
             check_choice("TierBudgets.reopen", self.reopen, Reopen)

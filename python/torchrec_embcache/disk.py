@@ -11,21 +11,21 @@ from . import _native, publish
 from .config import SsdRoot, TierBudgets, bytes_text
 from .exceptions import EmbCacheError, EmbCacheWarning
 
-__all__ = ["OpenTable", "look_after", "remove_superseded", "say_unflushed"]
+__all__ = ["SsdTableInfo", "check_opened_table", "log_unflushed", "remove_superseded"]
 
 _log = logging.getLogger(__name__)
 
 _SHARD = re.compile(r"(\d{1,7})-of-(\d{1,7})")
 
 
-class OpenTable(Protocol):
+class SsdTableInfo(Protocol):
     """What is asked of an open table here."""
 
     name: str
     tiers: TierBudgets
     rank: int
     world_size: int
-    is_spread: bool
+    is_sharded: bool
     """Whether other ranks have the rest of the table's buckets."""
 
     def __len__(self) -> int: ...
@@ -42,7 +42,7 @@ class OpenTable(Protocol):
         """How many bytes its files have."""
 
 
-def look_after(table: OpenTable, tables: Sequence[OpenTable], *, resumed: int | None) -> bool:
+def check_opened_table(table: SsdTableInfo, tables: Sequence[SsdTableInfo], *, resumed: int | None) -> bool:
     """Say what people should know of a table that was just opened, and remove files of runs with another number of ranks.
 
     `tables` are all open ones with an SSD tier, this one included. `resumed` is the token of the state that the table resumed.
@@ -50,28 +50,28 @@ def look_after(table: OpenTable, tables: Sequence[OpenTable], *, resumed: int | 
     The files are removed with `reopen="discard"`. With "auto" they are removed if the state that was resumed has the whole table.
     Returns True where they stay for now, and `remove_superseded` is to remove them after a flush.
     """
-    _say_opened(table, resumed=resumed is not None)
+    _log_opened(table, resumed=resumed is not None)
     if table.directory is None:
         return False
-    whole = resumed is not None and (not table.is_spread or publish.is_shared(resumed))
+    whole = resumed is not None and (not table.is_sharded or publish.is_multi_table(resumed))
     remove = table.tiers.reopen == "discard" or (table.tiers.reopen == "auto" and whole)
-    left = _look_after_other_shards(table, table.directory, remove=remove)
+    left = _check_other_shards(table, table.directory, remove=remove)
     _warn_of_space(str(table.tiers.ssd_dir), tables)
     return left and table.tiers.reopen == "auto"
 
 
-def remove_superseded(table: OpenTable, *, by_all_ranks: bool) -> bool:
+def remove_superseded(table: SsdTableInfo, *, by_all_ranks: bool) -> bool:
     """After a flush, remove the files of runs with another number of ranks. Until then a crash leaves their rows to be resumed.
 
     Returns True where the flush was of this shard alone and other ranks have the rest of the table: this is to be called again.
     """
-    if table.directory is None or (table.is_spread and not by_all_ranks):
+    if table.directory is None or (table.is_sharded and not by_all_ranks):
         return True
-    _look_after_other_shards(table, table.directory, remove=True, say=False)
+    _check_other_shards(table, table.directory, remove=True, log=False)
     return False
 
 
-def _say_opened(table: OpenTable, *, resumed: bool) -> None:
+def _log_opened(table: SsdTableInfo, *, resumed: bool) -> None:
     if table.directory is None:
         _log.info("table %r: opened with %s", table.name, table.tiers.describe())
         return
@@ -83,17 +83,17 @@ def _say_opened(table: OpenTable, *, resumed: bool) -> None:
 
 
 # Roots that a warning was given for.
-_small: set[str] = set()
+_warned_roots: set[str] = set()
 
 
-def _warn_of_space(ssd_dir: str, tables: Sequence[OpenTable]) -> None:
+def _warn_of_space(ssd_dir: str, tables: Sequence[SsdTableInfo]) -> None:
     """Warn once of a root (`ssd_dir`) whose file system has less room than the budgets of the open tables on it may still take."""
     try:
         device, system = os.stat(ssd_dir).st_dev, os.statvfs(ssd_dir)
     except OSError:
         return  # opening the table raises what is wrong
     free = system.f_bavail * system.f_frsize
-    if ssd_dir in _small:
+    if ssd_dir in _warned_roots:
         return
     budgets = held = 0
     for table in tables:
@@ -105,7 +105,7 @@ def _warn_of_space(ssd_dir: str, tables: Sequence[OpenTable]) -> None:
             pass  # it is closed, unusable or without its directory, which its own use raises
     if budgets - held <= free:
         return
-    _small.add(ssd_dir)
+    _warned_roots.add(ssd_dir)
     warnings.warn(
         f"TierBudgets.ssd_bytes of the open tables on the file system of {ssd_dir} are {bytes_text(budgets)} together, of which "
         f"they hold {bytes_text(held)}, and {bytes_text(free)} are free there: writing will fail before the budgets are full; "
@@ -115,7 +115,7 @@ def _warn_of_space(ssd_dir: str, tables: Sequence[OpenTable]) -> None:
     )
 
 
-def say_unflushed(directory: str) -> None:
+def log_unflushed(directory: str) -> None:
     """Say that the files of a shard, if there are any, are removed because no flush in them can be resumed."""
     files = [name for name in os.listdir(directory) if name != "lock"] if os.path.isdir(directory) else []
     if files:
@@ -127,7 +127,7 @@ def say_unflushed(directory: str) -> None:
         )
 
 
-def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, say: bool = True) -> bool:
+def _check_other_shards(table: SsdTableInfo, directory: str, *, remove: bool, log: bool = True) -> bool:
     """Say which files other runs left beside a shard's `directory`. With `remove`, remove those of another number of ranks.
 
     Returns whether files of another number of ranks are left for a flush to remove.
@@ -136,10 +136,10 @@ def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, 
     process has open stay, and so do those that hold other files than a table's.
     """
     parent, own = os.path.split(directory)
-    only_rank = not table.is_spread
+    only_rank = not table.is_sharded
     kept: list[str] = []
     later: list[str] = []
-    for name in sorted(_shards_in(parent)):
+    for name in sorted(_shard_names(parent)):
         rank, ranks = (int(part) for part in name.split("-of-"))
         if name == own or not (only_rank or rank % table.world_size == table.rank):
             continue
@@ -149,7 +149,7 @@ def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, 
             later.append(name)
         elif ranks != table.world_size or only_rank:
             kept.append(name)
-    if later and say:
+    if later and log:
         what = "flush" if only_rank else "flush of all ranks (flush(model) or flush_every=)"
         _log.warning(
             "%s in %s were left by runs with another number of ranks: nobody reads them, and ssd_bytes does not count them; the "
@@ -159,7 +159,7 @@ def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, 
             what,
             table.name,
         )
-    if kept and say:
+    if kept and log:
         _log.warning(
             "%s in %s were left by runs with other ranks: nobody reads them, and ssd_bytes does not count them; their rows come "
             "back by a checkpoint that Saver made; remove them by rm -r, or those of another number of ranks by "
@@ -170,7 +170,7 @@ def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, 
     return bool(later)
 
 
-def _shards_in(parent: str) -> list[str]:
+def _shard_names(parent: str) -> list[str]:
     """The names of the directories of one table's shards."""
     try:
         with os.scandir(parent) as entries:
@@ -183,7 +183,7 @@ def _shards_in(parent: str) -> list[str]:
 
 def _remove(path: str, root: SsdRoot) -> None:
     try:
-        published = bool(_native.Table.published(path, *root))
+        published = bool(_native.Table.commit_ids(path, *root))
         _native.Table.remove_shard(path, *root)
     except EmbCacheError as error:
         if os.path.isdir(path):  # else another process has removed it

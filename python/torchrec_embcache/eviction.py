@@ -3,7 +3,7 @@
 Without eviction a row stays until it is removed, or until a full table with `on_full="evict"` drops it. With a `Policy` rows
 also leave in *sweeps*. What a sweep after training step s takes follows from the rows (when they were trained last, their
 scores, their weights), from s, with `Ttl(seconds=...)` from the times of steps, and from nothing else. So the same rows leave
-whatever the budgets, the number of ranks and threads, and however far ahead batches are prefetched. A row that left is unseen:
+whatever the budgets, the number of ranks and threads, and however far ahead batches are prefetched. A row that left is missing:
 it reads as an id without a row, and is born again when it is trained again.
 """
 
@@ -18,17 +18,17 @@ from fractions import Fraction
 import numpy as np
 
 from . import _native
-from .agreement import Agreement
-from .config import as_float, check_int
-from .cuts import CutOff, HowMany, Rows, rules_of_cuts
+from .agreement import SweepInputs
+from .config import check_int, to_float
+from .cuts import EvictCountFn, LowestRowsRule, TableRowCounts, threshold_rules
 from .exceptions import ConfigError
 
 __all__ = ["All", "Keep", "L2Norm", "Policy", "Rule", "Score", "Share", "Ttl"]
 
-_MOST_STEPS = 1 << 53
-_MOST_ROWS = (1 << 63) - 1
-_MOST_FLOAT32 = 3.4028234663852886e38
-_LEAST_FLOAT32 = 1.401298464324817e-45
+_MAX_STEPS = 1 << 53
+_MAX_ROWS = (1 << 63) - 1
+_MAX_FLOAT32 = 3.4028234663852886e38
+_MIN_FLOAT32 = 1.401298464324817e-45
 
 
 class Rule(ABC):
@@ -44,22 +44,22 @@ class Rule(ABC):
     def native(self) -> _native.SweepRule:
         """As the core takes it when a table is made.
 
-        Where `is_agreed` that is `SweepRule.given()`, and `resolve` gives what a sweep takes.
+        Where `is_collective` that is `SweepRule.per_sweep()`, and `resolve` gives what a sweep takes.
         """
 
     @property
-    def is_agreed(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether the ranks that share a table have to agree, at each sweep, on what this takes."""
         return False
 
     @property
-    def is_timed(self) -> bool:
+    def needs_clock(self) -> bool:
         """Whether this needs the times of a table's steps."""
         return False
 
-    def resolve(self, on: Agreement) -> _native.SweepRule:
-        """What this takes in one sweep, the same on all ranks. Collective where `is_agreed`; see `Agreement`."""
-        del on
+    def resolve(self, inputs: SweepInputs) -> _native.SweepRule:
+        """What this takes in one sweep, the same on all ranks. Collective where `is_collective`; see `SweepInputs`."""
+        del inputs
         return self.native()
 
     @property
@@ -68,22 +68,22 @@ class Rule(ABC):
         return type(self).__name__
 
 
-def _positive(field: str, value: object, most: float) -> float:
-    """`value` as a float. `ConfigError` unless it is a number above 0 and at most `most`."""
-    number = as_float(value)
+def _check_positive(field: str, value: object, maximum: float) -> float:
+    """`value` as a float. `ConfigError` unless it is a number above 0 and at most `maximum`."""
+    number = to_float(value)
     if number is None or math.isnan(number):
         raise ConfigError(f"{field}={value!r} is not a number: give an int or a float above 0")
-    if not 0 < number <= most:
-        raise ConfigError(f"{field}={value!r} is out of range: give more than 0 and at most {most:g}")
+    if not 0 < number <= maximum:
+        raise ConfigError(f"{field}={value!r} is out of range: give more than 0 and at most {maximum:g}")
     return number
 
 
-def _positive_float32(field: str, value: object) -> float:
+def _check_positive_float32(field: str, value: object) -> float:
     """`value` as a float. `ConfigError` unless it is a number whose float32 is above 0 and finite."""
-    number = _positive(field, value, _MOST_FLOAT32)
+    number = _check_positive(field, value, _MAX_FLOAT32)
     if np.float32(number) == 0:
         raise ConfigError(
-            f"{field}={value!r} is 0 as a float32, and nothing is below that: give at least {_LEAST_FLOAT32:g}"
+            f"{field}={value!r} is 0 as a float32, and nothing is below that: give at least {_MIN_FLOAT32:g}"
         )
     return number
 
@@ -122,40 +122,44 @@ class Ttl(Rule):
         if (self.steps is None) == (self.seconds is None):
             raise ConfigError(f"Ttl(steps={self.steps!r}, seconds={self.seconds!r}): give exactly one of the two")
         if self.steps is not None:
-            check_int("Ttl.steps", self.steps, 1, _MOST_STEPS)
+            check_int("Ttl.steps", self.steps, 1, _MAX_STEPS)
         if self.seconds is not None:
-            _positive("Ttl.seconds", self.seconds, _MOST_STEPS)
+            _check_positive("Ttl.seconds", self.seconds, _MAX_STEPS)
 
     def native(self) -> _native.SweepRule:
         """As the core takes it. With `seconds` the step is found at each sweep."""
-        return _native.SweepRule.given(timed=True) if self.steps is None else _native.SweepRule.last_step(self.steps)
+        return (
+            _native.SweepRule.per_sweep(needs_clock=True)
+            if self.steps is None
+            else _native.SweepRule.last_step(self.steps)
+        )
 
     @property
-    def is_agreed(self) -> bool:
+    def is_collective(self) -> bool:
         """With `seconds`: clocks differ, and so do the steps that they say."""
         return self.seconds is not None
 
     @property
-    def is_timed(self) -> bool:
+    def needs_clock(self) -> bool:
         """With `seconds`."""
         return self.seconds is not None
 
-    def resolve(self, on: Agreement) -> _native.SweepRule:
+    def resolve(self, inputs: SweepInputs) -> _native.SweepRule:
         """What a sweep of now takes. With `seconds`, where it is collective: rows of steps that are old enough by all clocks."""
         if self.seconds is None:
             return self.native()
-        table = on.table
-        now = max(on.together(lambda: 0 if table is None else table.now()))
+        table = inputs.table
+        now = max(inputs.gather(lambda: 0 if table is None else table.now()))
         cut = now - max(1, round(float(self.seconds) * 1000))
 
-        def made() -> int | None:
+        def local_step() -> int | None:
             # A rank that has no rows of the table has no say; -1: no step is known to be so old.
             if table is None:
                 return None
             step = table.step_at(cut) if cut >= 0 else None
             return -1 if step is None else step
 
-        step = min((step for step in on.together(made) if step is not None), default=-1)
+        step = min((step for step in inputs.gather(local_step) if step is not None), default=-1)
         return _native.SweepRule.nothing() if step < 0 else _native.SweepRule.trained_until(step)
 
     @property
@@ -186,7 +190,7 @@ class Score(Rule):
     below: float
 
     def __post_init__(self) -> None:
-        _positive_float32("Score.below", self.below)
+        _check_positive_float32("Score.below", self.below)
 
     def native(self) -> _native.SweepRule:
         """As the core takes it."""
@@ -212,7 +216,7 @@ class L2Norm(Rule):
     below: float
 
     def __post_init__(self) -> None:
-        _positive_float32("L2Norm.below", self.below)
+        _check_positive_float32("L2Norm.below", self.below)
 
     def native(self) -> _native.SweepRule:
         """As the core takes it."""
@@ -220,7 +224,7 @@ class L2Norm(Rule):
 
 
 @dataclass(frozen=True)
-class Keep(CutOff, Rule):
+class Keep(LowestRowsRule, Rule):
     """A sweep takes the rows of the lowest scores, until `rows` are left in the whole table, all its shards together.
 
     Scores are those of `Score`. Of rows with equal scores those go first that were trained last longest ago, and then those with
@@ -242,34 +246,34 @@ class Keep(CutOff, Rule):
     rows: int
 
     def __post_init__(self) -> None:
-        check_int("Keep.rows", self.rows, 1, _MOST_ROWS)
+        check_int("Keep.rows", self.rows, 1, _MAX_ROWS)
 
-    def lowest(self, rows: Rows) -> int:
+    def count_to_evict(self, rows: TableRowCounts) -> int:
         """All but `rows`."""
         return max(0, rows.rows - self.rows)
 
-    def lowest_alone(self, rows: Rows) -> int:
+    def count_to_evict_alone(self, rows: TableRowCounts) -> int:
         """As `lowest`, where no other rule spares rows. `ConfigError` where the last batch alone has more rows than stay."""
         if rows.newest > self.rows:
             raise ConfigError(
                 f"{self!r} keeps fewer rows than one batch trains: the step before the sweep trained {rows.newest} rows. Keep more "
                 "rows than a batch has distinct ids"
             )
-        return self.lowest(rows)
+        return self.count_to_evict(rows)
 
 
 @dataclass(frozen=True)
-class Share(CutOff, Rule):
+class Share(LowestRowsRule, Rule):
     """A sweep takes this share of the rows of the whole table: those of the lowest scores, in the order of `Keep`.
 
     Of N rows it takes the share times N, rounded down; both are taken exactly. A second sweep takes none where nothing has changed
     since the one before.
 
     Args:
-        share: more than 0 and less than 1.
+        fraction: more than 0 and less than 1.
 
     Raises:
-        ConfigError: `share` is out of range.
+        ConfigError: `fraction` is out of range.
 
     Examples:
         >>> from torchrec_embcache import eviction
@@ -277,15 +281,15 @@ class Share(CutOff, Rule):
         Share(share=0.1)
     """
 
-    share: float
+    fraction: float
 
     def __post_init__(self) -> None:
-        if _positive("Share.share", self.share, 1.0) == 1:
-            raise ConfigError(f"Share.share={self.share!r} takes every row: give less than 1")
+        if _check_positive("Share.share", self.fraction, 1.0) == 1:
+            raise ConfigError(f"Share.share={self.fraction!r} takes every row: give less than 1")
 
-    def lowest(self, rows: Rows) -> int:
+    def count_to_evict(self, rows: TableRowCounts) -> int:
         """The share of the rows, rounded down; none where a sweep has taken it."""
-        return 0 if rows.are_swept else math.floor(Fraction(float(self.share)) * rows.rows)
+        return 0 if rows.is_swept else math.floor(Fraction(float(self.fraction)) * rows.rows)
 
 
 @dataclass(frozen=True)
@@ -307,7 +311,7 @@ class All(Rule):
     rules: Sequence[Rule]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", _checked_rules("All", self.rules))
+        object.__setattr__(self, "rules", _check_rules("All", self.rules))
         if any(isinstance(rule, All) for rule in self.rules):
             raise ConfigError("All holds an All: list the rules of both in one")
         if len(self.rules) < 2:
@@ -318,21 +322,21 @@ class All(Rule):
         return _native.SweepRule.all([rule.native() for rule in self.rules])
 
     @property
-    def is_agreed(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether one of the rules is."""
-        return any(rule.is_agreed for rule in self.rules)
+        return any(rule.is_collective for rule in self.rules)
 
     @property
-    def is_timed(self) -> bool:
+    def needs_clock(self) -> bool:
         """Whether one of the rules is."""
-        return any(rule.is_timed for rule in self.rules)
+        return any(rule.needs_clock for rule in self.rules)
 
-    def resolve(self, on: Agreement) -> _native.SweepRule:
+    def resolve(self, inputs: SweepInputs) -> _native.SweepRule:
         """What all of the rules take. Collective where one of them is agreed on."""
-        return _native.SweepRule.all([rule.resolve(on) for rule in self.rules])
+        return _native.SweepRule.all([rule.resolve(inputs) for rule in self.rules])
 
 
-def _checked_rules(owner: str, rules: object) -> tuple[Rule, ...]:
+def _check_rules(owner: str, rules: object) -> tuple[Rule, ...]:
     """`rules` as a tuple. `ConfigError` where they are no rules, none at all, or two contradict each other."""
     if isinstance(rules, str) or not isinstance(rules, Sequence) or not rules:
         raise ConfigError(f"{owner}.rules={rules!r}: give a list of rules, such as [Ttl(steps=100_000)]")
@@ -386,10 +390,10 @@ class Policy:
     at_least_rows: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", _checked_rules("Policy", self.rules))
+        object.__setattr__(self, "rules", _check_rules("Policy", self.rules))
         if self.every_steps is not None:
-            check_int("Policy.every_steps", self.every_steps, 1, _MOST_STEPS)
-        least = check_int("Policy.at_least_rows", self.at_least_rows, 0, _MOST_ROWS)
+            check_int("Policy.every_steps", self.every_steps, 1, _MAX_STEPS)
+        least = check_int("Policy.at_least_rows", self.at_least_rows, 0, _MAX_ROWS)
         for rule in self.rules:
             if isinstance(rule, Keep) and rule.rows < least:
                 raise ConfigError(
@@ -403,42 +407,43 @@ class Policy:
 
     def native(self) -> _native.SweepRule:
         """The rules as the core takes them when a table is made."""
-        if self.is_agreed:
-            return _native.SweepRule.given(timed=self.is_timed)
+        if self.is_collective:
+            return _native.SweepRule.per_sweep(needs_clock=self.needs_clock)
         return _native.SweepRule.any([rule.native() for rule in self.rules])
 
     @property
-    def is_agreed(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether the ranks that share a table have to agree, at each sweep, on what leaves."""
-        return self.at_least_rows > 0 or any(rule.is_agreed for rule in self.rules)
+        return self.at_least_rows > 0 or any(rule.is_collective for rule in self.rules)
 
     @property
-    def takes_a_share(self) -> bool:
+    def has_fraction_rule(self) -> bool:
         """Whether a sweep of the rows that a sweep left would take more of them."""
-        return any(isinstance(rule, Share) for rule in self._ordered())
+        return any(isinstance(rule, Share) for rule in self._lowest_rows_rules())
 
-    def _ordered(self) -> list[CutOff]:
+    def _lowest_rows_rules(self) -> list[LowestRowsRule]:
         """The rules that take a number of rows, also those of `All`."""
         each = [one for rule in self.rules for one in (rule.rules if isinstance(rule, All) else [rule])]
-        return [rule for rule in each if isinstance(rule, CutOff)]
+        return [rule for rule in each if isinstance(rule, LowestRowsRule)]
 
     @property
-    def is_timed(self) -> bool:
+    def needs_clock(self) -> bool:
         """Whether a rule needs the times of a table's steps."""
-        return any(rule.is_timed for rule in self.rules)
+        return any(rule.needs_clock for rule in self.rules)
 
-    def resolve(self, on: Agreement) -> _native.SweepRule:
-        """What one sweep takes, the same on all ranks. Collective where `is_agreed`.
+    def resolve(self, inputs: SweepInputs) -> _native.SweepRule:
+        """What one sweep takes, the same on all ranks. Collective where `is_collective`.
 
         Raises on every rank what rules and cuts raise, and ConfigError where `Keep` keeps fewer rows than a batch trains.
         """
-        ordered = self._ordered()
-        wanted: list[HowMany] = [
-            rule.lowest_alone if isinstance(rule, Keep) and rule in self.rules else rule.lowest for rule in ordered
+        ordered = self._lowest_rows_rules()
+        wanted: list[EvictCountFn] = [
+            rule.count_to_evict_alone if isinstance(rule, Keep) and rule in self.rules else rule.count_to_evict
+            for rule in ordered
         ]
         if self.at_least_rows:
             wanted.append(lambda rows: max(0, rows.rows - self.at_least_rows))
-        cuts = rules_of_cuts(on, wanted) if wanted else []
-        on = replace(on, cuts=dict(zip(ordered, cuts, strict=False)))
-        taken = _native.SweepRule.any([rule.resolve(on) for rule in self.rules])
+        cuts = threshold_rules(inputs, wanted) if wanted else []
+        inputs = replace(inputs, thresholds=dict(zip(ordered, cuts, strict=False)))
+        taken = _native.SweepRule.any([rule.resolve(inputs) for rule in self.rules])
         return _native.SweepRule.all([taken, cuts[-1]]) if self.at_least_rows else taken

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from .exceptions import UnsupportedError
 
-__all__ = ["check_rows_are_to_be_updated", "clamp_parts", "gradient_of_anchor", "raise_at_end_of_backward"]
+__all__ = ["anchor_gradient", "check_backward_updates_rows", "clamp_gradient", "raise_at_end_of_backward"]
 
 
-def clamp_parts(grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
+def clamp_gradient(grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
     """`grad` with each of its parts, which have `sizes` along `dim`, clamped to [-limit, limit]. None leaves a part as it is.
 
     Each element is clamped by itself, so that the bits do not depend on threads, instruction sets or kernels. Without limits this
@@ -20,16 +20,16 @@ def clamp_parts(grad: Tensor, limits: Sequence[float | None], sizes: Sequence[in
     if all(limit is None for limit in limits):
         return grad
     if len(set(limits)) == 1:
-        return _clamped(grad, limits[0])
+        return _clamp(grad, limits[0])
     parts = torch.split(grad, list(sizes), dim)
-    return torch.cat([_clamped(part, limit) for part, limit in zip(parts, limits, strict=True)], dim)
+    return torch.cat([_clamp(part, limit) for part, limit in zip(parts, limits, strict=True)], dim)
 
 
-def _clamped(grad: Tensor, limit: float | None) -> Tensor:
+def _clamp(grad: Tensor, limit: float | None) -> Tensor:
     return grad if limit is None else grad.clamp(-limit, limit)
 
 
-def check_rows_are_to_be_updated(anchor: Any) -> None:
+def check_backward_updates_rows(anchor: Any) -> None:
     """`UnsupportedError` where a backward is asked for some gradients only, by `torch.autograd.grad` or `backward(inputs=...)`.
 
     `anchor` is the autograd node that accumulates the gradient of the lookup's anchor. `loss.backward()` runs the nodes of all
@@ -46,11 +46,11 @@ def check_rows_are_to_be_updated(anchor: Any) -> None:
         )
 
 
-def gradient_of_anchor(anchor: Any) -> Tensor | None:
+def anchor_gradient(anchor: Any) -> Tensor | None:
     """The gradient that a lookup's anchor gets: zeros where hooks take it, such as those of `wandb.watch`, else None.
 
     Every hook is called, with None too. `grad` of the anchor is None after the backward, so that no dense optimizer sees it.
-    `anchor` is as in `check_rows_are_to_be_updated`.
+    `anchor` is as in `check_backward_updates_rows`.
     """
     variable: Tensor = anchor.variable
     if not variable._backward_hooks:  # noqa: SLF001 - torch offers no other way to ask
@@ -59,17 +59,17 @@ def gradient_of_anchor(anchor: Any) -> Tensor | None:
     def forget() -> None:
         variable.grad = None
 
-    _engine().queue_callback(forget)
+    _autograd_engine().queue_callback(forget)
     return torch.zeros_like(variable)
 
 
-def _engine() -> Any:
+def _autograd_engine() -> Any:
     return torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch's own users of it, DDP and FSDP, say so too
 
 
 def raise_at_end_of_backward(error: Exception) -> None:
     """Raise `error` when the backward that is under way is through."""
-    engine = _engine()
+    engine = _autograd_engine()
     pending = [error]
 
     def fail() -> None:

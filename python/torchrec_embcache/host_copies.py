@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pinned_memory import copies_by_itself, to_host
+from .pinned_memory import copy_to_host, has_async_copies
 from .stream_order import current_stream, on_stream
 
 __all__ = ["host_copies"]
 
 
-def host_copies(tensors: Sequence[Tensor], arrived_on: Any = None) -> list[Tensor]:
+def host_copies(tensors: Sequence[Tensor], arrival_stream: Any = None) -> list[Tensor]:
     """The tensors on the CPU. Those that are there already are not copied.
 
-    `arrived_on` is the stream of the device on which the tensors arrived; None: the caller's. They are copied on that stream, so
-    that the CPU waits for what was queued there until now, and for nothing that other streams compute.
+    `arrival_stream` is the stream of the device on which the tensors arrived; None: the caller's. They are copied on that stream,
+    so that the CPU waits for what was queued there until now, and for nothing that other streams compute.
     """
     device = tensors[0].device
-    if not copies_by_itself(device) or any(tensor.device != device for tensor in tensors):
+    if not has_async_copies(device) or any(tensor.device != device for tensor in tensors):
         return [tensor.detach().cpu() for tensor in tensors]
-    with on_stream(arrived_on, device), torch.no_grad():
-        copies = [to_host(tensor) for tensor in tensors]
+    with on_stream(arrival_stream, device), torch.no_grad():
+        copies = [copy_to_host(tensor) for tensor in tensors]
         stream = current_stream(device)
         if stream is not None:
             stream.record_event().synchronize()

@@ -14,10 +14,10 @@ import torch
 from .config import TierBudgets, bytes_text
 from .exceptions import EmbCacheWarning
 
-__all__ = ["OpenTable", "look_after"]
+__all__ = ["HostTableInfo", "warn_if_over_memory"]
 
 
-class OpenTable(Protocol):
+class HostTableInfo(Protocol):
     """The attributes of an open table that are read here."""
 
     tiers: TierBudgets
@@ -32,27 +32,27 @@ class OpenTable(Protocol):
         """True if they were closed again."""
 
 
-_tables: weakref.WeakSet[OpenTable] = weakref.WeakSet()
+_tables: weakref.WeakSet[HostTableInfo] = weakref.WeakSet()
 _lock = threading.Lock()
 # The budgets that the last warning named.
-_warned_of = 0
+_warned_bytes = 0
 
 
-def look_after(table: OpenTable) -> None:
+def warn_if_over_memory(table: HostTableInfo) -> None:
     """Warn where the budgets of all open tables, `table` included, are more than the memory that this process may use.
 
     There is one warning, and another one when the budgets have doubled.
     """
-    global _warned_of
+    global _warned_bytes
     with _lock:
         _tables.add(table)
         known = list(_tables)
     tables = [each for each in known if each.is_open and not each.is_closed]
     budgets = sum(each.tiers.host + (each.tiers.device if each.device.type == "cpu" else 0) for each in tables)
-    limit, of = _memory()
-    if budgets <= limit or budgets < 2 * _warned_of:
+    limit, of = _available_memory()
+    if budgets <= limit or budgets < 2 * _warned_bytes:
         return
-    _warned_of = budgets
+    _warned_bytes = budgets
     warnings.warn(
         f"TierBudgets.host_bytes of the open tables are {bytes_text(budgets)} together, with device tiers on the CPU, and {of} is "
         f"{bytes_text(limit)}: the system will end the process before the budgets are full; lower host_bytes, or add an SSD tier",
@@ -61,7 +61,7 @@ def look_after(table: OpenTable) -> None:
     )
 
 
-def _memory() -> tuple[int, str]:
+def _available_memory() -> tuple[int, str]:
     """The memory that this process may use, and the limit that says so."""
     limits = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the memory of this machine")]
     limits += [(limit, "the memory limit of this process's cgroup") for limit in _cgroup_limits(Path("/"))]

@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 # What a load restores: numbers that a schedule changes while training goes on. Torch's schedulers derive theirs from `initial_lr`.
-_RESTORED = ("lr", "initial_lr", "max_gradient")
+_RESTORED_NAMES = ("lr", "initial_lr", "max_gradient")
 
 
 class Hyperparameters(NamedTuple):
@@ -36,7 +36,7 @@ class Hyperparameters(NamedTuple):
 def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> Hyperparameters:
     """The numbers of a `param_groups` entry. `ConfigError` names `owner`."""
 
-    def number(field: str, value: Any, below: float = math.inf, *, zero: bool = True) -> float:
+    def check_number(field: str, value: Any, below: float = math.inf, *, zero: bool = True) -> float:
         if type(value) is float and 0 < value < below:  # nearly all are, and every step checks them
             return value
         try:
@@ -53,20 +53,20 @@ def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> Hyperparamete
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ConfigError(f"{owner}.betas={betas!r} is not a pair: give (beta1, beta2)")
     return Hyperparameters(
-        lr=number("lr", group.get("lr"), zero="l1" not in group),  # FTRL, which alone has l1, divides by it
-        eps=number("eps", group.get("eps", 0.0)),
-        beta1=number("betas[0]", betas[0], 1.0),
-        beta2=number("betas[1]", betas[1], 1.0),
-        weight_decay=number("weight_decay", group.get("weight_decay", 0.0)),
-        beta=number("beta", group.get("beta", 0.0)),
-        l1=number("l1", group.get("l1", 0.0)),
-        l2=number("l2", group.get("l2", 0.0)),
+        lr=check_number("lr", group.get("lr"), zero="l1" not in group),  # FTRL, which alone has l1, divides by it
+        eps=check_number("eps", group.get("eps", 0.0)),
+        beta1=check_number("betas[0]", betas[0], 1.0),
+        beta2=check_number("betas[1]", betas[1], 1.0),
+        weight_decay=check_number("weight_decay", group.get("weight_decay", 0.0)),
+        beta=check_number("beta", group.get("beta", 0.0)),
+        l1=check_number("l1", group.get("l1", 0.0)),
+        l2=check_number("l2", group.get("l2", 0.0)),
     )
 
 
 def restored_hyperparameters(saved: Mapping[str, float]) -> dict[str, float]:
     """Those of the numbers that a checkpoint has of an optimizer that a load puts into `param_groups`."""
-    return {name: saved[name] for name in _RESTORED if name in saved}
+    return {name: saved[name] for name in _RESTORED_NAMES if name in saved}
 
 
 def restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, float]) -> None:

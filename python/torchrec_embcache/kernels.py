@@ -25,7 +25,7 @@ from torch.nn.functional import embedding_bag
 
 from .device_tier import DeviceTier
 from .exceptions import ConfigError
-from .shared_rows import SharedSums, exact_sums
+from .shared_rows import OovGradientSums, exact_sums
 from .torch_updates import updated_rows
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ __all__ = [
     "CoreBackend",
     "KernelBackend",
     "KernelTable",
-    "Pooled",
+    "PooledInputs",
     "TorchBackend",
     "kernel_threads",
 ]
@@ -73,7 +73,7 @@ class KernelTable(Protocol):
 
 
 @dataclass(frozen=True)
-class Pooled:
+class PooledInputs:
     """What a pooled lookup asks for beside its ids.
 
     `offsets` int64 [F * B + 1]: where each bag begins in the ids, feature after feature, and where the last one ends. `weights`
@@ -101,7 +101,7 @@ class KernelBackend(ABC):
         self.device = device
         self.columns = sum(tables[table].dim for table in feature_tables)
         # The tables whose refused ids share a row.
-        self.sharing = [number for number, table in enumerate(tables) if table.native.has_shared_row]
+        self.oov_tables = [number for number, table in enumerate(tables) if table.native.has_oov_row]
 
     def _tier(self, table: int) -> DeviceTier:
         tier = self.tables[table].tier
@@ -109,7 +109,7 @@ class KernelBackend(ABC):
         return tier
 
     @abstractmethod
-    def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
+    def forward_pooled(self, plan: Plan, pooled: PooledInputs) -> Tensor:
         """The pooled rows, float32 [B, C]."""
 
     @abstractmethod
@@ -120,26 +120,26 @@ class KernelBackend(ABC):
     def backward_pooled(
         self,
         plan: Plan,
-        pooled: Pooled,
+        pooled: PooledInputs,
         grad: Tensor,
         hyperparameters: NDArray[np.float64],
-        shared: SharedSums,
+        oov_sums: OovGradientSums,
         weight_grad: bool,
     ) -> Tensor | None:
         """Update the rows from a contiguous `grad` [B, C] and commit. With `weight_grad`: the gradient [N] of `pooled.weights`."""
 
     @abstractmethod
     def backward_sequence(
-        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
+        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
         """Update the rows from a contiguous `grad` [N, D] and commit."""
 
-    def _train_shared(
-        self, plan: Plan, sums: Callable[[], Tensor], hyperparameters: NDArray[np.float64], shared: SharedSums
+    def _train_oov_row(
+        self, plan: Plan, sums: Callable[[], Tensor], hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
         """Have the commit update the rows that refused ids share, by the sums of all ranks. Nothing is updated before."""
-        if self.sharing:
-            plan.train_shared(shared.of_all_ranks(sums()).numpy(), hyperparameters)
+        if self.oov_tables:
+            plan.train_oov_row(oov_sums.all_reduce(sums()).numpy(), hyperparameters)
 
 
 class CoreBackend(KernelBackend):
@@ -154,11 +154,11 @@ class CoreBackend(KernelBackend):
         """
         tiers = [table.tier for table in self.tables]
         if any(tiers):
-            plan.exclusively(lambda: kernel([tier.arrays() if tier is not None else None for tier in tiers]))
+            plan.run_exclusively(lambda: kernel([tier.arrays() if tier is not None else None for tier in tiers]))
         else:
             kernel(None)
 
-    def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
+    def forward_pooled(self, plan: Plan, pooled: PooledInputs) -> Tensor:
         """See `KernelBackend`."""
         out = np.empty((pooled.bags, self.columns), np.float32)
         weights = pooled.weights.numpy() if pooled.weights is not None else None
@@ -176,27 +176,27 @@ class CoreBackend(KernelBackend):
     def backward_pooled(
         self,
         plan: Plan,
-        pooled: Pooled,
+        pooled: PooledInputs,
         grad: Tensor,
         hyperparameters: NDArray[np.float64],
-        shared: SharedSums,
+        oov_sums: OovGradientSums,
         weight_grad: bool,
     ) -> Tensor | None:
         """See `KernelBackend`."""
         out = np.empty(int(pooled.offsets[-1]), np.float32) if weight_grad else None
         gradient, threads = grad.numpy(), kernel_threads()
-        sums = plan.refused_sums_pooled
-        self._train_shared(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, shared)
+        sums = plan.oov_gradient_sums_pooled
+        self._train_oov_row(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, oov_sums)
         self._run(plan, lambda device: plan.backward_pooled(gradient, hyperparameters, out, device, threads))
         return torch.from_numpy(out) if out is not None else None
 
     def backward_sequence(
-        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
+        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
         """See `KernelBackend`."""
         gradient, threads = grad.numpy(), kernel_threads()
-        sums = plan.refused_sums_sequence
-        self._train_shared(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, shared)
+        sums = plan.oov_gradient_sums_sequence
+        self._train_oov_row(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, oov_sums)
         self._run(plan, lambda device: plan.backward_sequence(gradient, hyperparameters, device, threads))
 
 
@@ -212,7 +212,7 @@ class TorchBackend(KernelBackend):
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
+    def forward_pooled(self, plan: Plan, pooled: PooledInputs) -> Tensor:
         """See `KernelBackend`."""
         out = torch.empty(pooled.bags, self.columns, dtype=torch.float32, device=self.device)
         column = 0
@@ -230,31 +230,31 @@ class TorchBackend(KernelBackend):
             present = slots >= 0
             absent: Tensor | float = 0.0
             if not present.all():  # absent rows are left out of this sum, but count in the mean's divisor
-                absent = self._absent_sum(self._absent_row(plan, table), ~present, offsets, weights)
+                absent = self._missing_sum(self._missing_row(plan, table), ~present, offsets, weights)
                 offsets = np.concatenate([[0], np.cumsum(present)])[offsets]
                 slots = slots[present]
                 weights = weights[torch.from_numpy(present).to(self.device)] if weights is not None else None
             index, starts = self._tensor(slots), self._tensor(offsets)
-            with tier.reads() as table_weights:
+            with tier.reading() as table_weights:
                 part = _segment_sum(table_weights, index, starts, weights) + absent
             out[:, column : column + tier.dim] = part if divisor is None else part / divisor[:, None]
             column += tier.dim
         return out
 
-    def _absent_row(self, plan: Plan, table: int) -> Tensor | None:
+    def _missing_row(self, plan: Plan, table: int) -> Tensor | None:
         """What absent occurrences of a table read: [D], or None for zeros."""
-        row = plan.absent_row(table)
+        row = plan.missing_row(table)
         return None if row is None else torch.from_numpy(row).to(self.device)
 
-    def _absent_sum(
-        self, row: Tensor | None, absent: NDArray[np.bool_], offsets: NDArray[np.int64], weights: Tensor | None
+    def _missing_sum(
+        self, row: Tensor | None, missing: NDArray[np.bool_], offsets: NDArray[np.int64], weights: Tensor | None
     ) -> Tensor | float:
         """What the absent occurrences, bool [n], which read `row`, add to each bag: [B, D], or 0.0 for nothing."""
         if row is None:
             return 0.0
-        starts = np.concatenate([[0], np.cumsum(absent)])[offsets]
+        starts = np.concatenate([[0], np.cumsum(missing)])[offsets]
         index = torch.zeros(int(starts[-1]), dtype=torch.int64, device=self.device)
-        weights = weights[torch.from_numpy(absent).to(self.device)] if weights is not None else None
+        weights = weights[torch.from_numpy(missing).to(self.device)] if weights is not None else None
         return _segment_sum(row[None], index, self._tensor(starts), weights)
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
@@ -270,18 +270,18 @@ class TorchBackend(KernelBackend):
     def _rows_of(self, plan: Plan, table: int, slots: Tensor) -> Tensor:
         """What the occurrences in `slots` [n] read: [n, D]. -1 is an absent one."""
         tier = self._tier(table)
-        with tier.reads() as weights:
+        with tier.reading() as weights:
             rows, absent = weights.index_select(0, slots.clamp(min=0)), (slots < 0)[:, None]
-        row = self._absent_row(plan, table)
+        row = self._missing_row(plan, table)
         return rows.masked_fill_(absent, 0.0) if row is None else torch.where(absent, row, rows)
 
     def backward_pooled(
         self,
         plan: Plan,
-        pooled: Pooled,
+        pooled: PooledInputs,
         grad: Tensor,
         hyperparameters: NDArray[np.float64],
-        shared: SharedSums,
+        oov_sums: OovGradientSums,
         weight_grad: bool,
     ) -> Tensor | None:
         """See `KernelBackend`."""
@@ -303,7 +303,7 @@ class TorchBackend(KernelBackend):
             first, count = mine[0], len(mine)
             # [B * count, D]: the gradient of bag b of the table's feature j is in row b * count + j.
             table_grad = grad[:, columns[first] : columns[first + count]].reshape(bags * count, tier.dim)
-            rows = plan.transposed(table)
+            rows = plan.row_occurrences(table)
             feature_of, bag_of = np.divmod(bag[rows.occurrences], max(bags, 1))
             index = self._tensor(bag_of * count + (feature_of - first))
             positions = self._tensor(rows.occurrences)
@@ -313,33 +313,33 @@ class TorchBackend(KernelBackend):
                 used = self._rows_of(plan, table, slots)
                 out.index_copy_(0, positions, (used * table_grad.index_select(0, index)).sum(1))
             updates.append((table, rows.slots, _segment_sum(table_grad, index, self._tensor(rows.starts), weights)))
-        self._train_shared(plan, lambda: self._refused_sums(updates), hyperparameters, shared)
+        self._train_oov_row(plan, lambda: self._oov_sums(updates), hyperparameters, oov_sums)
         self._update_and_commit(plan, updates, hyperparameters)
         return out
 
     def backward_sequence(
-        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
+        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
         """See `KernelBackend`."""
         updates = []
         for table in range(len(self.tables)):
-            rows = plan.transposed(table)
+            rows = plan.row_occurrences(table)
             summed = _segment_sum(grad, self._tensor(rows.occurrences), self._tensor(rows.starts), None)
             updates.append((table, rows.slots, summed))
-        self._train_shared(plan, lambda: self._refused_sums(updates), hyperparameters, shared)
+        self._train_oov_row(plan, lambda: self._oov_sums(updates), hyperparameters, oov_sums)
         self._update_and_commit(plan, updates, hyperparameters)
 
-    def _refused_sums(self, updates: list[tuple[int, NDArray[np.int64], Tensor]]) -> Tensor:
+    def _oov_sums(self, updates: list[tuple[int, NDArray[np.int64], Tensor]]) -> Tensor:
         """The sums of the gradients of refused ids, for each table in which these share a row."""
         refused = {
             table: grad[torch.from_numpy(slots < 0).to(self.device)]
             for table, slots, grad in updates
-            if table in self.sharing
+            if table in self.oov_tables
         }
         none = [
-            torch.zeros(0, self.tables[table].dim, dtype=torch.float32, device=self.device) for table in self.sharing
+            torch.zeros(0, self.tables[table].dim, dtype=torch.float32, device=self.device) for table in self.oov_tables
         ]
-        each = (refused.get(table, rows) for table, rows in zip(self.sharing, none, strict=True))
+        each = (refused.get(table, rows) for table, rows in zip(self.oov_tables, none, strict=True))
         return torch.cat([exact_sums(rows) for rows in each])
 
     def _update_and_commit(
@@ -352,18 +352,18 @@ class TorchBackend(KernelBackend):
                 self._update(plan, updates, hyperparameters, changing)
             plan.commit()
 
-        plan.exclusively(work)
+        plan.run_exclusively(work)
 
     def _update(
         self,
         plan: Plan,
         updates: list[tuple[int, NDArray[np.int64], Tensor]],
         hyperparameters: NDArray[np.float64],
-        changing: ExitStack,
+        writes: ExitStack,
     ) -> None:
         """Apply each table's optimizer to its distinct rows. `updates`: for each table its slots [U] and summed gradients [U, D].
 
-        Until `changing` is closed, the rows of all tables change on the caller's stream.
+        Until `writes` is closed, the rows of all tables change on the caller's stream.
 
         What needs memory comes first, for all tables. So until `begin_update` an error leaves every row as it was.
         """
@@ -374,7 +374,7 @@ class TorchBackend(KernelBackend):
             if not trained.all():
                 slots, grad = slots[trained], grad[torch.from_numpy(trained).to(self.device)]
             index = self._tensor(slots)
-            changing.enter_context(tier.changes(slots))
+            writes.enter_context(tier.writing(slots))
             step = owner.native.step() + 1
             changes += [
                 (part, index, values)

@@ -21,11 +21,11 @@ from .config import check_int
 from .eviction import Policy, Share, Ttl
 from .exceptions import ConfigError, UnsupportedError
 
-__all__ = ["AdmitAndEvictConfig", "AdmitAndEvictPolicyType", "ShowClickParams", "Translated"]
+__all__ = ["AdmitAndEvictConfig", "AdmitAndEvictPolicyType", "ShowClickParams", "TranslatedConfig"]
 
-_MOST_COUNT = (1 << 24) - 1
-_MOST_STEPS = 1 << 53
-_MOST_FLOAT32 = 3.4028234663852886e38
+_MAX_COUNT = (1 << 24) - 1
+_MAX_STEPS = 1 << 53
+_MAX_FLOAT32 = 3.4028234663852886e38
 
 
 class AdmitAndEvictPolicyType(Enum):
@@ -45,9 +45,9 @@ class AdmitAndEvictPolicyType(Enum):
     """Admission by shows and clicks, eviction of a share of the rows."""
 
 
-def _float32(name: str, value: object) -> float:
+def _check_float32(name: str, value: object) -> float:
     """`value` as a float. `ConfigError` unless it is a number that float32 has room for."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST_FLOAT32:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_FLOAT32:
         raise ConfigError(f"{name}={value!r} is not a finite float32: give a number")
     return float(value)
 
@@ -80,7 +80,7 @@ class ShowClickParams:
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "admit_threshold", "evict_percentage", "score_decay"):
-            if _float32(f"ShowClickParams.{name}", getattr(self, name)) < 0:
+            if _check_float32(f"ShowClickParams.{name}", getattr(self, name)) < 0:
                 raise ConfigError(f"ShowClickParams.{name}={getattr(self, name)!r} is out of range: give 0 or more")
         for name in ("evict_percentage", "score_decay"):
             if getattr(self, name) > 1:
@@ -88,7 +88,7 @@ class ShowClickParams:
 
 
 @dataclass(frozen=True)
-class Translated:
+class TranslatedConfig:
     """The settings of a table that a configuration under RecSDK's names means.
 
     Examples:
@@ -132,12 +132,12 @@ class AdmitAndEvictConfig:
 
     def __post_init__(self) -> None:
         if self.admit_threshold is not None:
-            check_int("AdmitAndEvictConfig.admit_threshold", self.admit_threshold, -1, _MOST_COUNT)
+            check_int("AdmitAndEvictConfig.admit_threshold", self.admit_threshold, -1, _MAX_COUNT)
         for name in ("evict_threshold", "evict_step_interval"):
             if getattr(self, name) is not None:
-                check_int(f"AdmitAndEvictConfig.{name}", getattr(self, name), 0, _MOST_STEPS)
+                check_int(f"AdmitAndEvictConfig.{name}", getattr(self, name), 0, _MAX_STEPS)
         if self.not_admitted_default_value is not None:
-            _float32("AdmitAndEvictConfig.not_admitted_default_value", self.not_admitted_default_value)
+            _check_float32("AdmitAndEvictConfig.not_admitted_default_value", self.not_admitted_default_value)
         if not isinstance(self.showclick_params, ShowClickParams):
             raise ConfigError(
                 f"AdmitAndEvictConfig.showclick_params={self.showclick_params!r} is not known: give ShowClickParams(...)"
@@ -147,37 +147,37 @@ class AdmitAndEvictConfig:
                 f"AdmitAndEvictConfig.policy_type={self.policy_type!r} is not known: give one of AdmitAndEvictPolicyType"
             )
 
-    def translated(self) -> Translated:
+    def translate(self) -> TranslatedConfig:
         """The settings of a table that mean the same. `UnsupportedError` names a field that nothing here means the same as."""
         by_type = {
             AdmitAndEvictPolicyType.NONE: (None, None),
-            AdmitAndEvictPolicyType.POLICY_COUNT: (self._count, self._ttl),
-            AdmitAndEvictPolicyType.POLICY_SHOWCLICK: (self._show_click, self._share),
+            AdmitAndEvictPolicyType.POLICY_COUNT: (self._count_rule, self._ttl_rule),
+            AdmitAndEvictPolicyType.POLICY_SHOWCLICK: (self._show_click_rule, self._fraction_rule),
         }
         admits, evicts = by_type[self.policy_type]
         admission = admits() if admits is not None else None
         rule = evicts() if evicts is not None else None
         value = self.not_admitted_default_value
-        return Translated(
+        return TranslatedConfig(
             admission=admission,
             not_admitted=float(value) if value and admission is not None else "zeros",
             eviction=None if rule is None else Policy([rule], every_steps=self.evict_step_interval or None),
         )
 
-    def _count(self) -> Admission | None:
+    def _count_rule(self) -> Admission | None:
         threshold = self.admit_threshold
         return Count(threshold) if threshold is not None and threshold > 0 else None
 
-    def _ttl(self) -> Ttl | None:
+    def _ttl_rule(self) -> Ttl | None:
         return Ttl(seconds=self.evict_threshold) if self.evict_threshold else None
 
-    def _show_click(self) -> Admission | None:
+    def _show_click_rule(self) -> Admission | None:
         given = self.showclick_params
         if not given.admit_threshold:
             return None
         return ShowClick(alpha=given.alpha, beta=given.beta, threshold=given.admit_threshold)
 
-    def _share(self) -> Share | None:
+    def _fraction_rule(self) -> Share | None:
         given = self.showclick_params
         if not given.evict_percentage:
             return None

@@ -19,30 +19,30 @@ from typing import Protocol
 import torch
 
 from .collective import all_gather, world_size
-from .disk import OpenTable
+from .disk import SsdTableInfo
 from .exceptions import EmbCacheWarning, StateError
-from .flushing import FlushedTable, flush_tables
+from .flushing import FlushableTable, flush_tables
 
 __all__ = [
     "FlushSchedule",
     "TrackedTable",
-    "backward_begins",
+    "begin_backward",
     "close_all",
-    "dropped",
     "flush_at_exit",
-    "forwarded",
+    "flush_dropped_table",
     "open_tables",
-    "opened",
+    "register_forward",
+    "track_table",
 ]
 
 _log = logging.getLogger(__name__)
 
 
-class TrackedTable(FlushedTable, OpenTable, Protocol):
+class TrackedTable(FlushableTable, SsdTableInfo, Protocol):
     """What is asked of a table here."""
 
     @property
-    def of_several_ranks(self) -> bool:
+    def is_multi_rank(self) -> bool:
         """Whether it was opened in a process that is one of several ranks."""
 
     @property
@@ -66,30 +66,30 @@ class TrackedTable(FlushedTable, OpenTable, Protocol):
 
 
 # Weak references, so that a table that is dropped goes away.
-_open: weakref.WeakSet[TrackedTable] = weakref.WeakSet()
+_open_tables: weakref.WeakSet[TrackedTable] = weakref.WeakSet()
 # The id of the process that looks after its tables when it ends. A forked child has tables of its own.
-_hooked: int | None = None
+_hooked_pid: int | None = None
 
 
-def opened(table: TrackedTable) -> None:
+def track_table(table: TrackedTable) -> None:
     """Look after a table with an SSD tier until it is closed."""
-    global _hooked, _open
-    if _hooked != os.getpid():
-        if _hooked is not None:  # the tables are those of the parent process
-            _open = weakref.WeakSet()
+    global _hooked_pid, _open_tables
+    if _hooked_pid != os.getpid():
+        if _hooked_pid is not None:  # the tables are those of the parent process
+            _open_tables = weakref.WeakSet()
             _backwards.clear()
-        _hooked = os.getpid()
+        _hooked_pid = os.getpid()
         atexit.register(flush_at_exit)
         if multiprocessing.parent_process() is not None:
             # A child that was forked ends without the functions that `atexit` was given.
             multiprocessing.util.Finalize(None, flush_at_exit, exitpriority=0)
-    _open.add(table)
+    _open_tables.add(table)
 
 
 def open_tables() -> list[TrackedTable]:
     """The tables with an SSD tier that are open in this process."""
     # A table that was closed stays in the set as long as somebody holds it.
-    tables = list(_open) if _hooked == os.getpid() else []
+    tables = list(_open_tables) if _hooked_pid == os.getpid() else []
     return [table for table in tables if table.is_open and not table.is_closed]
 
 
@@ -124,7 +124,7 @@ def close_all() -> None:
 # ---- steps that have begun
 
 
-class _Backward:
+class _BackwardState:
     """A backward that trains tables. `expected` forwards were waiting for it when it began; it has reached those in `begun`."""
 
     def __init__(self, expected: int) -> None:
@@ -132,76 +132,76 @@ class _Backward:
         # A table of each lookup, and its step before the backward.
         self.begun: list[tuple[weakref.ref[TrackedTable], int]] = []
 
-    def is_half_done(self) -> bool:
+    def is_incomplete(self) -> bool:
         """Whether some tables have their update and others still wait for theirs."""
         done = sum(_has_stepped(table(), step) for table, step in self.begun)
         return 0 < done < self.expected
 
 
-def _has_stepped(table: TrackedTable | None, before: int) -> bool:
+def _has_stepped(table: TrackedTable | None, steps_before: int) -> bool:
     try:
-        return table is None or table.step() > before
+        return table is None or table.step() > steps_before
     except StateError:  # it was closed, with the rows that it had
         return True
 
 
 # By autograd's number of the backward. A backward that did not come to its end stays here.
-_backwards: dict[int, _Backward] = {}
+_backwards: dict[int, _BackwardState] = {}
 # Forwards whose backward has not come yet.
-_forwarded: weakref.WeakSet[object] = weakref.WeakSet()
+_pending_forwards: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def forwarded(batch: object) -> None:
+def register_forward(batch: object) -> None:
     """Note a training forward of tables with an SSD tier, whose backward will follow."""
-    _forwarded.add(batch)
+    _pending_forwards.add(batch)
 
 
-def backward_begins(batch: object, table: TrackedTable) -> None:
+def begin_backward(batch: object, table: TrackedTable) -> None:
     """Note, within autograd, that the backward of `batch` is about to update its tables. `table` is one of them."""
     number = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way to tell one backward from another
     backward = _backwards.get(number)
     if backward is None:
-        _forwarded.add(batch)
-        backward = _backwards[number] = _Backward(len(_forwarded))
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _backward_ended(number))  # noqa: SLF001
-    _forwarded.discard(batch)
+        _pending_forwards.add(batch)
+        backward = _backwards[number] = _BackwardState(len(_pending_forwards))
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _end_backward(number))  # noqa: SLF001
+    _pending_forwards.discard(batch)
     backward.begun.append((weakref.ref(table), table.step()))
 
 
-def _backward_ended(number: int) -> None:
+def _end_backward(number: int) -> None:
     """Forget this backward, and those before it that were cut short: training has gone on since."""
     for other in [other for other in _backwards if other <= number]:
         _backwards.pop(other, None)
 
 
-def _step_is_half_done() -> bool:
-    return any(backward.is_half_done() for backward in list(_backwards.values()))
+def _is_step_incomplete() -> bool:
+    return any(backward.is_incomplete() for backward in list(_backwards.values()))
 
 
 # ---- the end of a table, and of the process
 
 
-def dropped(table: TrackedTable) -> None:
+def flush_dropped_table(table: TrackedTable) -> None:
     """Flush a table whose last reference goes, if it has rows that no resume would find. Raises nothing."""
-    if sys.is_finalizing() or _hooked != os.getpid():
+    if sys.is_finalizing() or _hooked_pid != os.getpid():
         return
     try:
         if not table.has_unflushed_rows:
             return
-        if _is_of_several_ranks(table):
-            _warn_of_several_ranks([table])
-        elif _step_is_half_done():
+        if _is_multi_rank(table):
+            _warn_multi_rank([table])
+        elif _is_step_incomplete():
             _log.warning("table %r was dropped amid a step: it is not flushed, its last flush stays", table.name)
         else:
             _log.info("table %r was dropped and not closed: flushing it", table.name)
-            flush_tables([table], alone=True)
+            flush_tables([table], single_rank=True)
     except BaseException as error:  # also Ctrl-C, which has nobody here to come to
         _log.warning("table %r was dropped and could not be flushed, its last flush stays: %s", table.name, error)
 
 
 def flush_at_exit() -> None:
     """Flush the tables that nobody closed. Say which were not flushed, and why."""
-    if _hooked != os.getpid():
+    if _hooked_pid != os.getpid():
         return
     try:
         tables = sorted((table for table in open_tables() if table.has_unflushed_rows), key=lambda table: table.name)
@@ -214,13 +214,13 @@ def flush_at_exit() -> None:
         return
     if not tables:
         return
-    others = [table for table in tables if _is_of_several_ranks(table)]
-    mine = [table for table in tables if not _is_of_several_ranks(table)]
+    others = [table for table in tables if _is_multi_rank(table)]
+    mine = [table for table in tables if not _is_multi_rank(table)]
     if others:
-        _warn_of_several_ranks(others)
+        _warn_multi_rank(others)
     if not mine:
         return
-    if _step_is_half_done():
+    if _is_step_incomplete():
         warnings.warn(
             f"the process ends amid a step, which some tables have and others have not: nothing is flushed of {_names(mine)}, and "
             "a resume finds their last flush",
@@ -230,7 +230,7 @@ def flush_at_exit() -> None:
         return
     _log.info("flushing %s, which nobody closed", _names(mine))
     try:
-        flush_tables(mine, alone=True)
+        flush_tables(mine, single_rank=True)
     except Exception as error:
         warnings.warn(
             f"{_names(mine)} could not be flushed at the end of the process, and a resume finds the last flush: {error}",
@@ -239,11 +239,11 @@ def flush_at_exit() -> None:
         )
 
 
-def _is_of_several_ranks(table: TrackedTable) -> bool:
-    return table.of_several_ranks or world_size() > 1
+def _is_multi_rank(table: TrackedTable) -> bool:
+    return table.is_multi_rank or world_size() > 1
 
 
-def _warn_of_several_ranks(tables: Sequence[TrackedTable]) -> None:
+def _warn_multi_rank(tables: Sequence[TrackedTable]) -> None:
     message = (
         f"the steps of {_names(tables)} since the last flush are lost: of several ranks no one can flush alone; call "
         "torchrec_embcache.flush(model) on every rank before the processes end, or give TierBudgets(flush_every=...)"
@@ -282,10 +282,10 @@ class FlushSchedule:
     def restart(self) -> None:
         """Begin a new interval, because everything was flushed now."""
         self._count = 0
-        self._ask_at = 1
-        self._since = time.monotonic()
+        self._next_check = 1
+        self._interval_start = time.monotonic()
 
-    def before_forward(self) -> None:
+    def flush_if_due(self) -> None:
         """Before a training forward, flush if it is time. Raises as `flush_tables`."""
         if not self._active or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             return  # with activation checkpointing a forward runs again amid a step
@@ -296,15 +296,15 @@ class FlushSchedule:
     def _is_due(self) -> bool:
         if self._steps is not None and self._count >= self._steps:
             return True
-        if self._seconds is None or self._count < self._ask_at:
+        if self._seconds is None or self._count < self._next_check:
             return False
-        passed = time.monotonic() - self._since
+        passed = time.monotonic() - self._interval_start
         due = passed >= self._seconds
         if not self.collective:
             return due
         left = max(self._seconds - passed, 0.0)
         ask_at = self._count + max(1, int(self._count * left / max(passed, 1e-9) / 2))
-        due, self._ask_at = all_gather((due, min(ask_at, 2 * self._count + 1)))[0]
+        due, self._next_check = all_gather((due, min(ask_at, 2 * self._count + 1)))[0]
         return due
 
     def _flush(self) -> None:
@@ -318,7 +318,7 @@ class FlushSchedule:
             # What a failed load left is no state to resume.
             if table.unusable is None
         ]
-        flush_tables(sorted(tables, key=lambda table: table.name), alone=not self.collective)
+        flush_tables(sorted(tables, key=lambda table: table.name), single_rank=not self.collective)
 
 
 _schedules: weakref.WeakSet[FlushSchedule] = weakref.WeakSet()

@@ -15,10 +15,10 @@ from .collective import is_distributed
 from .config import check_int
 from .exceptions import EmbCacheError, UnsupportedError
 from .monitoring import Sample, Sampler, scalars
-from .monitoring.background import WarnsOnce
-from .row_notes import name_checkpoint, named_checkpoint
+from .monitoring.background import FailureLogger
+from .row_notes import get_checkpoint_name, set_checkpoint_name
 from .saver import Saver
-from .sessions.references import refer, release
+from .sessions.references import add_reference, remove_references
 from .whole_model import cache_modules
 
 try:
@@ -35,7 +35,7 @@ __all__ = ["EmbCacheCheckpoint", "EmbCacheMonitor"]
 
 _log = logging.getLogger(__name__)
 # The key of the name of the rows' checkpoint in Lightning's files.
-_ROWS = "torchrec_embcache_rows"
+_ROWS_KEY = "torchrec_embcache_rows"
 
 
 class EmbCacheCheckpoint(Callback):
@@ -61,16 +61,16 @@ class EmbCacheCheckpoint(Callback):
         self.incremental = incremental
         self._hook: Any = None
         # The checkpoint of rows that the file which Lightning read last names, until its state dict is loaded.
-        self._to_load: str | None = None
+        self._checkpoint_to_load: str | None = None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Called before Lightning loads anything. From now on rows are loaded before the state dict that they belong to."""
         del stage
         files = trainer.strategy.checkpoint_io
-        if not isinstance(files, _FilesWithRows):
-            trainer.strategy.checkpoint_io = _FilesWithRows(files, self)
+        if not isinstance(files, _RowsCheckpointIO):
+            trainer.strategy.checkpoint_io = _RowsCheckpointIO(files, self)
         for module in cache_modules(pl_module).values():
-            module.expect_state_dicts()
+            module.suppress_state_dict_warning()
         if self._hook is None:
             self._hook = pl_module.register_load_state_dict_pre_hook(self._load_rows)  # type: ignore[no-untyped-call]
 
@@ -85,53 +85,61 @@ class EmbCacheCheckpoint(Callback):
         """Save the rows. Collective. Raises what `Saver.save` does, and Lightning then writes no file."""
         del trainer
         report = _saver().save(pl_module, self.path, self.incremental, keep=self.keep)
-        checkpoint[_ROWS] = report.checkpoint
-        name_checkpoint(checkpoint["state_dict"], self.path, report.checkpoint)
+        checkpoint[_ROWS_KEY] = report.checkpoint
+        set_checkpoint_name(checkpoint["state_dict"], self.path, report.checkpoint)
 
-    def _load_rows(self, module: nn.Module, state_dict: dict[str, Any], *_more: Any) -> None:
+    def _load_rows(self, module: nn.Module, state_dict: dict[str, Any], *_args: Any) -> None:
         """Load the rows that a state dict was saved with, before `module` loads it. Raises what `Saver.load` does."""
-        name, self._to_load = self._to_load, None
-        name = named_checkpoint(state_dict) or name
+        name, self._checkpoint_to_load = self._checkpoint_to_load, None
+        name = get_checkpoint_name(state_dict) or name
         if name is not None:
             _saver().load(module, self.path, checkpoint=name)
 
 
-class _FilesWithRows(CheckpointIO):
-    """Writes and removes Lightning's files by `files`, and has the rows of each stay as long as the file."""
+class _RowsCheckpointIO(CheckpointIO):
+    """Writes and removes Lightning's files by `checkpoint_io`, and has the rows of each stay as long as the file."""
 
-    def __init__(self, files: Any, rows: EmbCacheCheckpoint) -> None:
+    def __init__(self, checkpoint_io: Any, rows: EmbCacheCheckpoint) -> None:
         super().__init__()
-        self._files, self._rows = files, rows
+        self._checkpoint_io, self._rows = checkpoint_io, rows
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *more: Any, **named: Any) -> None:
-        """Write a file, then remove the rows of the file that it replaces. Raises as `refer` does, and then writes no file."""
-        name = checkpoint.get(_ROWS)
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
+        """Write a file, then remove the rows of the file that it replaces.
+
+        Raises as `add_reference` does, and then writes no file.
+        """
+        name = checkpoint.get(_ROWS_KEY)
         if name is not None:
-            refer(self._rows.path, name, os.fspath(path))
-        self._files.save_checkpoint(checkpoint, path, *more, **named)
+            add_reference(self._rows.path, name, os.fspath(path))
+        self._checkpoint_io.save_checkpoint(checkpoint, path, *args, **kwargs)
         # One that writes in the background may not have replaced the file yet.
-        self._release(path, but=name, newest_stays=hasattr(self._files, "checkpoint_io"))
+        self._release(path, except_checkpoint=name, keep_newest=hasattr(self._checkpoint_io, "checkpoint_io"))
 
-    def load_checkpoint(self, *given: Any, **named: Any) -> Any:
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Read a file, and have the rows that it names loaded before its state dict."""
-        checkpoint = self._files.load_checkpoint(*given, **named)
-        self._rows._to_load = checkpoint.get(_ROWS)  # noqa: SLF001 - its own callback
+        checkpoint = self._checkpoint_io.load_checkpoint(*args, **kwargs)
+        self._rows._checkpoint_to_load = checkpoint.get(_ROWS_KEY)  # noqa: SLF001 - its own callback
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file, then its rows."""
-        self._files.remove_checkpoint(path)
+        self._checkpoint_io.remove_checkpoint(path)
         self._release(path)
 
     def teardown(self) -> None:
         """Called at the end of a run."""
-        self._files.teardown()
+        self._checkpoint_io.teardown()
 
-    def _release(self, path: Any, *, but: str | None = None, newest_stays: bool = False) -> None:
-        """Remove the rows that `path` has referred to, except the checkpoint `but`. An error is a warning in the log."""
+    def _release(self, path: Any, *, except_checkpoint: str | None = None, keep_newest: bool = False) -> None:
+        """Remove the rows that `path` has referred to, except the checkpoint `except_checkpoint`.
+
+        An error is a warning in the log.
+        """
         rows = self._rows
         try:
-            left = release(rows.path, os.fspath(path), keep=rows.keep, but=but, newest_stays=newest_stays)
+            left = remove_references(
+                rows.path, os.fspath(path), keep=rows.keep, except_checkpoint=except_checkpoint, keep_newest=keep_newest
+            )
         except EmbCacheError as error:
             left = [str(error)]
         for why in left:
@@ -157,13 +165,13 @@ class EmbCacheMonitor(Callback):
     def __init__(self, every_n_steps: int = 50) -> None:
         super().__init__()
         self.every_n_steps = check_int("every_n_steps", every_n_steps, 1, 1 << 62)
-        self._before: Sample | None = None
+        self._previous: Sample | None = None
         self._last_step = 0
-        self._warns = WarnsOnce("EmbCacheMonitor")
+        self._failure_logger = FailureLogger("EmbCacheMonitor")
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Called before the first step of a run. The numbers of the first sample are those since then."""
-        self._before = Sampler(pl_module).sample(trainer.global_step)
+        self._previous = Sampler(pl_module).sample(trainer.global_step)
         self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -175,13 +183,13 @@ class EmbCacheMonitor(Callback):
         self._last_step = step
         try:
             sample = Sampler(pl_module).sample(step)
-            numbers, self._before = scalars(self._before, sample), sample
+            numbers, self._previous = scalars(self._previous, sample), sample
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=step)
         except Exception as error:
-            self._warns.failed(error)
+            self._failure_logger.log_failure(error)
         else:
-            self._warns.worked()
+            self._failure_logger.reset()
 
 
 def _saver() -> Saver:

@@ -25,16 +25,16 @@ from torch import Tensor
 from . import _native, lifetime
 from .backends import make_backend
 from .bags import check_offsets
-from .device_tier import bring_rows, memory_of
+from .device_tier import place_rows, table_memory_errors
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
-from .gradients import check_rows_are_to_be_updated, clamp_parts, gradient_of_anchor
-from .kernels import KernelBackend, Pooled, kernel_threads
-from .lookahead import MOST_ANNOUNCED, IdBatch, Lookahead, PlanOptions
+from .gradients import anchor_gradient, check_backward_updates_rows, clamp_gradient
+from .kernels import KernelBackend, PooledInputs, kernel_threads
+from .lookahead import MAX_PREFETCHED, IdBatch, PlanOptions, PrefetchQueue
 from .optimizers import gradient_limits, native_hyperparameters
 from .profiling import profiled
 from .rows import contiguous
-from .shared_rows import OtherRankFailedError, SharedSums, sums_of
-from .sweeping import sweep_in_backward, swept_after_steps
+from .shared_rows import OovGradientSums, OtherRankFailedError, oov_sums_size
+from .sweeping import sweep_in_backward, tables_swept_after_steps
 from .table_shard import TableShard
 from .table_warnings import TableWarnings
 
@@ -60,43 +60,47 @@ class LookupGroup:
         *,
         kernels: str | None = None,
         after_backward: Callable[[Exception | None], None] | None = None,
-        add_up: Callable[[Tensor], None] | None = None,
+        all_reduce: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Every backward calls `after_backward` at its end, with its error or None. It may raise.
 
-        `add_up` adds up a tensor of all ranks that share the tables, in place; None where this rank has them alone.
+        `all_reduce` adds up a tensor of all ranks that share the tables, in place; None where this rank has them alone.
         """
         self.tables = list(tables)
         self.feature_tables = list(feature_tables)
         self.param_groups = param_groups
         # One plan is for all tables, which read alike for ids without a row.
-        self.unseen = self.tables[0].settings.lifecycle.unseen
+        self.missing = self.tables[0].settings.lifecycle.missing
         self.device = self.tables[0].device
         self._kernels = kernels
         self.after_backward = after_backward
         # Integers of the sums of the gradients of refused ids, of the tables where such ids share a row.
-        self._sums = sum(sums_of(table.dim) for table in self.tables if table.settings.lifecycle.shares_a_row)
-        self._add_up = add_up if self._sums else None
+        self._oov_sums_size = sum(
+            oov_sums_size(table.dim) for table in self.tables if table.settings.lifecycle.has_oov_row
+        )
+        self._all_reduce = all_reduce if self._oov_sums_size else None
         # A table whose rows are kept on SSD. Its step tells, when the process ends amid a step, how far the step came.
-        self.kept_table = next((table for table in self.tables if table.tiers.ssd), None)
+        self.ssd_table = next((table for table in self.tables if table.tiers.ssd), None)
         # Tables of whose evicted rows somebody is told.
-        self._telling = [table.telling for table in self.tables if table.telling.has_hook]
-        self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
-        self.lookahead = Lookahead()  # its batches have the options of `plan_options`
+        self._evict_notifiers = [table.evict_notifier for table in self.tables if table.evict_notifier.has_callback]
+        self._native_lookup: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
+        self.prefetch_queue = PrefetchQueue()  # its batches have the options of `plan_options`
         self._warnings = TableWarnings(self.tables)
-        self._swept = swept_after_steps(self.tables, by_ranks=False)
+        self._swept_tables = tables_swept_after_steps(self.tables, by_ranks=False)
 
     def _open(self) -> tuple[_native.Lookup, KernelBackend]:
         natives = [table.native for table in self.tables]
-        if self._opened is None or any(old is not new for old, new in zip(self._opened[0], natives, strict=True)):
+        if self._native_lookup is None or any(
+            old is not new for old, new in zip(self._native_lookup[0], natives, strict=True)
+        ):
             self.drop_prefetched()
             backend = make_backend(self.tables, self.feature_tables, self.device, self._kernels)
-            self._opened = natives, _native.Lookup(natives, self.feature_tables), backend
-        return self._opened[1], self._opened[2]
+            self._native_lookup = natives, _native.Lookup(natives, self.feature_tables), backend
+        return self._native_lookup[1], self._native_lookup[2]
 
-    def shared_sums(self) -> SharedSums:
+    def oov_gradient_sums(self) -> OovGradientSums:
         """What one backward sums for the rows that refused ids share."""
-        return SharedSums(self._add_up, self._sums)
+        return OovGradientSums(self._all_reduce, self._oov_sums_size)
 
     # ---- lookahead
 
@@ -106,11 +110,11 @@ class LookupGroup:
         False where the budget ended before all rows were fetched; the forward fetches the rest.
         """
         lookup, _ = self._open()
-        self._warn_of_dropped(self.lookahead.make_room(train=train), f"prefetch at most {MOST_ANNOUNCED} ahead")
-        return self.lookahead.announce(lookup, ids, self.plan_options(train))
+        self._warn_of_dropped(self.prefetch_queue.drop_oldest(train=train), f"prefetch at most {MAX_PREFETCHED} ahead")
+        return self.prefetch_queue.prefetch(lookup, ids, self.plan_options(train))
 
-    def prefetch_beside(self, ids: IdBatch, *, train: bool, failed: Callable[[Exception], None]) -> None:
-        """Do as `prefetch` on a thread beside, which calls `failed` with an error; `lookahead.settle` waits for it.
+    def prefetch_in_background(self, ids: IdBatch, *, train: bool, on_error: Callable[[Exception], None]) -> None:
+        """Do as `prefetch` on a thread beside, which calls `on_error` with an error; `lookahead.settle` waits for it.
 
         It is done on this thread where the order of planning and training would show: in the rows that a full table drops, and with
         a device tier.
@@ -118,29 +122,29 @@ class LookupGroup:
         lookup, _ = self._open()
         options = self.plan_options(train)
         if all(table.on_full == "error" and table.device_rows is None for table in self.tables):
-            self.lookahead.announce_beside(lookup, ids, options, failed)
+            self.prefetch_queue.prefetch_in_background(lookup, ids, options, on_error)
             return
         try:
-            self.lookahead.announce(lookup, ids, options)
+            self.prefetch_queue.prefetch(lookup, ids, options)
         except Exception as error:
-            failed(error)
+            on_error(error)
 
-    def place_next(self, ids: IdBatch, failed: Callable[[Exception], None]) -> None:
+    def place_next(self, ids: IdBatch, on_error: Callable[[Exception], None]) -> None:
         """Move the rows of the next training batch to the device, if it was announced, its rows are in RAM, and no rule looks.
 
-        After an error, with which `failed` is called, the forward moves the rows.
+        After an error, with which `on_error` is called, the forward moves the rows.
         """
         on_device = any(table.device_rows is not None for table in self.tables)
-        if on_device and not any(table.settings.decides_when_placed for table in self.tables):
-            self.lookahead.place(ids, self._bring, failed)
+        if on_device and not any(table.settings.is_admission_at_placement for table in self.tables):
+            self.prefetch_queue.place(ids, self._place_rows, on_error)
 
     def drop_prefetched(self) -> None:
         """Forget every announced batch and unpin its rows."""
-        self.lookahead.drop()
+        self.prefetch_queue.clear()
 
     def plan_options(self, train: bool) -> PlanOptions:
         """How batches of the group are planned."""
-        return PlanOptions(train, self.unseen or "not_admitted", kernel_threads())
+        return PlanOptions(train, self.missing or "not_admitted", kernel_threads())
 
     def plan(self, ids: IdBatch, *, train: bool) -> PlannedBatch:
         """Plan the batch of the next forward, or take over the plan that was announced for it."""
@@ -148,12 +152,12 @@ class LookupGroup:
         # With activation checkpointing a forward runs again within a backward.
         recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         if train and not recomputed:
-            for telling in self._telling:
+            for telling in self._evict_notifiers:
                 telling.raise_error()
-        plan, dropped = self.lookahead.take(ids, train=train, recomputed=recomputed)
+        plan, dropped = self.prefetch_queue.take_plan(ids, train=train, recomputed=recomputed)
         if plan is not None:
-            plan.check_room()
-        plan = plan or self.plan_options(train).plan(lookup, ids, ahead=False)
+            plan.check_space()
+        plan = plan or self.plan_options(train).plan(lookup, ids, prefetch=False)
         try:
             self._warn_of_dropped(dropped)
         except BaseException:
@@ -161,12 +165,12 @@ class LookupGroup:
             raise
         return PlannedBatch(self, plan, train)
 
-    def _warn_of_dropped(self, batches: int, cure: str = "prefetch in the order of the forwards") -> None:
+    def _warn_of_dropped(self, batches: int, remedy: str = "prefetch in the order of the forwards") -> None:
         if batches:
-            which = f"{batches} prefetched batch(es) of {self.names()} are not the forward's and were dropped"
-            warnings.warn(f"{which}: {cure}", EmbCacheWarning, stacklevel=3)
+            which = f"{batches} prefetched batch(es) of {self.table_names()} are not the forward's and were dropped"
+            warnings.warn(f"{which}: {remedy}", EmbCacheWarning, stacklevel=3)
 
-    def names(self) -> str:
+    def table_names(self) -> str:
         """The names of the tables, for messages."""
         return ", ".join(repr(table.name) for table in self.tables)
 
@@ -183,7 +187,7 @@ class LookupGroup:
         anchor: Tensor,
         clicks: U32 | None = None,
         planned: PlannedBatch | None = None,
-        lent: Sequence[Tensor] = (),
+        unchanged_inputs: Sequence[Tensor] = (),
     ) -> Tensor:
         """[B, C]: the sum or mean of each bag's rows, features side by side.
 
@@ -196,8 +200,8 @@ class LookupGroup:
             anchor: any tensor that requires grad. Because of it autograd runs the update.
             clicks: [N], those of each occurrence, which `ShowClick` counts. None: no clicks.
             planned: the batch's plan, where `plan` made it before.
-            lent: tensors that must not change in place before the backward, as `weights` must not. The backward raises torch's
-                `RuntimeError` where one has changed, and updates nothing.
+            unchanged_inputs: tensors that must not change in place before the backward, as `weights` must not. The backward raises
+                torch's `RuntimeError` where one has changed, and updates nothing.
         """
         features = len(self.feature_tables)
         check_offsets(offsets, len(ids), features)
@@ -205,7 +209,7 @@ class LookupGroup:
             raise UnsupportedError(
                 'per-sample weights with mode "mean": torch has no such thing either; use mode "sum"'
             )
-        pooled = Pooled(
+        pooled = PooledInputs(
             np.array(offsets, np.int64),  # the backward needs them as they are now
             contiguous(weights.detach()) if weights is not None else None,
             np.array(mean, np.bool_),
@@ -213,7 +217,9 @@ class LookupGroup:
         splits = pooled.offsets[:: max(pooled.bags, 1)] if pooled.bags else np.zeros(features + 1, np.int64)
         batch = IdBatch(ids, np.ascontiguousarray(splits), clicks)
         if train:
-            return _train(_PooledBatch(planned or self.plan(batch, train=True), pooled), anchor, weights, lent)
+            return _train(
+                _PooledBatch(planned or self.plan(batch, train=True), pooled), anchor, weights, unchanged_inputs
+            )
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             return self._weighted_sum(ids, batch.splits, pooled, weights)
         found = planned or self.plan(batch, train=False)
@@ -239,7 +245,7 @@ class LookupGroup:
         found = planned or self.plan(batch, train=False)
         return found.evaluate(lambda kernels: kernels.forward_sequence(found.plan, len(ids)))
 
-    def _weighted_sum(self, ids: I64, splits: I64, pooled: Pooled, weights: Tensor) -> Tensor:
+    def _weighted_sum(self, ids: I64, splits: I64, pooled: PooledInputs, weights: Tensor) -> Tensor:
         """`pooled` without training, of torch's own ops, so that it can be differentiated by `weights`. One feature at a time."""
         parts = []
         for feature, table in enumerate(self.feature_tables):
@@ -257,11 +263,11 @@ class LookupGroup:
 
         Raises only where there is an `after_backward` to take the error; see `sweep_in_backward`.
         """
-        if self._swept:
-            sweep_in_backward(self._swept, to_its_end=self.after_backward is None)
+        if self._swept_tables:
+            sweep_in_backward(self._swept_tables, until_done=self.after_backward is None)
 
     @profiled("embcache::rows")
-    def _bring(self, plan: _native.Plan) -> None:
+    def _place_rows(self, plan: _native.Plan) -> None:
         """Put the rows of a plan into their slots. An error leaves each row where it was."""
         tiers = [table.tier for table in self.tables]
         if not any(tiers):
@@ -269,14 +275,14 @@ class LookupGroup:
         elif not plan.is_placed():
             plan.wait_for_reads()
             # Exclusively: whoever copies rows must not read a slot before its row is there.
-            with memory_of(self.names(), self.device):
-                plan.exclusively(lambda: bring_rows(plan, tiers))
+            with table_memory_errors(self.table_names(), self.device):
+                plan.run_exclusively(lambda: place_rows(plan, tiers))
 
     def place(self, plan: _native.Plan) -> KernelBackend:
         """Wait for the plan's rows, and put them into the slots that the kernels read."""
         _, backend = self._open()
-        self._bring(plan)
-        self._warnings.after_placing(plan)
+        self._place_rows(plan)
+        self._warnings.warn_after_placement(plan)
         return backend
 
 
@@ -298,7 +304,7 @@ class PlannedBatch:
     def evaluate(self, run: Callable[[KernelBackend], Tensor]) -> Tensor:
         """What `run` makes of the kernels, when every row is in its slot. The rows are unpinned then."""
         try:
-            with memory_of(self.group.names(), self.group.device):
+            with table_memory_errors(self.group.table_names(), self.group.device):
                 return run(self.wait())
         finally:
             self.release()
@@ -308,22 +314,22 @@ class PlannedBatch:
         self.plan.release()
 
 
-class _Batch(ABC):
+class _LookupBatch(ABC):
     """One forward and its backward. The autograd graph owns it, so that its rows are unpinned when the graph dies."""
 
     def __init__(self, planned: PlannedBatch) -> None:
         self.planned = planned
         self.group = planned.group
         self.plan = planned.plan
-        self.shared = planned.group.shared_sums()
-        self._done = False
-        if self.group.kept_table is not None:
-            lifetime.forwarded(self)
+        self.oov_sums = planned.group.oov_gradient_sums()
+        self._is_done = False
+        if self.group.ssd_table is not None:
+            lifetime.register_forward(self)
 
     @profiled("embcache::lookup")
     def forward(self) -> Tensor:
         """Wait for every row, then run the kernel."""
-        with memory_of(self.group.names(), self.group.device):
+        with table_memory_errors(self.group.table_names(), self.group.device):
             self.backend = self.planned.wait()
             return self.run()
 
@@ -341,7 +347,7 @@ class _Batch(ABC):
             raise UnsupportedError(
                 "create_graph=True: the update runs in the backward, which has no derivative of its own"
             )
-        if self._done:
+        if self._is_done:
             raise StateError("the second backward of one forward: its update is done; run the forward again")
 
     def begin_backward(self) -> tuple[NDArray[np.float64], list[float | None]]:
@@ -357,24 +363,24 @@ class _Batch(ABC):
                 )
         groups = self.group.param_groups()
         numbers, limits = native_hyperparameters(groups), gradient_limits(groups)
-        if self.group.kept_table is not None:
-            lifetime.backward_begins(self, self.group.kept_table)
-        self._done = True
+        if self.group.ssd_table is not None:
+            lifetime.begin_backward(self, self.group.ssd_table)
+        self._is_done = True
         return numbers, limits
 
-    def clamped(self, grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
+    def clamp_gradient(self, grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
         """`grad` with the part of each feature, `sizes` along `dim`, clamped to the limit of its table."""
-        return clamp_parts(grad, [limits[table] for table in self.group.feature_tables], sizes, dim)
+        return clamp_gradient(grad, [limits[table] for table in self.group.feature_tables], sizes, dim)
 
     def abandon(self) -> None:
         """After a backward that failed: tell the other ranks and unpin the rows. There is no second try."""
-        self._done = True
-        self.shared.fail()
+        self._is_done = True
+        self.oov_sums.notify_failure()
         self.plan.release()
 
 
-class _PooledBatch(_Batch):
-    def __init__(self, planned: PlannedBatch, pooled: Pooled) -> None:
+class _PooledBatch(_LookupBatch):
+    def __init__(self, planned: PlannedBatch, pooled: PooledInputs) -> None:
         super().__init__(planned)
         self.pooled = pooled
 
@@ -383,11 +389,13 @@ class _PooledBatch(_Batch):
 
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
         numbers, limits = self.begin_backward()
-        grad = self.clamped(grad, limits, [self.group.tables[table].dim for table in self.group.feature_tables], 1)
-        return self.backend.backward_pooled(self.plan, self.pooled, grad, numbers, self.shared, weight_grad)
+        grad = self.clamp_gradient(
+            grad, limits, [self.group.tables[table].dim for table in self.group.feature_tables], 1
+        )
+        return self.backend.backward_pooled(self.plan, self.pooled, grad, numbers, self.oov_sums, weight_grad)
 
 
-class _SequenceBatch(_Batch):
+class _SequenceBatch(_LookupBatch):
     def __init__(self, planned: PlannedBatch, splits: I64) -> None:
         super().__init__(planned)
         self.splits = splits
@@ -398,16 +406,18 @@ class _SequenceBatch(_Batch):
     def backward(self, grad: Tensor, weight_grad: bool) -> None:
         del weight_grad  # sequences have none
         numbers, limits = self.begin_backward()
-        grad = self.clamped(grad, limits, np.diff(self.splits).tolist(), 0)
-        self.backend.backward_sequence(self.plan, grad, numbers, self.shared)
+        grad = self.clamp_gradient(grad, limits, np.diff(self.splits).tolist(), 0)
+        self.backend.backward_sequence(self.plan, grad, numbers, self.oov_sums)
 
 
 class _FusedLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, weights: Tensor | None, batch: _Batch, *lent: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, _anchor: Tensor, weights: Tensor | None, batch: _LookupBatch, *unchanged_inputs: Tensor
+    ) -> Tensor:
         ctx.batch = batch
         # Autograd notes the versions of these. Tensors of inference mode have no version, and autograd refuses them.
-        noted = [each for each in (weights, *lent) if each is not None and not each.is_inference()]
+        noted = [each for each in (weights, *unchanged_inputs) if each is not None and not each.is_inference()]
         if noted:
             ctx.save_for_backward(*noted)
         return batch.forward()
@@ -415,15 +425,15 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     @profiled("embcache::update")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        batch: _Batch = ctx.batch
+        batch: _LookupBatch = ctx.batch
         after = batch.group.after_backward
         error: Exception | None = None
         weight_grad = None
         try:
             batch.check_backward()
             _ = ctx.saved_tensors  # raises where one was changed in place after the forward
-            check_rows_are_to_be_updated(ctx.next_functions[0][0])
-            with memory_of(batch.group.names(), batch.group.device):
+            check_backward_updates_rows(ctx.next_functions[0][0])
+            with table_memory_errors(batch.group.table_names(), batch.group.device):
                 weight_grad = batch.backward(contiguous(grads[0]), ctx.needs_input_grad[1])
             batch.group.sweep_after_step()
         except Exception as caught:
@@ -437,13 +447,13 @@ class _FusedLookup(torch.autograd.Function):
                 after(error)
         finally:
             del error  # its traceback has this frame: the cycle would keep the batch until the next garbage collection
-        anchor_grad = gradient_of_anchor(ctx.next_functions[0][0])
+        anchor_grad = anchor_gradient(ctx.next_functions[0][0])
         return anchor_grad, weight_grad, *(None for _ in ctx.needs_input_grad[2:])
 
 
-def _train(batch: _Batch, anchor: Tensor, weights: Tensor | None, lent: Sequence[Tensor]) -> Tensor:
+def _train(batch: _LookupBatch, anchor: Tensor, weights: Tensor | None, unchanged_inputs: Sequence[Tensor]) -> Tensor:
     try:
-        out: Tensor = _FusedLookup.apply(anchor, weights, batch, *lent)
+        out: Tensor = _FusedLookup.apply(anchor, weights, batch, *unchanged_inputs)
     except BaseException:
         batch.plan.release()
         raise

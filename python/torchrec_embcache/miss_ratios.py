@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _native
-from .closing import ClosedByWith
-from .config import Policy
+from .closing import CloseOnExitMixin
+from .config import CachePolicy
 from .exceptions import ConfigError, CorruptionError, StateError
 
 __all__ = ["MeasuredTable", "MissRatioCurve"]
@@ -27,7 +27,7 @@ class MissRatioCurve:
     - `rows`: how many rows a cache holds, int64 [n], rising.
     - `miss_ratios`: its misses divided by its lookups, float64 [n], 0 to 1. The first use of an id is a miss, too.
     - `first_use_ratio`: the share of lookups that were the first of their id. They miss in every cache.
-    - `birth_ratio`: the share of lookups whose row was born with them. They miss, too, and nothing is read for them.
+    - `new_row_ratio`: the share of lookups that initialize their row. They miss, too, and nothing is read for them.
     - `lookups`: how many there were.
     - `batches`: how many batches they were of.
     - `largest_batch`: the most lookups of one batch.
@@ -56,11 +56,11 @@ class MissRatioCurve:
         400
     """
 
-    policy: Policy
+    policy: CachePolicy
     rows: NDArray[np.int64]
     miss_ratios: NDArray[np.float64]
     first_use_ratio: float
-    birth_ratio: float
+    new_row_ratio: float
     lookups: int
     batches: int
     largest_batch: int
@@ -68,7 +68,7 @@ class MissRatioCurve:
     sampling_rate: float
 
     @classmethod
-    def of(cls, native: _native.MissRatios) -> Self:
+    def from_native(cls, native: _native.MissRatioCurve) -> Self:
         """From what the core measured."""
         values = {field.name: getattr(native, field.name) for field in fields(cls)}
         return cls(**values | {"rows": native.rows.astype(np.int64)})
@@ -87,28 +87,28 @@ class MissRatioCurve:
         return float(np.interp(np.log(max(rows, 1.0)), logs, self.miss_ratios))
 
     def reads_at(self, rows: float) -> float:
-        """The share of lookups for which a cache of `rows` rows has a row read from SSD: its misses but for births."""
-        return max(self.at(rows) - self.birth_ratio, 0.0)
+        """The share of lookups for which a cache of `rows` rows has a row read from SSD: its misses without new rows."""
+        return max(self.at(rows) - self.new_row_ratio, 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields as JSON has them; `from_dict` makes a curve of them."""
         return {**vars(self), "rows": self.rows.tolist(), "miss_ratios": self.miss_ratios.tolist()}
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> Self:
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
         """The curve that `as_dict` gave. `CorruptionError` for anything else."""
         try:
             made = cls(
-                policy=given["policy"],
-                rows=np.array(given["rows"], np.int64),
-                miss_ratios=np.array(given["miss_ratios"], np.float64),
-                first_use_ratio=float(given["first_use_ratio"]),
-                birth_ratio=float(given["birth_ratio"]),
-                lookups=int(given["lookups"]),
-                batches=int(given["batches"]),
-                largest_batch=int(given["largest_batch"]),
-                distinct_ids=int(given["distinct_ids"]),
-                sampling_rate=float(given["sampling_rate"]),
+                policy=fields["policy"],
+                rows=np.array(fields["rows"], np.int64),
+                miss_ratios=np.array(fields["miss_ratios"], np.float64),
+                first_use_ratio=float(fields["first_use_ratio"]),
+                new_row_ratio=float(fields["new_row_ratio"]),
+                lookups=int(fields["lookups"]),
+                batches=int(fields["batches"]),
+                largest_batch=int(fields["largest_batch"]),
+                distinct_ids=int(fields["distinct_ids"]),
+                sampling_rate=float(fields["sampling_rate"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as cause:
             raise CorruptionError(f"no miss ratio curve: expected the fields of as_dict(), found {cause!r}") from cause
@@ -119,31 +119,31 @@ class MissRatioCurve:
 
 
 def _are_ratios(curve: MissRatioCurve) -> bool:
-    ratios = np.append(curve.miss_ratios, [curve.first_use_ratio, curve.birth_ratio])
+    ratios = np.append(curve.miss_ratios, [curve.first_use_ratio, curve.new_row_ratio])
     return bool(((ratios >= 0) & (ratios <= 1)).all())
 
 
-class _Shard(Protocol):
+class _MeasuredShard(Protocol):
     """What is asked of the shard behind a table."""
 
     @property
     def name(self) -> str: ...
     @property
-    def policy(self) -> Policy: ...
+    def policy(self) -> CachePolicy: ...
     @property
     def native(self) -> _native.Table: ...
 
 
-class MeasuredTable(ClosedByWith):
+class MeasuredTable(CloseOnExitMixin):
     """A table whose miss ratios can be measured."""
 
-    _shard: _Shard
+    _shard: _MeasuredShard
 
     @abstractmethod
     def close(self) -> None:
         """Close the table; harmless twice."""
 
-    def miss_ratio_curve(self, policy: Policy | None = None, *, reset: bool = False) -> MissRatioCurve:
+    def miss_ratio_curve(self, policy: CachePolicy | None = None, *, reset: bool = False) -> MissRatioCurve:
         """The miss ratios of caches of other sizes, as measured since the table was opened, or since the last call with `reset`.
 
         It needs `TierBudgets(sizing=True)`, which takes at most 8 MiB of RAM for each table, beyond its budgets.
@@ -157,13 +157,13 @@ class MeasuredTable(ClosedByWith):
             StateError: nothing is measured.
             ConfigError: `policy` is neither the table's nor "lru".
         """
-        curves = _native.miss_ratios(self._shard.native, anew=reset)
+        curves = _native.miss_ratio_curves(self._shard.native, reset=reset)
         if curves is None:
             raise StateError(
                 f"table {self._shard.name!r} does not measure its miss ratios: open it with TierBudgets(sizing=True)"
             )
         for curve in curves:
             if curve.policy == (policy or self._shard.policy):
-                return MissRatioCurve.of(curve)
+                return MissRatioCurve.from_native(curve)
         known = " or ".join(repr(curve.policy) for curve in curves)
         raise ConfigError(f"policy={policy!r} is not measured for table {self._shard.name!r}: use {known}, or None")

@@ -78,11 +78,11 @@ class OptimizerSpec:
         return values
 
     @property
-    def given_as(self) -> str:
+    def display_name(self) -> str:
         """What the user called it, such as "torch.optim.Adagrad". By default its name here, such as "optimizers.Adagrad"."""
         return str(self.__dict__.get("_given_as", f"optimizers.{type(self).__name__}"))
 
-    def call(self, name: str) -> Self:
+    def with_display_name(self, name: str) -> Self:
         """This optimizer, after noting that the user called it `name`."""
         object.__setattr__(self, "_given_as", name)
         return self
@@ -334,13 +334,13 @@ _SAVED_NAMES = {
 }
 
 
-def check_one_optimizer(table: str, param: torch.nn.Parameter | None, *, others: int = 0) -> None:
+def check_one_optimizer(table: str, param: torch.nn.Parameter | None, *, other_optimizers: int = 0) -> None:
     """`UnsupportedError` where the weight `param` of `table` has several optimizers, of which one would be ignored.
 
-    They are those of `apply_optimizer_in_backward`, and `others` that the table was given otherwise.
+    They are those of `apply_optimizer_in_backward`, and `other_optimizers` that the table was given otherwise.
     """
-    count = others + len(getattr(param, "_optimizer_classes", ()))
-    if others and count > others:
+    count = other_optimizers + len(getattr(param, "_optimizer_classes", ()))
+    if other_optimizers and count > other_optimizers:
         raise UnsupportedError(
             f"table {table!r} has {count} optimizers in backward, of which one is that of optimizer=: leave its weight out of "
             "apply_optimizer_in_backward"
@@ -356,7 +356,7 @@ def check_saved_optimizer(table: str, optimizer: OptimizerSpec | None, saved: st
     """`MismatchError` unless rows with the slots of the kind `saved` fit the table, which has `optimizer`."""
     if (optimizer.kind if optimizer is not None else SGD.kind) == saved:
         return
-    mine = f"the optimizer {optimizer.given_as}" if optimizer is not None else "no optimizer"
+    mine = f"the optimizer {optimizer.display_name}" if optimizer is not None else "no optimizer"
     raise MismatchError(
         f"table {table} has {mine}, and in the checkpoint rows have the slots of {_SAVED_NAMES.get(saved, saved)}: give it that "
         "optimizer to train on; to evaluate, or to fine-tune with another, load with slots=False, which takes the weights and "
@@ -375,13 +375,13 @@ def native_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> NDArray[np.fl
     return np.array(rows, np.float64).reshape(len(rows), len(Hyperparameters._fields))
 
 
-def common_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def common_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The `defaults` of an optimizer with these `param_groups`, where schedulers look for `betas`: the numbers of all groups."""
     first = groups[0] if groups else {}
     return {name: first[name] for name in first if name != "params" and all(name in group for group in groups)}
 
 
-def scaler_error() -> UnsupportedError:
+def grad_scaler_error() -> UnsupportedError:
     """The error that `GradScaler.step` of an optimizer that is fused into the backward raises."""
     return UnsupportedError(
         "GradScaler.step(): the rows were updated in the backward, with gradients that were still scaled. Train in bfloat16, which "
@@ -410,12 +410,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """`torch.amp.GradScaler.step` asks an optimizer for this first. It raises `UnsupportedError`."""
-        raise scaler_error()
+        raise grad_scaler_error()
 
     def __init__(self, params: Sequence[torch.nn.Parameter], specs: Sequence[OptimizerSpec]) -> None:
         """Group i has one param, `params[i]`, which is the zero-row parameter of a table; its numbers are those of `specs[i]`."""
         groups = [{"params": [param], **spec.param_group()} for param, spec in zip(params, specs, strict=True)]
-        super().__init__(groups, common_numbers(groups))
+        super().__init__(groups, common_hyperparameters(groups))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Do nothing, because the backward updates. `UnsupportedError` for a closure, which would run the backward twice."""

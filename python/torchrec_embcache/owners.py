@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from . import _native
 from .buckets import buckets_of
-from .collective import agree_on_arguments, all_gather, cpu_group, together
+from .collective import agree_on_arguments, all_gather, cpu_group, run_on_all_ranks
 from .exceptions import InputError, StateError
 from .optimizers import OptimizerSpec
-from .rows import Ids, RowMetadata, Values, row_ids, row_vectors
+from .rows import IdsLike, RowMetadata, ValuesLike, row_ids, row_vectors
 
-__all__ = ["import_on_owners"]
+__all__ = ["import_on_all_ranks"]
 
 
-class OwnedShard(Protocol):
+class ImportTarget(Protocol):
     """What is asked of a rank's shard of a table here."""
 
     dim: int
@@ -40,7 +40,7 @@ class OwnedShard(Protocol):
 
 
 @dataclass(frozen=True)
-class _Holding:
+class _ShardInfo:
     """What a rank holds of a table, as the other ranks need to know it."""
 
     buckets: tuple[int, int]
@@ -49,7 +49,7 @@ class _Holding:
     spec: OptimizerSpec
 
     @classmethod
-    def of(cls, shard: OwnedShard | None) -> _Holding | None:
+    def from_shard(cls, shard: ImportTarget | None) -> _ShardInfo | None:
         if shard is None:
             return None
         _ = shard.native  # opens the shard, so that one that cannot be opened raises before rows are sent
@@ -57,7 +57,7 @@ class _Holding:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _ImportRows:
     """Rows as the core takes them: `ids` int64 [n], `vectors` float32 [n, V], `scalars` float32 [n] or None, metadata or None."""
 
     ids: NDArray[np.int64]
@@ -76,12 +76,12 @@ class _Rows:
         return found
 
 
-def import_on_owners(
+def import_on_all_ranks(
     name: str,
-    shard: OwnedShard | None,
-    ids: Ids,
-    weights: Values,
-    slots: Mapping[str, Values] | None,
+    shard: ImportTarget | None,
+    ids: IdsLike,
+    weights: ValuesLike,
+    slots: Mapping[str, ValuesLike] | None,
     metadata: RowMetadata | None,
 ) -> None:
     """Put rows into the shards of the table `name` that own them. Collective over the default process group.
@@ -91,55 +91,55 @@ def import_on_owners(
     others have taken theirs. The same call, once there is room, imports the rest.
     """
     agree_on_arguments("import_rows", lambda: {"table": name})
-    holdings = all_gather(together(lambda: _Holding.of(shard)))
+    holdings = all_gather(run_on_all_ranks(lambda: _ShardInfo.from_shard(shard)))
     holding = next((holding for holding in holdings if holding is not None), None)
     if holding is None:
         raise StateError(f"no rank has a shard of table {name!r}: shard the model first")
 
-    prepared: list[tuple[_Rows, NDArray[np.int64]]] = []
+    prepared: list[tuple[_ImportRows, NDArray[np.int64]]] = []
 
     def prepare() -> dict[str, object]:
-        rows = _given(holding, ids, weights, slots, metadata)
-        prepared.append((rows, _owners(name, rows.ids, holdings)))
+        rows = _check_rows(holding, ids, weights, slots, metadata)
+        prepared.append((rows, _owner_ranks(name, rows.ids, holdings)))
         return {"slots": bool(slots), "metadata": metadata is not None}
 
     agree_on_arguments("import_rows", prepare)
     arrived = _exchange(*prepared[0])
 
-    def check_twice() -> None:
+    def check_duplicates() -> None:
         distinct, counts = np.unique(arrived.ids, return_counts=True)
         if (counts > 1).any():
             raise InputError(f"id {distinct[counts > 1][0]} is given twice, by two ranks or by one: give each id once")
 
-    together(check_twice)
+    run_on_all_ranks(check_duplicates)
 
-    def take() -> None:
+    def import_received() -> None:
         if shard is not None and len(arrived.ids):
             shard.native.import_rows(arrived.ids, arrived.vectors, arrived.scalars, arrived.metadata)
 
-    together(take)
+    run_on_all_ranks(import_received)
 
 
-def _given(
-    holding: _Holding,
-    ids: Ids,
-    weights: Values,
-    slots: Mapping[str, Values] | None,
+def _check_rows(
+    shard_info: _ShardInfo,
+    ids: IdsLike,
+    weights: ValuesLike,
+    slots: Mapping[str, ValuesLike] | None,
     metadata: RowMetadata | None,
-) -> _Rows:
+) -> _ImportRows:
     array = row_ids(ids, torch.device("cpu"))
     if not isinstance(metadata, RowMetadata | None):
         raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
-    vectors, scalars = row_vectors(holding.spec, holding.dim, len(array), weights, slots)
-    return _Rows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
+    vectors, scalars = row_vectors(shard_info.spec, shard_info.dim, len(array), weights, slots)
+    return _ImportRows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
 
 
-def _owners(name: str, ids: NDArray[np.int64], holdings: list[_Holding | None]) -> NDArray[np.int64]:
+def _owner_ranks(name: str, ids: NDArray[np.int64], shard_infos: list[_ShardInfo | None]) -> NDArray[np.int64]:
     """The rank that owns each of `ids` [n]."""
-    first = next(holding for holding in holdings if holding is not None)
+    first = next(holding for holding in shard_infos if holding is not None)
     buckets = buckets_of(ids, first.total_num_buckets)
     owners = np.full(len(ids), -1, np.int64)
-    for rank, holding in enumerate(holdings):
+    for rank, holding in enumerate(shard_infos):
         if holding is not None:
             begin, end = holding.buckets
             owners[(buckets >= begin) & (buckets < end)] = rank
@@ -148,7 +148,7 @@ def _owners(name: str, ids: NDArray[np.int64], holdings: list[_Holding | None]) 
     return owners
 
 
-def _exchange(rows: _Rows, owners: NDArray[np.int64]) -> _Rows:
+def _exchange(rows: _ImportRows, owners: NDArray[np.int64]) -> _ImportRows:
     """The rows that all ranks give to this one, in the order of the ranks. Collective."""
     order = np.argsort(owners, kind="stable")
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -159,7 +159,7 @@ def _exchange(rows: _Rows, owners: NDArray[np.int64]) -> _Rows:
     columns = [_send(column[order], sent.tolist(), received) for column in rows.columns()]
     ids, vectors, *others = columns
     scalars = others.pop(0) if rows.scalars is not None else None
-    return _Rows(ids, vectors, scalars, _native.RowMetadata(*others) if rows.metadata is not None else None)
+    return _ImportRows(ids, vectors, scalars, _native.RowMetadata(*others) if rows.metadata is not None else None)
 
 
 def _send(column: NDArray[Any], sent: list[int], received: list[int]) -> NDArray[Any]:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from .exceptions import ConfigError
 
-__all__ = ["Progress", "ProgressWanted", "Tracker"]
+__all__ = ["Progress", "ProgressOption", "ProgressTracker"]
 
 
 @dataclass(frozen=True)
@@ -39,29 +39,31 @@ class Progress:
     """The most rows that there will be; None where that is not known beforehand."""
 
 
-ProgressWanted = Callable[[Progress], object] | bool | None
+ProgressOption = Callable[[Progress], object] | bool | None
 
 
-class Tracker:
+class ProgressTracker:
     """Counts the rows of one piece of work. A context manager. An exception of the callable ends the work and is raised."""
 
-    def __init__(self, wanted: ProgressWanted, work: str, total_rows: int | None = None, *, shown: bool = True) -> None:
-        """`wanted`: a callable, True for a bar (only where `shown`; it needs tqdm), or None or False. `ConfigError`."""
-        self._call: Callable[[Progress], object] | None = None
+    def __init__(
+        self, option: ProgressOption, work: str, total_rows: int | None = None, *, show_bar: bool = True
+    ) -> None:
+        """`option`: a callable, True for a bar (only where `show_bar`; it needs tqdm), or None or False. `ConfigError`."""
+        self._callback: Callable[[Progress], object] | None = None
         self._bar: Any = None
         self._work, self._table, self._rows, self.total_rows = work, "", 0, total_rows
-        if wanted is True:
-            if shown:
+        if option is True:
+            if show_bar:
                 try:
                     from tqdm.auto import tqdm
                 except ImportError as cause:
                     raise ConfigError("progress=True needs tqdm: install it, or give a callable") from cause
                 total = total_rows if total_rows is not None else math.inf
                 self._bar = tqdm(total=total, desc=work, unit=" rows", unit_scale=True)
-        elif callable(wanted):
-            self._call = wanted
-        elif wanted not in (None, False):
-            raise ConfigError(f"progress={wanted!r} is not known: give a callable, or True for a bar")
+        elif callable(option):
+            self._callback = option
+        elif option not in (None, False):
+            raise ConfigError(f"progress={option!r} is not known: give a callable, or True for a bar")
 
     def table(self, name: str) -> None:
         """Say that the rows that follow are of this table."""
@@ -71,8 +73,8 @@ class Tracker:
     def advance(self, rows: int) -> None:
         """Say that so many more rows are done."""
         self._rows += rows
-        if self._call is not None:
-            self._call(Progress(self._work, self._table, self._rows, self.total_rows))
+        if self._callback is not None:
+            self._callback(Progress(self._work, self._table, self._rows, self.total_rows))
         if self._bar is not None:
             self._bar.set_postfix_str(self._table, refresh=False)
             self._bar.update(rows)
@@ -81,7 +83,7 @@ class Tracker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._bar is not None:
             self._bar.close()

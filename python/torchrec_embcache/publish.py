@@ -23,38 +23,38 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ._native import FlushRoot, Table
+from ._native import CommitDirectory, Table
 from .config import SsdRoot
 from .exceptions import PathError, StateError, StorageError, StoragePermissionError
 
 __all__ = [
-    "Mark",
-    "is_complete",
-    "is_shared",
-    "known_roots",
-    "known_to",
-    "marks_to_make",
-    "new_token",
-    "newest_complete",
-    "resume_token",
+    "CommitParticipant",
+    "commit_ids_of_roots",
+    "commit_participants",
+    "find_resume_commit",
+    "identify_roots",
+    "is_committed",
+    "is_multi_table",
+    "new_commit_id",
+    "newest_committed",
 ]
 
 _log = logging.getLogger(__name__)
 
 # A root and its name.
-Root = tuple[SsdRoot, int]
+CommitRoot = tuple[SsdRoot, int]
 
 
 # Bits of the random step.
 _STEP_BITS = 32
 
 
-def new_token(known: Iterable[int]) -> int:
-    """A token for a flush of several tables, newer than all that are `known`; `StateError` where none is left.
+def new_commit_id(known_ids: Iterable[int]) -> int:
+    """A token for a flush of several tables, newer than all that are `known_ids`; `StateError` where none is left.
 
     (The token of a flush of one table is the next even number, and made by its core.)
     """
-    newest = max(known, default=0)
+    newest = max(known_ids, default=0)
     token = (newest + 2 + secrets.randbits(_STEP_BITS)) | 1
     if token >= 1 << 64:
         raise StateError(
@@ -63,85 +63,85 @@ def new_token(known: Iterable[int]) -> int:
     return token
 
 
-def known_to(roots: Iterable[Root]) -> list[int]:
+def commit_ids_of_roots(roots: Iterable[CommitRoot]) -> list[int]:
     """The tokens that the marks in these roots name, whether or not a table still has their states. `StorageError`."""
-    return [token for root, _ in roots for token in FlushRoot(*root).tokens()]
+    return [token for root, _ in roots for token in CommitDirectory(*root).commit_ids()]
 
 
-def is_shared(token: int) -> bool:
-    """Whether the flush of `token` was one of several tables."""
-    return bool(token & 1)
+def is_multi_table(commit_id: int) -> bool:
+    """Whether the flush of `commit_id` was one of several tables."""
+    return bool(commit_id & 1)
 
 
-def known_roots(roots: Iterable[SsdRoot]) -> list[Root]:
+def identify_roots(roots: Iterable[SsdRoot]) -> list[CommitRoot]:
     """The roots of a rank's tables with their names, in the order of their paths. `StorageError`."""
     # Of a path that tables were given with different checks, one is enough: each table was checked when it was made.
     checks = {os.path.abspath(root.path): root.checks for root in roots}
     found = [SsdRoot(path, checks[path]) for path in sorted(checks)]
-    return [(root, FlushRoot(*root).name(secrets.randbits(64))) for root in found]
+    return [(root, CommitDirectory(*root).identify(secrets.randbits(64))) for root in found]
 
 
 @dataclass(frozen=True)
-class Mark:
+class CommitParticipant:
     """What a rank does to one of its roots, of which it is the first rank."""
 
     root: SsdRoot
     name: int
-    coordinator: Root
+    coordinator: CommitRoot
 
     @property
-    def decides(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Whether this root is its own coordinator."""
         return self.coordinator[1] == self.name
 
-    def prepare(self, token: int) -> None:
+    def prepare(self, commit_id: int) -> None:
         """Name the coordinator. `StorageError`."""
-        if not self.decides:
+        if not self.is_coordinator:
             (path, _), name = self.coordinator
-            FlushRoot(*self.root).prepare(token, path, name)
+            CommitDirectory(*self.root).prepare(commit_id, path, name)
 
-    def decide(self, token: int) -> None:
+    def commit_as_coordinator(self, commit_id: int) -> None:
         """Mark the flush as complete, in the coordinator's root. After a `StorageError` a resume takes this flush or the one
         before.
         """
-        if self.decides:
+        if self.is_coordinator:
             try:
-                FlushRoot(*self.root).commit(token)
+                CommitDirectory(*self.root).commit(commit_id)
             except StorageError as error:
                 error.message = f"cannot mark the flush as complete: {error.message}"
                 raise
 
-    def follow(self, token: int) -> None:
+    def commit_as_participant(self, commit_id: int) -> None:
         """Mark the flush as complete here too, where another root decided. Where this fails the other root is asked again."""
-        if not self.decides:
+        if not self.is_coordinator:
             try:
-                FlushRoot(*self.root).commit(token)
+                CommitDirectory(*self.root).commit(commit_id)
             except StorageError as error:
                 _log.warning("a flush is complete, but %s cannot say so itself: %s", self.root.path, error)
 
-    def forget(self, tokens: Iterable[int]) -> None:
-        """Remove the marks of `tokens`, except those of states that any table below this root keeps. `StorageError`."""
-        unwanted = set(tokens)
+    def forget_commits(self, commit_ids: Iterable[int]) -> None:
+        """Remove the marks of `commit_ids`, except those of states that any table below this root keeps. `StorageError`."""
+        unwanted = set(commit_ids)
         if unwanted:
             # Tables that are not in this flush may have been in an earlier one.
-            unwanted -= _tokens_below(self.root)
+            unwanted -= _commit_ids_below(self.root)
         for token in unwanted:
-            FlushRoot(*self.root).forget(token)
+            CommitDirectory(*self.root).forget(token)
 
 
-def _tokens_below(root: SsdRoot) -> set[int]:
+def _commit_ids_below(root: SsdRoot) -> set[int]:
     """Tokens of the states of all tables below a root. `StorageError`, `StoragePermissionError` where it cannot be told."""
     shards = [
         shard
-        for module in _entries(root.path)
-        for table in _entries(module)
-        for shard in _entries(table)
+        for module in _list_directory(root.path)
+        for table in _list_directory(module)
+        for shard in _list_directory(table)
         if "-of-" in os.path.basename(shard)
     ]
-    return {token for shard in shards for token in Table.published(shard, *root)}
+    return {token for shard in shards for token in Table.commit_ids(shard, *root)}
 
 
-def _entries(directory: str) -> list[str]:
+def _list_directory(directory: str) -> list[str]:
     """Paths of what is in a directory and not hidden. Of what is no directory, gone by now, or closed to us by another user, none.
 
     Any other error is raised (`glob` would hide it): a table that cannot be looked for is not taken for one that is not there.
@@ -152,7 +152,7 @@ def _entries(directory: str) -> list[str]:
         return []
     except OSError as cause:
         refused = isinstance(cause, PermissionError)
-        if refused and _is_of_another(directory):
+        if refused and _has_other_owner(directory):
             return []
         error = (StoragePermissionError if refused else StorageError)(
             f"cannot look for tables in {directory}: {cause.strerror}; what was flushed is complete, and the next flush is too, "
@@ -162,7 +162,7 @@ def _entries(directory: str) -> list[str]:
         raise error from cause
 
 
-def _is_of_another(directory: str) -> bool:
+def _has_other_owner(directory: str) -> bool:
     """Whether a directory belongs to another user (as `lost+found` does), so that no table of ours is in it."""
     try:
         return os.stat(directory, follow_symlinks=False).st_uid != os.geteuid()
@@ -170,44 +170,47 @@ def _is_of_another(directory: str) -> bool:
         return False
 
 
-def _is_here(root: Root) -> bool:
+def _is_reachable(root: CommitRoot) -> bool:
     """Whether this rank reaches a root that any rank has. `StorageError` where that cannot be told: then no rank decides alone."""
     ssd_root, name = root
     try:
-        found = FlushRoot(*ssd_root)
+        found = CommitDirectory(*ssd_root)
     except (PathError, StoragePermissionError):
         return False  # nothing of ours is at this path of this machine
-    return found.is_named(name)
+    return found.has_id(name)
 
 
-def marks_to_make(rank: int, roots: Sequence[Sequence[Root]]) -> list[Mark]:
+def commit_participants(rank: int, roots: Sequence[Sequence[CommitRoot]]) -> list[CommitParticipant]:
     """The marks that `rank` makes, where `roots` are those of the ranks: those of roots that no rank before it has."""
     before = {name for others in roots[:rank] for _, name in others}
-    reached = [root for others in roots for root in others if _is_here(root)]
+    reached = [root for others in roots for root in others if _is_reachable(root)]
     return [
-        Mark(root, name, coordinator=reached[0] if reached else (root, name))
+        CommitParticipant(root, name, coordinator=reached[0] if reached else (root, name))
         for root, name in roots[rank]
         if name not in before
     ]
 
 
-def is_complete(root: SsdRoot, token: int) -> bool:
-    """Whether the state of `token` can be resumed: that of one table, or of several that have all published it.
+def is_committed(root: SsdRoot, commit_id: int) -> bool:
+    """Whether the state of `commit_id` can be resumed: that of one table, or of several that have all published it.
 
     `StateError` where another root decides that and is not there.
     """
-    return not is_shared(token) or FlushRoot(*root).is_complete(token)
+    return not is_multi_table(commit_id) or CommitDirectory(*root).is_committed(commit_id)
 
 
-def newest_complete(root: SsdRoot, published: Sequence[int]) -> int | None:
-    """The newest complete one of a table's `published` tokens (oldest first); None where there is none. Raises as `is_complete`."""
-    return next((token for token in reversed(published) if is_complete(root, token)), None)
+def newest_committed(root: SsdRoot, commit_ids: Sequence[int]) -> int | None:
+    """The newest complete one of a table's `commit_ids` tokens (oldest first); None where there is none.
+
+    Raises as `is_complete`.
+    """
+    return next((token for token in reversed(commit_ids) if is_committed(root, token)), None)
 
 
-def resume_token(root: SsdRoot, table_dir: str, published: Sequence[int]) -> int | None:
-    """As `newest_complete`; `StateError` where states were published and none is complete."""
-    token = newest_complete(root, published)
-    if token is None and published:
+def find_resume_commit(root: SsdRoot, table_dir: str, commit_ids: Sequence[int]) -> int | None:
+    """As `newest_committed`; `StateError` where states were published and none is complete."""
+    token = newest_committed(root, commit_ids)
+    if token is None and commit_ids:
         raise StateError(
             f"{table_dir} holds only a flush of several tables that did not finish: load a checkpoint with Saver, or reopen with "
             'TierBudgets(reopen="discard"), or with "auto", which starts anew where nothing can be resumed'

@@ -22,55 +22,55 @@ from .exceptions import EmbCacheWarning, StateError
 from .table_shard import TableShard
 
 __all__ = [
-    "NoteWatch",
-    "Notes",
-    "mark_as_stand_in",
-    "name_checkpoint",
-    "named_checkpoint",
-    "note_of",
-    "notes_in",
-    "refuse_missing_rows",
-    "stands_for_rows",
+    "RowSummaries",
+    "StateDictWatch",
+    "check_missing_rows",
+    "get_checkpoint_name",
+    "is_placeholder",
+    "mark_as_placeholder",
+    "set_checkpoint_name",
+    "summaries_in",
+    "summarize_tables",
 ]
 
 # The notes of a module's tables by their names. A rank of several notes its own tables.
-Notes = dict[str, dict[str, Any]]
+RowSummaries = dict[str, dict[str, Any]]
 # The end of the key of an extra state.
 _SUFFIX = "_extra_state"
-_STANDS_FOR_ROWS = "_embcache_stand_in"
+_PLACEHOLDER_ATTRIBUTE = "_embcache_stand_in"
 # Bytes of a table's note without its name, at most, and of what is around the notes.
-_BYTES_A_TABLE, _BYTES_AROUND = 384, 16
+_BYTES_PER_TABLE, _BYTES_OVERHEAD = 384, 16
 
 
-def note_of(tables: Mapping[str, TableShard], names: Iterable[str]) -> Tensor:
+def summarize_tables(tables: Mapping[str, TableShard], names: Iterable[str]) -> Tensor:
     """The note of a module's tables, uint8 [n]. Opens nothing. `names` are those of all tables, also of those on other ranks."""
     notes = {
-        name: _note(table) if table.is_open else _note_of_unopened(table)
+        name: _summarize_table(table) if table.is_open else _summarize_unopened(table)
         for name, table in tables.items()
         if not table.unusable
     }
-    return _encoded(notes, _BYTES_AROUND + sum(_BYTES_A_TABLE + len(json.dumps(name)) for name in names))
+    return _encode(notes, _BYTES_OVERHEAD + sum(_BYTES_PER_TABLE + len(json.dumps(name)) for name in names))
 
 
-def _note(table: TableShard) -> dict[str, Any]:
+def _summarize_table(table: TableShard) -> dict[str, Any]:
     return {
         "rows": len(table),
         "step": table.native.step(),
         "shard": [table.rank, table.world_size, *table.buckets],
-        "contents": table.contents,
+        "contents": table.contents_id,
     }
 
 
-def _note_of_unopened(table: TableShard) -> dict[str, Any]:
+def _summarize_unopened(table: TableShard) -> dict[str, Any]:
     """What is known without opening it: whose state dict this is. Files of its SSD tier may have rows."""
-    return {"rows": 0, "contents": table.contents}
+    return {"rows": 0, "contents": table.contents_id}
 
 
-def _encoded(notes: Notes, least: int = 0) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(notes).encode().ljust(least)), dtype=torch.uint8)
+def _encode(summaries: RowSummaries, min_bytes: int = 0) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(summaries).encode().ljust(min_bytes)), dtype=torch.uint8)
 
 
-def _decoded(entry: object) -> Notes:
+def _decode(entry: object) -> RowSummaries:
     """The notes that are in the entry of a state dict; none where it is no note, or one without data."""
     if not isinstance(entry, Tensor) or entry.is_meta:
         return {}
@@ -81,46 +81,46 @@ def _decoded(entry: object) -> Notes:
         return {}
 
 
-def notes_in(state: Mapping[str, Any]) -> Iterator[tuple[str, Notes]]:
+def summaries_in(state: Mapping[str, Any]) -> Iterator[tuple[str, RowSummaries]]:
     """The notes of each module in a state dict, by their keys in it."""
     for key, entry in state.items():
-        if key.endswith(_SUFFIX) and (notes := _decoded(entry)):
+        if key.endswith(_SUFFIX) and (notes := _decode(entry)):
             yield key, notes
 
 
-def name_checkpoint(state: dict[str, Any], path: str, name: str) -> None:
+def set_checkpoint_name(state: dict[str, Any], path: str, name: str) -> None:
     """Say in the notes of a state dict which checkpoint has the rows: the one of this `name` in `path`."""
-    for key, notes in list(notes_in(state)):
-        state[key] = _encoded({table: {**note, "checkpoint": path, "name": name} for table, note in notes.items()})
+    for key, notes in list(summaries_in(state)):
+        state[key] = _encode({table: {**note, "checkpoint": path, "name": name} for table, note in notes.items()})
 
 
-def named_checkpoint(state: Mapping[str, Any]) -> str | None:
-    """The name that `name_checkpoint` was given; None where it was not."""
-    return next((note["name"] for _, notes in notes_in(state) for note in notes.values() if "name" in note), None)
+def get_checkpoint_name(state: Mapping[str, Any]) -> str | None:
+    """The name that `set_checkpoint_name` was given; None where it was not."""
+    return next((note["name"] for _, notes in summaries_in(state) for note in notes.values() if "name" in note), None)
 
 
-def mark_as_stand_in(weight: nn.Parameter) -> nn.Parameter:
+def mark_as_placeholder(weight: nn.Parameter) -> nn.Parameter:
     """The `[0, D]` parameter of a table, marked so that nothing saves it in place of the rows."""
-    weight.__dict__[_STANDS_FOR_ROWS] = True
+    weight.__dict__[_PLACEHOLDER_ATTRIBUTE] = True
     return weight
 
 
-def stands_for_rows(value: object) -> bool:
+def is_placeholder(value: object) -> bool:
     """True if this is the parameter of a table."""
-    return hasattr(value, _STANDS_FOR_ROWS)
+    return hasattr(value, _PLACEHOLDER_ATTRIBUTE)
 
 
-def refuse_missing_rows(
+def check_missing_rows(
     entry: object, tables: Mapping[str, TableShard], key: str, missing_keys: list[str], *, strict: bool
 ) -> None:
     """`StateError` where a note says rows that the tables do not hold. `entry` is what the state dict has under the note's `key`.
 
     `strict` is what `_load_from_state_dict` was given. Where the user's call says `strict=False` the key is missing instead.
     """
-    notes = _decoded(entry)
-    if not strict or (wrong := _missing_rows(notes, tables)) is None:
+    notes = _decode(entry)
+    if not strict or (wrong := _describe_missing_rows(notes, tables)) is None:
         return
-    if not _users_strict():
+    if not _user_strict():
         missing_keys.append(key)
         return
     saver = "Saver(rank).load(model, path)"
@@ -133,51 +133,51 @@ def refuse_missing_rows(
     )
 
 
-def _missing_rows(notes: Notes, tables: Mapping[str, TableShard]) -> str | None:
+def _describe_missing_rows(summaries: RowSummaries, tables: Mapping[str, TableShard]) -> str | None:
     """Which rows the notes say that the tables do not hold; None where these hold all, as far as one rank can tell."""
     for name, table in tables.items():
         try:
-            note = notes[name]
+            note = summaries[name]
             wrong = _difference(note, table)
         except (KeyError, TypeError):  # another rank's table, another version's note, or made up
             continue
         if wrong is not None:
             return f"table {name!r} had {note['rows']} rows at step {note['step']}, and here it has {wrong}"
     # The notes of one rank stand for all in most checkpoints. The tables of the others had rows too, as a rule.
-    elsewhere = [name for name in notes if name not in tables and notes[name].get("rows")]
-    if elsewhere and tables and all(name not in notes and _never_had_rows(tables[name]) for name in tables):
+    elsewhere = [name for name in summaries if name not in tables and summaries[name].get("rows")]
+    if elsewhere and tables and all(name not in summaries and _never_had_rows(tables[name]) for name in tables):
         names = ", ".join(map(repr, tables))
         return f"table {elsewhere[0]!r} had rows, and here its tables ({names}) never had a row"
     return None
 
 
 def _never_had_rows(table: TableShard) -> bool:
-    if table.past_contents or table.loaded_step:
+    if table.past_contents_ids or table.loaded_step:
         return False
     if not table.is_open and table.tiers.ssd:
         table.open()  # it may resume rows
     return not table.is_open or (table.unusable is None and len(table) == 0 and table.native.step() == 0)
 
 
-def _difference(note: Mapping[str, Any], table: TableShard) -> str | None:
+def _difference(summary: Mapping[str, Any], table: TableShard) -> str | None:
     """What the table holds in place of the rows that were noted; None where it holds those, as far as one rank can tell."""
-    if not note["rows"] or note["contents"] in table.past_contents:
+    if not summary["rows"] or summary["contents"] in table.past_contents_ids:
         # The latter was taken of this very table before a load replaced its rows.
         return None
     table.open()
     if table.unusable is not None:
         return "none that can be used"
     rows, step = len(table), table.native.step()
-    if step not in (note["step"], 0) or (step == 0 and note["step"] not in (0, table.loaded_step)):
+    if step not in (summary["step"], 0) or (step == 0 and summary["step"] not in (0, table.loaded_step)):
         return f"{rows} at step {step}"
     # All ranks count the same steps of a table. Each rank counts its own rows.
-    same_shard = note["shard"] == [table.rank, table.world_size, *table.buckets]
-    if same_shard and rows != note["rows"] and (rows == 0 or table.on_full == "error"):
+    same_shard = summary["shard"] == [table.rank, table.world_size, *table.buckets]
+    if same_shard and rows != summary["rows"] and (rows == 0 or table.on_full == "error"):
         return f"{rows} at step {step}"
     return None
 
 
-def _users_strict() -> bool:
+def _user_strict() -> bool:
     """What `strict` the running `nn.Module.load_state_dict` was given: torch says True to its modules, whatever it was."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
@@ -188,38 +188,38 @@ def _users_strict() -> bool:
 
 
 @dataclass
-class NoteWatch:
+class StateDictWatch:
     """Warns once for a module whose state dict is dropped before anything of this package has saved or loaded its rows.
 
     What is done with a state dict is seen only afterwards: `dcp.save` is given it before the writer that saves the rows.
     """
 
-    is_quiet: bool = False
+    is_suppressed: bool = False
     """True if the rows are in good hands, or the warning was given."""
     is_watching: bool = False
     """True if a note is alive whose end will be noticed."""
 
-    def __deepcopy__(self, memo: object) -> "NoteWatch":
+    def __deepcopy__(self, memo: object) -> "StateDictWatch":
         """A watch of its own, for a copy of the module."""
-        return NoteWatch()
+        return StateDictWatch()
 
-    def watch(self, note: Tensor, tables: Mapping[str, TableShard]) -> None:
-        """Warn when `note` is dropped, with the state dict that it is in, where the tables have rows by now."""
+    def watch(self, summary: Tensor, tables: Mapping[str, TableShard]) -> None:
+        """Warn when `summary` is dropped, with the state dict that it is in, where the tables have rows by now."""
         rows = {name: len(table) for name, table in tables.items() if table.is_open and not table.unusable}
-        if self.is_quiet or self.is_watching or not any(rows.values()):
+        if self.is_suppressed or self.is_watching or not any(rows.values()):
             return
         named = ", ".join(f"{name!r} ({count})" for name, count in rows.items() if count)
         self.is_watching = True
         weakref.finalize(
-            note, self._dropped, f"state_dict() holds no rows of tables {named}, and nothing has saved them: "
+            summary, self._dropped, f"state_dict() holds no rows of tables {named}, and nothing has saved them: "
         )
 
-    def _dropped(self, found: str) -> None:
+    def _dropped(self, tables: str) -> None:
         self.is_watching = False
-        if not self.is_quiet:
-            self.is_quiet = True
+        if not self.is_suppressed:
+            self.is_suppressed = True
             message = (
                 "save them with Saver(rank).save(model, path), or give dcp.save an EmbCacheStorageWriter(path, model)"
             )
             # It names the line that dropped the state dict: this method and the finalizer are between.
-            warnings.warn(found + message, EmbCacheWarning, stacklevel=3)
+            warnings.warn(tables + message, EmbCacheWarning, stacklevel=3)

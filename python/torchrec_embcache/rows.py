@@ -20,33 +20,33 @@ from .exceptions import InputError, UnsupportedError
 from .optimizers import OptimizerSpec
 
 __all__ = [
-    "MOST_CLICKS",
+    "MAX_CLICKS",
     "EvictedRows",
     "FoundRows",
-    "Ids",
+    "IdsLike",
     "RowChunk",
     "RowExport",
     "RowMetadata",
-    "Values",
+    "ValuesLike",
+    "check_dense",
     "check_float32",
-    "check_plain",
+    "check_not_recording",
     "clicks_array",
     "contiguous",
     "float32_array",
     "ids_array",
-    "refuse_recording",
     "row_ids",
     "row_parts",
     "row_vectors",
 ]
 
 #: The most clicks of one occurrence.
-MOST_CLICKS = (1 << 24) - 1
+MAX_CLICKS = (1 << 24) - 1
 
 #: Ids [n]: integers of 64 bits.
-Ids = Tensor | NDArray[Any] | Sequence[int]
+IdsLike = Tensor | NDArray[Any] | Sequence[int]
 #: Numbers of a row or of many; nested lists too.
-Values = Tensor | NDArray[Any] | Sequence[Any]
+ValuesLike = Tensor | NDArray[Any] | Sequence[Any]
 
 
 def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64]:
@@ -58,7 +58,7 @@ def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64
         raise InputError(f"{field} is a {type(ids).__name__}: give a tensor of int64 or int32 ids")
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"{field} has dtype {ids.dtype}: give int64 or int32")
-    check_plain(field, ids)
+    check_dense(field, ids)
     if ids.device.type != "cpu" and ids.device != device:
         raise InputError(f"{field} is on {ids.device} and the table on {device}: move one of them")
     flat: NDArray[np.int64] = contiguous(ids.detach().to("cpu", torch.int64).reshape(-1)).numpy()
@@ -72,21 +72,21 @@ def clicks_array(clicks: object, field: str, count: int) -> NDArray[np.uint32]:
     """
     if not isinstance(clicks, Tensor):
         raise InputError(f"{field} is a {type(clicks).__name__}: give a tensor, a number for each id")
-    check_plain(field, clicks)
+    check_dense(field, clicks)
     if clicks.numel() != count:
         raise InputError(f"{field} has {clicks.numel()} numbers for {count} ids: give each id one")
     given = contiguous(clicks.detach().cpu().reshape(-1))
     exact = given.to(torch.int64)
-    wrong = (exact != given) | (exact < 0) | (exact > MOST_CLICKS)
+    wrong = (exact != given) | (exact < 0) | (exact > MAX_CLICKS)
     if bool(wrong.any()):
-        raise InputError(f"{field} holds {given[wrong][0].item()}: give integers from 0 to {MOST_CLICKS}")
+        raise InputError(f"{field} holds {given[wrong][0].item()}: give integers from 0 to {MAX_CLICKS}")
     return exact.numpy().astype(np.uint32)
 
 
-def check_plain(field: str, tensor: Tensor) -> None:
+def check_dense(field: str, tensor: Tensor) -> None:
     """`InputError` for a tensor without numbers, or whose numbers do not lie one after the other: sparse, nested, fake ones.
 
-    Raises as `refuse_recording` too.
+    Raises as `check_not_recording` too.
     """
     kind = None
     if tensor.is_nested:
@@ -99,10 +99,10 @@ def check_plain(field: str, tensor: Tensor) -> None:
         kind = "a FakeTensor, which has no numbers: give the real one, and keep the table out of what is traced with fake tensors"
     if kind is not None:
         raise InputError(f"{field} is {kind}")
-    refuse_recording(field)
+    check_not_recording(field)
 
 
-def refuse_recording(field: str) -> None:
+def check_not_recording(field: str) -> None:
     """`UnsupportedError` where torch records or transforms what runs, and would not see the lookup of what `field` names."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UnsupportedError(
@@ -147,7 +147,7 @@ def check_float32(field: str, value: object, shape: tuple[int, ...]) -> None:
         raise InputError(f"{field} is a {type(value).__name__}: give a float32 tensor {list(shape)}")
     if value.dtype != torch.float32 or tuple(value.shape) != shape:
         raise InputError(f"{field} has shape {list(value.shape)} and dtype {value.dtype}: give float32 {list(shape)}")
-    check_plain(field, value)
+    check_dense(field, value)
 
 
 def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -157,7 +157,7 @@ def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[
     too large for float32.
     """
     if isinstance(value, Tensor):
-        check_plain(field, value)
+        check_dense(field, value)
         tensor = contiguous(value.detach().cpu())
         # Not every floating type of torch is one of numpy.
         array = tensor.float().numpy() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor.numpy()
@@ -178,7 +178,7 @@ def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[
 
 
 def row_vectors(
-    spec: OptimizerSpec, dim: int, count: int, weights: Values, slots: Mapping[str, Values] | None
+    spec: OptimizerSpec, dim: int, count: int, weights: ValuesLike, slots: Mapping[str, ValuesLike] | None
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
     """The vector parts [n, V] and the scalar slots [n] of n = `count` rows, as the core takes them.
 
@@ -189,7 +189,7 @@ def row_vectors(
             f"slots is a {type(slots).__name__}: give tensors by name, or arrays or lists, or leave it out"
         )
     if slots is not None and set(slots) != set(spec.slot_names):
-        raise InputError(f"slots has {sorted(slots)} and {spec.given_as} has {sorted(spec.slot_names)}: give these")
+        raise InputError(f"slots has {sorted(slots)} and {spec.display_name} has {sorted(spec.slot_names)}: give these")
     vectors = np.zeros((count, spec.vector_floats(dim)), np.float32)
     vectors[:, :dim] = float32_array("weights", weights, (count, dim))
     scalars = None
@@ -244,17 +244,17 @@ class RowMetadata:
     modified_epoch: Tensor
 
     @classmethod
-    def of(cls, native: _native.RowMetadata) -> Self:
+    def from_native(cls, native: _native.RowMetadata) -> Self:
         """From the core's arrays."""
 
-        def wide(column: NDArray[Any]) -> Tensor:
+        def to_int64(column: NDArray[Any]) -> Tensor:
             return torch.from_numpy(column.astype(np.int64))
 
         return cls(
-            count=wide(native.count),
-            last_step=wide(native.last_step),
+            count=to_int64(native.count),
+            last_step=to_int64(native.last_step),
             score=torch.from_numpy(native.score),
-            modified_epoch=wide(native.modified_epoch),
+            modified_epoch=to_int64(native.modified_epoch),
         )
 
     def native(self, rows: int) -> _native.RowMetadata:
@@ -287,7 +287,7 @@ class RowMetadata:
         values = getattr(self, field)
         if not isinstance(values, Tensor):
             raise InputError(f"metadata.{field} is a {type(values).__name__}: give a tensor")
-        check_plain(f"metadata.{field}", values)
+        check_dense(f"metadata.{field}", values)
         return contiguous(values.detach().cpu())
 
 
@@ -366,7 +366,7 @@ class EvictedRows(RowChunk):
 
     - `table`: the table's name.
     - `step`: the training step after which they died.
-    - `reason`: the kind of the first rule that took them, "ttl", "score", "l2_norm", "standing" (`Keep`, `Share`) or "all", or
+    - `reason`: the kind of the first rule that took them, "ttl", "score", "l2_norm", "lowest" (`Keep`, `Share`) or "all", or
       "full" where `on_full="evict"` dropped them.
 
     Examples:

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 from .collective import rank, world_size
 from .reports import LoadReport, SaveReport
 
-__all__ = ["logged"]
+__all__ = ["log_report"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,34 +21,34 @@ R = TypeVar("R")
 _RANKS = re.compile(r"0-of-(\d+)\.json")
 
 
-def logged(call: Callable[P, R]) -> Callable[P, R]:
+def log_report(call: Callable[P, R]) -> Callable[P, R]:
     """Log at INFO, on rank 0, what `call` reports. `call` saves or loads, has an argument `path`, and returns a report or its
     future.
     """
     log, signature = logging.getLogger(call.__module__), inspect.signature(call)
 
     @functools.wraps(call)
-    def saying(*args: P.args, **more: P.kwargs) -> R:
+    def wrapper(*args: P.args, **more: P.kwargs) -> R:
         began = time.monotonic()
         result = call(*args, **more)
         if rank() == 0:
             path = signature.bind(*args, **more).arguments["path"]
             if isinstance(result, Future):
-                result.add_done_callback(lambda done: _say_result(log, done, path, began))
+                result.add_done_callback(lambda done: _log_result(log, done, path, began))
             else:
-                _say(log, result, path, began)
+                _log(log, result, path, began)
         return result
 
-    return saying
+    return wrapper
 
 
-def _say_result(log: logging.Logger, done: Future[object], path: str | os.PathLike[str], began: float) -> None:
-    if done.exception() is None:
-        _say(log, done.result(), path, began)
+def _log_result(log: logging.Logger, future: Future[object], path: str | os.PathLike[str], started: float) -> None:
+    if future.exception() is None:
+        _log(log, future.result(), path, started)
 
 
-def _say(log: logging.Logger, report: object, path: str | os.PathLike[str], began: float) -> None:
-    seconds = time.monotonic() - began
+def _log(log: logging.Logger, report: object, path: str | os.PathLike[str], started: float) -> None:
+    seconds = time.monotonic() - started
     if isinstance(report, SaveReport):
         left = f" and {report.tombstones} ids that left" if report.tombstones else ""
         log.info(
@@ -64,20 +64,20 @@ def _say(log: logging.Logger, report: object, path: str | os.PathLike[str], bega
         log.info(
             "loaded %d rows of %s from %s (%s) in %.1f s%s%s",
             sum(report.rows.values()),
-            _names(report.rows),
+            _table_names_text(report.rows),
             path,
             report.checkpoint,
             seconds,
             f"; full tables dropped {sum(report.dropped.values())} more" if report.dropped else "",
-            _other_ranks(os.path.join(path, report.checkpoint)),
+            _saved_ranks_text(os.path.join(path, report.checkpoint)),
         )
 
 
-def _names(rows: Mapping[str, int]) -> str:
+def _table_names_text(rows: Mapping[str, int]) -> str:
     return ", ".join(map(repr, rows)) or "no table"
 
 
-def _other_ranks(checkpoint: str) -> str:
+def _saved_ranks_text(checkpoint: str) -> str:
     """A clause for the log where another number of ranks saved the checkpoint, else nothing."""
     try:
         ranks = [int(found[1]) for name in os.listdir(checkpoint) if (found := _RANKS.fullmatch(name))]

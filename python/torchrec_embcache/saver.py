@@ -20,31 +20,31 @@ from dataclasses import asdict
 import torch.distributed as dist
 from torch import nn
 
-from .beside import BesideTraining, finish_saves, own_group
-from .collective import agree_on_arguments, is_distributed, together
+from .beside import AsyncSaveRunner, save_group, wait_for_saves
+from .collective import agree_on_arguments, is_distributed, run_on_all_ranks
 from .config import check_choice, check_int, parse_bytes
 from .exceptions import ConfigError, InputError
-from .paths import Directory, PathChecks, open_to_load, open_to_save
-from .progress import Progress, ProgressWanted, Tracker
+from .paths import CheckpointDirectory, PathChecks, open_to_load, open_to_save
+from .progress import Progress, ProgressOption, ProgressTracker
 from .reports import LoadReport, SaveReport
-from .save_log import logged
+from .save_log import log_report
 from .saving import FullEvery, check_full_every, plan_save, write_tables
 from .sessions.intact import CHECKPOINT_NAME
 from .sessions.load import LoadSession
-from .sessions.merge import Merge
-from .sessions.moment import MomentSession
+from .sessions.merge import CheckpointMerge
+from .sessions.moment import AsyncSaveSession
 from .sessions.ranks import AllRanks
 from .sessions.save import RankPart, SaveSession
-from .sessions.sweep import by_name, sweep_before_save
-from .shards import agreed_path, shards_at_rest, shards_to_save
-from .under_way import finish_saves_to
+from .sessions.sweep import sweep_before_save, tables_by_name
+from .shards import same_path_on_all_ranks, shards_to_save, shards_when_idle
+from .under_way import wait_for_saves_to
 
 __all__ = ["LoadReport", "Progress", "SaveReport", "Saver"]
 
 _log = logging.getLogger(__name__)
 
 # How often a merge begins again where a save was published before it was complete.
-_MERGES = 5
+_MAX_MERGES = 5
 
 
 class Saver:
@@ -86,7 +86,7 @@ class Saver:
         check_choice("path_checks", path_checks, PathChecks)
         self.path_checks: PathChecks = path_checks
 
-    @logged
+    @log_report
     def save(
         self,
         module: nn.Module,
@@ -97,7 +97,7 @@ class Saver:
         keep: int = 1,
         full_every: FullEvery = "auto",
         counters: bool = True,
-        progress: ProgressWanted = None,
+        progress: ProgressOption = None,
     ) -> SaveReport:
         """Write the rows of every cache module in `module` to `path`. Loads find this checkpoint there from then on.
 
@@ -142,15 +142,15 @@ class Saver:
 
         agree_on_arguments("Saver.save", arguments)
         ranks = AllRanks()
-        shards = together(lambda: shards_at_rest(module))
+        shards = run_on_all_ranks(lambda: shards_when_idle(module))
         directory = self._open_to_save(path)
-        sweep_before_save(by_name(shards), ranks)
+        sweep_before_save(tables_by_name(shards), ranks)
         plan = plan_save(
             shards, directory, ranks.rank, incremental=incremental, counters=counters, full_every=full_every
         )
 
         def write() -> RankPart:
-            with Tracker(progress, "save", plan.rows, shown=ranks.rank == 0) as tracker:
+            with ProgressTracker(progress, "save", plan.rows, show_bar=ranks.rank == 0) as tracker:
                 writer = session.writer(counters=counters)
                 totals = write_tables(plan, writer, tracker, linked=linked)
                 return RankPart(writer.finish(), **asdict(totals))
@@ -162,7 +162,7 @@ class Saver:
         parts = session.parts
         rows, tombstones = sum(part.rows for part in parts), sum(part.tombstones for part in parts)
         if not linked:
-            return plan.report(session.name, session.builds_on, rows, tombstones)
+            return plan.report(session.name, session.parent_id, rows, tombstones)
         linked_bytes, copied_bytes = sum(part.linked_bytes for part in parts), sum(part.copied_bytes for part in parts)
         if copied_bytes:
             _log.warning(
@@ -172,7 +172,7 @@ class Saver:
             )
         return SaveReport(session.name, "linked", None, None, rows, 0, linked_bytes, copied_bytes)
 
-    @logged
+    @log_report
     def save_async(
         self,
         module: nn.Module,
@@ -182,7 +182,7 @@ class Saver:
         keep: int = 1,
         full_every: FullEvery = "auto",
         counters: bool = True,
-        progress: ProgressWanted = None,
+        progress: ProgressOption = None,
         max_bytes_per_second: int | str | None = None,
     ) -> Future[SaveReport]:
         """Save as `save` does, in a thread while training goes on. The checkpoint is the state at the call, bit for bit, after the
@@ -214,20 +214,20 @@ class Saver:
 
         agree_on_arguments("Saver.save_async", arguments)
         ranks = AllRanks()
-        together(finish_saves)
-        shards = together(lambda: shards_to_save(module))
+        run_on_all_ranks(wait_for_saves)
+        shards = run_on_all_ranks(lambda: shards_to_save(module))
         directory = self._open_to_save(path)
-        group = own_group()
-        sweep_before_save(by_name(shards), ranks)
+        group = save_group()
+        sweep_before_save(tables_by_name(shards), ranks)
         plan = plan_save(
             shards, directory, ranks.rank, incremental=incremental, counters=counters, full_every=full_every
         )
-        session = MomentSession(plan, ranks, group, keep=keep, progress=progress, max_bytes_per_second=rate)
-        with BesideTraining([table for _, _, table in shards], directory.path, session.give_up) as save:
-            session.hold()
+        session = AsyncSaveSession(plan, ranks, group, keep=keep, progress=progress, max_bytes_per_second=rate)
+        with AsyncSaveRunner([table for _, _, table in shards], directory.path, session.cancel) as save:
+            session.take_snapshot()
             return save.start(session.finish)
 
-    @logged
+    @log_report
     def load(
         self,
         module: nn.Module,
@@ -240,7 +240,7 @@ class Saver:
         checkpoint: str | None = None,
         last_intact: bool = False,
         slots: bool = True,
-        progress: ProgressWanted = None,
+        progress: ProgressOption = None,
     ) -> LoadReport:
         """Replace the contents of every cache module in `module` by the checkpoint at `path`, which any number of ranks saved.
 
@@ -296,13 +296,13 @@ class Saver:
 
         agree_on_arguments("Saver.load", arguments)
         ranks = AllRanks()
-        shards = together(lambda: shards_at_rest(module))
-        given = agreed_path(path)
-        directory = together(lambda: open_to_load(given, self.path_checks))
+        shards = run_on_all_ranks(lambda: shards_when_idle(module))
+        given = same_path_on_all_ranks(path)
+        directory = run_on_all_ranks(lambda: open_to_load(given, self.path_checks))
         with LoadSession(ranks, checkpoint, last_intact=last_intact, slots=slots) as session:
             session.open(directory)
             session.check(shards, tables=tables, rename=rename, strict=strict)
-            return session.load(lambda: Tracker(progress, "load", session.most_rows, shown=ranks.rank == 0))
+            return session.load(lambda: ProgressTracker(progress, "load", session.max_rows, show_bar=ranks.rank == 0))
 
     def compact(
         self,
@@ -310,7 +310,7 @@ class Saver:
         *,
         keep: int = 1,
         counters: bool = True,
-        progress: ProgressWanted = None,
+        progress: ProgressOption = None,
     ) -> SaveReport:
         """Merge the newest checkpoint in `path` and all that it builds on into a full one. Loads find the full one from then on.
 
@@ -325,31 +325,31 @@ class Saver:
         """
         agree_on_arguments("Saver.compact", lambda: self._arguments(keep=keep, counters=counters))
         ranks = AllRanks()
-        given = agreed_path(path)
+        given = same_path_on_all_ranks(path)
 
-        def track(rows: int | None) -> Tracker:
-            return Tracker(progress, "compact", rows, shown=ranks.rank == 0)
+        def track(rows: int | None) -> ProgressTracker:
+            return ProgressTracker(progress, "compact", rows, show_bar=ranks.rank == 0)
 
-        for attempt in range(1, _MERGES + 1):
-            with Merge(ranks) as merge:
+        for attempt in range(1, _MAX_MERGES + 1):
+            with CheckpointMerge(ranks) as merge:
                 merge.open(given, self.path_checks, counters=counters)
-                report = merge.save(keep, track, is_last=attempt == _MERGES)
+                report = merge.save(keep, track, is_last=attempt == _MAX_MERGES)
             if report is not None:
                 return report
         raise AssertionError("the last attempt returns or raises")
 
-    def _open_to_save(self, path: str | os.PathLike[str]) -> Directory:
+    def _open_to_save(self, path: str | os.PathLike[str]) -> CheckpointDirectory:
         """The directory that all ranks save to, checked and made when missing, once no save beside training writes there.
         Collective.
         """
-        given = agreed_path(path)
+        given = same_path_on_all_ranks(path)
 
-        def open_it() -> Directory:
+        def open_directory() -> CheckpointDirectory:
             directory = open_to_save(given, self.path_checks)
-            finish_saves_to(directory.path)
+            wait_for_saves_to(directory.path)
             return directory
 
-        return together(open_it)
+        return run_on_all_ranks(open_directory)
 
     def _arguments(
         self, *, keep: int, counters: bool, incremental: bool = False, full_every: FullEvery = None

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 from . import _native
-from .collective import all_gather, gathered, together
+from .collective import all_gather, gather_results, run_on_all_ranks
 from .config import check_int
 from .exceptions import ConfigError, CorruptionError
-from .paths import Directory
-from .progress import Tracker
+from .paths import CheckpointDirectory
+from .progress import ProgressTracker
 from .reports import SaveReport
-from .shards import Shard, numbers_of
-from .table_names import Pair, shown
+from .shards import ModuleShard, numeric_hyperparameters
+from .table_names import TablePath, display_name
 from .table_shard import TableShard
 
-__all__ = ["FullEvery", "SavePlan", "Totals", "check_full_every", "plan_save", "write_tables"]
+__all__ = ["FullEvery", "SavePlan", "WriteTotals", "check_full_every", "plan_save", "write_tables"]
 
 _log = logging.getLogger("torchrec_embcache.saver")
 # Why the first incremental save to a directory is full, which nobody has to act on.
-_FIRST = "there is no checkpoint yet"
+_NO_CHECKPOINT = "there is no checkpoint yet"
 
 # Which of the incremental saves are full: every how many, or "auto", or none.
 FullEvery = int | Literal["auto"] | None
 
 # With "auto" a chain has at most so many deltas. From the lesser number on it ends where it has outgrown what it builds on.
-_MOST_DELTAS, _FEW_DELTAS = 64, 8
+_MAX_DELTAS, _MIN_DELTAS = 64, 8
 
 
 def check_full_every(value: object) -> FullEvery:
@@ -41,22 +41,22 @@ def check_full_every(value: object) -> FullEvery:
 
 
 @dataclass(frozen=True)
-class Base:
+class SaveBase:
     """What a delta builds on: the newest checkpoint, and what each table knows it by (before a compaction another name)."""
 
     id: _native.CheckpointId
-    ancestors: dict[Pair, _native.Ancestor]
+    bases: dict[TablePath, _native.BaseCheckpoint]
 
 
 @dataclass(frozen=True)
 class SavePlan:
     """What a save of `shards` to `directory` is to be, the same on all ranks."""
 
-    shards: list[Shard]
-    directory: Directory
+    shards: list[ModuleShard]
+    directory: CheckpointDirectory
     epoch: int
     """Of rows that are trained after it."""
-    base: Base | None
+    base: SaveBase | None
     """What it builds on; None: it is full."""
     reason: str | None
     """Why one that was to be a delta is full."""
@@ -73,9 +73,9 @@ class SavePlan:
         """How many rows this rank writes; None where only the writing tells."""
         return sum(len(table) for _, _, table in self.shards) if self.base is None else None
 
-    def ancestor(self, module_path: str, table: TableShard) -> _native.Ancestor | None:
+    def table_base(self, module_path: str, table: TableShard) -> _native.BaseCheckpoint | None:
         """What a delta of the table builds on, as the table knows it."""
-        return None if self.base is None else self.base.ancestors[module_path, table.name]
+        return None if self.base is None else self.base.bases[module_path, table.name]
 
     def report(self, name: str, parent: str | None, rows: int, tombstones: int) -> SaveReport:
         """Of the checkpoint `name` that was saved, and builds on `parent`."""
@@ -84,8 +84,8 @@ class SavePlan:
 
 
 def plan_save(
-    shards: list[Shard],
-    directory: Directory,
+    shards: list[ModuleShard],
+    directory: CheckpointDirectory,
     rank: int,
     *,
     incremental: bool,
@@ -93,23 +93,25 @@ def plan_save(
     full_every: FullEvery = "auto",
 ) -> SavePlan:
     """Decide what a save is to be; the log says why one is full that was to be a delta. Collective."""
-    epoch = max(gathered(lambda: max((table.native.epoch() for _, _, table in shards), default=0))) + 1
+    epoch = max(gather_results(lambda: max((table.native.epoch() for _, _, table in shards), default=0))) + 1
     base, reason = None, None
     if incremental:
-        found, reason = all_gather(together((lambda: _newest(directory)) if rank == 0 else (lambda: (None, None))))[0]
-        if found is not None and (reason := found.chain.ends(full_every)) is not None:
+        found, reason = all_gather(
+            run_on_all_ranks((lambda: _read_newest(directory)) if rank == 0 else (lambda: (None, None)))
+        )[0]
+        if found is not None and (reason := found.chain.full_reason(full_every)) is not None:
             _log.info("%s is saved in full, so that its chain of deltas ends: %s", directory, reason)
         else:
             if found is not None:
-                base, reason = _base(shards, found, counters=counters)
+                base, reason = _find_base(shards, found, counters=counters)
             if reason is not None:
-                level = logging.INFO if reason == _FIRST else logging.WARNING
+                level = logging.INFO if reason == _NO_CHECKPOINT else logging.WARNING
                 _log.log(level, "%s is saved in full, not as a delta: %s", directory, reason)
     return SavePlan(shards, directory, epoch, base, reason, counters)
 
 
 @dataclass(frozen=True)
-class _Chain:
+class _DeltaChain:
     """The deltas that a directory ends with, and what they build on."""
 
     base: str
@@ -119,18 +121,18 @@ class _Chain:
     """Rows and tombstones of all deltas."""
 
     @classmethod
-    def of(cls, directory: Directory, newest: str) -> _Chain:
+    def read(cls, directory: CheckpointDirectory, newest: str) -> _DeltaChain:
         """The chain of the checkpoint `newest`. `CorruptionError` where it cannot be loaded."""
-        links = [json.loads(link) for link in _native.CheckpointRows(directory, newest).links()]
+        links = [json.loads(link) for link in _native.CheckpointRows(directory, newest).chain_manifests()]
         rows = [sum(table["rows"] + table["tombstones"] for table in link["tables"]) for link in links]
         return cls(links[-1]["name"], rows[-1], len(links) - 1, sum(rows[:-1]))
 
-    def ends(self, full_every: FullEvery) -> str | None:
+    def full_reason(self, full_every: FullEvery) -> str | None:
         """Why the next save is to be full."""
         if full_every == "auto":
-            if self.deltas >= _MOST_DELTAS:
+            if self.deltas >= _MAX_DELTAS:
                 return f"{self.deltas} deltas build on {self.base} (full_every='auto')"
-            if self.deltas >= _FEW_DELTAS and self.delta_rows >= self.base_rows:
+            if self.deltas >= _MIN_DELTAS and self.delta_rows >= self.base_rows:
                 return (
                     f"the {self.deltas} deltas that build on {self.base} have {self.delta_rows} rows and tombstones, and it has "
                     f"{self.base_rows} rows (full_every='auto')"
@@ -141,126 +143,128 @@ class _Chain:
 
 
 @dataclass(frozen=True)
-class _Newest:
+class _NewestInfo:
     """What the newest checkpoint says of itself, as ranks tell each other."""
 
     id: _native.CheckpointId
     merged: _native.CheckpointId | None
     next_epoch: int
     kind: str
-    tables: dict[Pair, bool]
+    tables: dict[TablePath, bool]
     """Whether it has counts of the ids of each table that wait for rows."""
-    rows: dict[Pair, int]
+    rows: dict[TablePath, int]
     """How many rows a load finds of each table."""
-    chain: _Chain
+    chain: _DeltaChain
 
 
-def _newest(directory: Directory) -> tuple[_Newest | None, str | None]:
+def _read_newest(directory: CheckpointDirectory) -> tuple[_NewestInfo | None, str | None]:
     """The newest checkpoint, or why there is none to build on."""
     try:
         found = _native.newest_checkpoint(directory)
         if found is None:
-            return None, _FIRST
-        chain = _Chain.of(directory, found.id.name)
+            return None, _NO_CHECKPOINT
+        chain = _DeltaChain.read(directory, found.id.name)
     except CorruptionError as error:
         return None, f"the newest checkpoint there is damaged ({error})"
     tables = {(entry.module, entry.table): entry.pending is not None for entry in found.tables}
     rows = {(entry.module, entry.table): entry.rows for entry in found.tables}
-    return _Newest(found.id, found.merged, found.next_epoch, found.kind, tables, rows, chain), None
+    return _NewestInfo(found.id, found.merged, found.next_epoch, found.kind, tables, rows, chain), None
 
 
-def _base(shards: list[Shard], found: _Newest, *, counters: bool) -> tuple[Base | None, str | None]:
+def _find_base(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool) -> tuple[SaveBase | None, str | None]:
     """What a delta of these tables on the newest checkpoint builds on, or why there can be none. Collective."""
-    name = found.id.name
-    if found.kind == "linked":
+    name = newest.id.name
+    if newest.kind == "linked":
         return None, f"{name} is a linked checkpoint (linked=True), and deltas build on others only"
     names = {(module_path, table.name) for module_path, _, table in shards}
     everyone = set().union(*all_gather(names))
-    if everyone != found.tables.keys():
+    if everyone != newest.tables.keys():
         return None, f"{name} has other tables than the model"
 
-    if (differs := _counts_differ(shards, found, counters=counters)) is not None:
+    if (differs := _counts_differ(shards, newest, counters=counters)) is not None:
         return None, differs
 
-    def ancestor(table: TableShard) -> _native.Ancestor | None:
-        known = table.native.ancestors()
-        return next((one for one in known if one.id in (found.id, found.merged)), None)
+    def table_base(table: TableShard) -> _native.BaseCheckpoint | None:
+        known = table.native.base_checkpoints()
+        return next((one for one in known if one.id in (newest.id, newest.merged)), None)
 
-    ancestors: dict[Pair, _native.Ancestor | None] = {}
+    ancestors: dict[TablePath, _native.BaseCheckpoint | None] = {}
 
-    def unknown_here() -> list[Pair]:
-        ancestors.update({(module_path, table.name): ancestor(table) for module_path, _, table in shards})
-        return sorted(pair for pair, one in ancestors.items() if one is None or one.next_epoch != found.next_epoch)
+    def unknown_here() -> list[TablePath]:
+        ancestors.update({(module_path, table.name): table_base(table) for module_path, _, table in shards})
+        return sorted(pair for pair, one in ancestors.items() if one is None or one.next_epoch != newest.next_epoch)
 
-    unknown = [pair for pairs in gathered(unknown_here) for pair in pairs]
+    unknown = [pair for pairs in gather_results(unknown_here) for pair in pairs]
     if unknown:
         return None, (
-            f"what changed in table {shown(unknown[0])} since {name} is not known: another run saved that, "
+            f"what changed in table {display_name(unknown[0])} since {name} is not known: another run saved that, "
             "or too long ago, or more rows left or more sweeps came since than are remembered, or the full table dropped rows "
             "while it was loaded"
         )
-    base = Base(found.id, {pair: one for pair, one in ancestors.items() if one is not None})
+    base = SaveBase(newest.id, {pair: one for pair, one in ancestors.items() if one is not None})
     if (differs := _sweeps_differ(shards, base)) is None:
-        differs = _rows_differ(shards, base, found.rows)
+        differs = _rows_differ(shards, base, newest.rows)
     return (base, None) if differs is None else (None, differs)
 
 
-def _sweeps_differ(shards: list[Shard], base: Base) -> str | None:
+def _sweeps_differ(shards: list[ModuleShard], base: SaveBase) -> str | None:
     """Why a delta on `base` cannot say the sweeps since then: ranks have made different ones. Collective.
 
     A delta says one list of sweeps for all rows of a table. `table.evict()` on one rank alone makes them differ, until the next
     sweep of all ranks.
     """
 
-    def sweeps() -> dict[Pair, list[str]]:
+    def sweeps() -> dict[TablePath, list[str]]:
         return {
-            (path, table.name): table.native.sweeps_since(base.ancestors[path, table.name]) for path, _, table in shards
+            (path, table.name): table.native.sweeps_since(base.bases[path, table.name]) for path, _, table in shards
         }
 
-    first: dict[Pair, tuple[int, list[str]]] = {}
-    for rank, of_rank in enumerate(gathered(sweeps)):
+    first: dict[TablePath, tuple[int, list[str]]] = {}
+    for rank, of_rank in enumerate(gather_results(sweeps)):
         for pair, made in of_rank.items():
             before, others = first.setdefault(pair, (rank, made))
             if made != others:
                 return (
-                    f"ranks {before} and {rank} have swept table {shown(pair)} differently since {base.id.name}: sweep on all "
+                    f"ranks {before} and {rank} have swept table {display_name(pair)} differently since {base.id.name}: "
+                    f"sweep on all "
                     "ranks together, with evict(model)"
                 )
     return None
 
 
-def _rows_differ(shards: list[Shard], base: Base, saved: dict[Pair, int]) -> str | None:
+def _rows_differ(shards: list[ModuleShard], base: SaveBase, saved: dict[TablePath, int]) -> str | None:
     """Why a load of a delta on `base` would find other rows than the tables have. Collective.
 
     No table should come to that: it keeps an error in the bookkeeping of a table from making a chain that cannot be loaded.
     `saved` is how many rows a load of `base` finds.
     """
 
-    def counts() -> dict[Pair, _native.ChangeCounts]:
+    def counts() -> dict[TablePath, _native.ChangeCounts]:
         return {
-            (path, table.name): table.native.count_changes(base.ancestors[path, table.name])
-            for path, _, table in shards
+            (path, table.name): table.native.count_changes(base.bases[path, table.name]) for path, _, table in shards
         }
 
-    everyone = gathered(counts)
+    everyone = gather_results(counts)
     for pair, before in sorted(saved.items()):
         of_ranks = [counted[pair] for counted in everyone if pair in counted]
-        rows, doomed = sum(one.rows for one in of_ranks), sum(one.doomed for one in of_ranks)
-        least = before - sum(one.left + one.swept for one in of_ranks)
+        rows, doomed = sum(one.rows for one in of_ranks), sum(one.expiring for one in of_ranks)
+        least = before - sum(one.tombstones + one.swept for one in of_ranks)
         if doomed:
             return (
-                f"a load would drop {doomed} rows that table {shown(pair)} has, because a sweep since {base.id.name} takes them: a "
+                f"a load would drop {doomed} rows that table {display_name(pair)} has, because a sweep since "
+                f"{base.id.name} takes them: a "
                 "bug of torchrec-embcache to report"
             )
         if rows < least:
             return (
-                f"a load would find {least} rows or more of table {shown(pair)}, which has {rows}: {base.id.name} has {before}, "
+                f"a load would find {least} rows or more of table {display_name(pair)}, which has {rows}: "
+                f"{base.id.name} has {before}, "
                 "and fewer are known to have left. This is a bug of torchrec-embcache to report"
             )
     return None
 
 
-def _counts_differ(shards: list[Shard], newest: _Newest, *, counters: bool) -> str | None:
+def _counts_differ(shards: list[ModuleShard], newest: _NewestInfo, *, counters: bool) -> str | None:
     """Why a delta with counts, or one without them, cannot build on the newest checkpoint. Collective.
 
     A load puts the counts of a chain together, of which a delta has those of the ids that occurred since its parent. So on a parent
@@ -271,14 +275,14 @@ def _counts_differ(shards: list[Shard], newest: _Newest, *, counters: bool) -> s
     everywhere = [pair for found in all_gather(differ) for pair in found]
     if not everywhere:
         return None
-    of = f"of the ids that wait for rows in table {shown(everywhere[0])}"
+    of = f"of the ids that wait for rows in table {display_name(everywhere[0])}"
     if counters:
         return f"{newest.id.name} has no counts {of}"
     return f"{newest.id.name} has counts {of}, and this save leaves them out (counters=False)"
 
 
 @dataclass
-class Totals:
+class WriteTotals:
     """How much one rank wrote."""
 
     rows: int = 0
@@ -286,23 +290,25 @@ class Totals:
     linked_bytes: int = 0
     copied_bytes: int = 0
 
-    def add(self, written: _native.TableWritten) -> None:
+    def add(self, table: _native.TableWriteStats) -> None:
         """Count what one table came to."""
-        self.rows += written.rows
-        self.tombstones += written.tombstones
-        self.linked_bytes += written.linked_bytes
-        self.copied_bytes += written.copied_bytes
+        self.rows += table.rows
+        self.tombstones += table.tombstones
+        self.linked_bytes += table.linked_bytes
+        self.copied_bytes += table.copied_bytes
 
 
-def write_tables(plan: SavePlan, writer: _native.CheckpointWriter, tracker: Tracker, *, linked: bool) -> Totals:
+def write_tables(
+    plan: SavePlan, writer: _native.CheckpointWriter, tracker: ProgressTracker, *, linked: bool
+) -> WriteTotals:
     """Write the tables of this rank. `linked`: tables with an SSD tier as their segments."""
-    totals = Totals()
+    totals = WriteTotals()
     for module_path, owner, table in plan.shards:
-        numbers = numbers_of(owner.hyperparameters(table.name))
-        tracker.table(shown((module_path, table.name)))
+        numbers = numeric_hyperparameters(owner.hyperparameters(table.name))
+        tracker.table(display_name((module_path, table.name)))
         if linked:
             written = writer.link_table(module_path, table.native, numbers)
-        elif (ancestor := plan.ancestor(module_path, table)) is not None:
+        elif (ancestor := plan.table_base(module_path, table)) is not None:
             written = writer.write_changes(module_path, table.native, numbers, ancestor)
         else:
             written = writer.write_table(module_path, table.native, numbers)

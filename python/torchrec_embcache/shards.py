@@ -8,37 +8,45 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .cache import internals
-from .collective import all_gather, together
+from .cache import shard_of
+from .collective import all_gather, run_on_all_ranks
 from .exceptions import InputError, PathError
-from .paths import GivenPath, given_path
+from .paths import CheckedPath, check_path
 from .table_shard import TableShard
-from .under_way import finish_saves
-from .whole_model import CacheModule, cache_modules, expect_state_dicts
+from .under_way import wait_for_saves
+from .whole_model import CacheModule, cache_modules, suppress_state_dict_warnings
 
-__all__ = ["Shard", "agreed_path", "numbers_of", "shards_as_they_are", "shards_at_rest", "shards_of", "shards_to_save"]
+__all__ = [
+    "ModuleShard",
+    "numeric_hyperparameters",
+    "same_path_on_all_ranks",
+    "shards_of",
+    "shards_to_save",
+    "shards_unopened",
+    "shards_when_idle",
+]
 
 # A table on this rank: its module's path in the model, the module, the table.
-Shard = tuple[str, CacheModule, TableShard]
+ModuleShard = tuple[str, CacheModule, TableShard]
 
 
-def shards_of(module: nn.Module) -> list[Shard]:
+def shards_of(module: nn.Module) -> list[ModuleShard]:
     """The tables of this rank, opened, by module path and name."""
-    found = shards_as_they_are(module)
+    found = shards_unopened(module)
     for owner in cache_modules(module).values():
-        owner.settle()
+        owner.sync_optimizers()
     for _, _, table in found:
         table.open()
     return found
 
 
-def shards_as_they_are(module: nn.Module) -> list[Shard]:
+def shards_unopened(module: nn.Module) -> list[ModuleShard]:
     """The tables of this rank, opened or not, by module path and name. `InputError` where the model has no cache module."""
     modules = cache_modules(module)
     if not modules:
         raise InputError(f"{type(module).__name__} has no cache module: nothing to save or load")
     found = [
-        (module_path, owner, internals(table))
+        (module_path, owner, shard_of(table))
         for module_path, owner in modules.items()
         for table in owner.tables.values()
     ]
@@ -46,22 +54,22 @@ def shards_as_they_are(module: nn.Module) -> list[Shard]:
     return found
 
 
-def shards_at_rest(module: nn.Module) -> list[Shard]:
+def shards_when_idle(module: nn.Module) -> list[ModuleShard]:
     """The tables as `shards_of` gives them, once no save beside training holds them."""
     found = shards_to_save(module)
-    finish_saves([table for _, _, table in found])
+    wait_for_saves([table for _, _, table in found])
     return found
 
 
-def shards_to_save(module: nn.Module) -> list[Shard]:
+def shards_to_save(module: nn.Module) -> list[ModuleShard]:
     """The tables as `shards_of` gives them. State dicts of the modules are no reason to warn from here on: the rows are saved."""
-    expect_state_dicts(module)
+    suppress_state_dict_warnings(module)
     return shards_of(module)
 
 
-def agreed_path(path: str | os.PathLike[str]) -> GivenPath:
+def same_path_on_all_ranks(path: str | os.PathLike[str]) -> CheckedPath:
     """Return `path` as an absolute path. `PathError` where ranks name different directories. Collective."""
-    given = together(lambda: given_path("path", path))
+    given = run_on_all_ranks(lambda: check_path("path", path))
     everyone = all_gather(os.path.normpath(given))
     if len(set(everyone)) > 1:
         named = ", ".join(f"rank {rank}: {each!r}" for rank, each in enumerate(everyone))
@@ -69,7 +77,7 @@ def agreed_path(path: str | os.PathLike[str]) -> GivenPath:
     return given
 
 
-def numbers_of(group: dict[str, Any]) -> dict[str, float]:
+def numeric_hyperparameters(group: dict[str, Any]) -> dict[str, float]:
     """The hyperparameters that are numbers, each by its name. A pair `betas` becomes `beta1` and `beta2`.
 
     The groups of torch's optimizers hold others too, such as `foreach=None`: those say how torch computes an update, and a

@@ -15,66 +15,66 @@ from torch import Tensor
 
 from .exceptions import StateError
 
-__all__ = ["OtherRankFailedError", "SharedSums", "exact_sums", "sums_of"]
+__all__ = ["OovGradientSums", "OtherRankFailedError", "exact_sums", "oov_sums_size"]
 
 # Limbs of a column's sum, the lowest first, and how many of its numbers are not finite.
 _LIMBS = 9
-_PLACES = _LIMBS + 1
+_INTEGERS_PER_COLUMN = _LIMBS + 1
 _LIMB_BITS = 32
 _MANTISSA_BITS = 23
 # So many numbers are summed at once, because what is computed of each takes dozens of bytes.
-_AT_ONCE = 1 << 21
+_CHUNK_ELEMENTS = 1 << 21
 
 
 class OtherRankFailedError(StateError):
     """Another rank has failed in this backward, and raises its error on every rank."""
 
 
-class SharedSums:
+class OovGradientSums:
     """The sums of one backward, until those of all ranks are added up. Every rank comes here once, also where it has failed."""
 
-    def __init__(self, add_up: Callable[[Tensor], None] | None, size: int) -> None:
-        """`add_up` adds up a CPU tensor of all ranks in place; None for one rank. `size`: how many integers the sums are."""
-        self._add_up, self._size = add_up, size
+    def __init__(self, all_reduce_fn: Callable[[Tensor], None] | None, size: int) -> None:
+        """`all_reduce_fn` adds up a CPU tensor of all ranks in place; None for one rank. `size`: how many integers the sums are."""
+        self._all_reduce_fn, self._size = all_reduce_fn, size
 
-    def of_all_ranks(self, sums: Tensor) -> Tensor:
+    def all_reduce(self, sums: Tensor) -> Tensor:
         """The sums, int64 [size], of all ranks, on the CPU. Collective.
 
         Raises `OtherRankFailedError` where a rank has failed before it came here.
         """
-        if self._add_up is None:
+        if self._all_reduce_fn is None:
             return sums.cpu()
         both = torch.cat([sums.cpu(), torch.zeros(1, dtype=torch.int64, device="cpu")])
-        self._come(both)
+        self._reduce(both)
         if both[-1].item():
             raise OtherRankFailedError("another rank has failed in this backward, and nothing is updated")
         return both[:-1]
 
-    def fail(self) -> None:
+    def notify_failure(self) -> None:
         """Tell the other ranks that this one has failed, unless it came here before. Collective."""
-        if self._add_up is not None:
+        if self._all_reduce_fn is not None:
             failed = torch.zeros(self._size + 1, dtype=torch.int64, device="cpu")
             failed[-1] = 1
             with contextlib.suppress(Exception):  # the error that this is about is raised
-                self._come(failed)
+                self._reduce(failed)
 
-    def _come(self, sums: Tensor) -> None:
-        add_up, self._add_up = self._add_up, None
+    def _reduce(self, sums: Tensor) -> None:
+        add_up, self._all_reduce_fn = self._all_reduce_fn, None
         assert add_up is not None, "the callers ask"
         add_up(sums)
 
 
-def sums_of(dim: int) -> int:
+def oov_sums_size(dim: int) -> int:
     """How many integers the sums of a table of width `dim` are: those of its columns, and how many ids were refused."""
-    return dim * _PLACES + 1
+    return dim * _INTEGERS_PER_COLUMN + 1
 
 
 def exact_sums(rows: Tensor) -> Tensor:
-    """The sums of the columns of `rows`, float32 [n, D], and then n: int64 [`sums_of(D)`], on the device of the rows."""
+    """The sums of the columns of `rows`, float32 [n, D], and then n: int64 [`oov_sums_size(D)`], on the device of the rows."""
     count, dim = rows.shape
-    sums = torch.zeros(sums_of(dim), dtype=torch.int64, device=rows.device)
+    sums = torch.zeros(oov_sums_size(dim), dtype=torch.int64, device=rows.device)
     sums[-1] = count
-    for part in torch.split(rows.contiguous(), max(1, _AT_ONCE // dim)):
+    for part in torch.split(rows.contiguous(), max(1, _CHUNK_ELEMENTS // dim)):
         _add(sums[:-1], part)
     return sums
 
@@ -88,7 +88,7 @@ def _add(sums: Tensor, rows: Tensor) -> None:
     place = exponent.clamp(min=1, max=0xFE) - 1
     shifted = torch.where(finite, mantissa << (place % _LIMB_BITS), 0)
     sign = torch.where(bits < 0, -1, 1)
-    begin = torch.arange(dim, dtype=torch.int64, device=rows.device) * _PLACES
+    begin = torch.arange(dim, dtype=torch.int64, device=rows.device) * _INTEGERS_PER_COLUMN
     limb = (begin + place // _LIMB_BITS).flatten()
     sums.index_add_(0, limb, (sign * (shifted & 0xFFFFFFFF)).flatten())
     sums.index_add_(0, limb + 1, (sign * (shifted >> _LIMB_BITS)).flatten())

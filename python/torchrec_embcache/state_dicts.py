@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from .cache import internals
-from .collective import gathered
+from .cache import shard_of
+from .collective import gather_results
 from .exceptions import StateError
 from .whole_model import cache_modules
 
@@ -39,11 +39,11 @@ class TableState:
 
     def state_dict(self) -> dict[str, str]:
         """Rows and step of every table that is open, over all ranks."""
-        return {"tables": json.dumps(self._held(), sort_keys=True)}
+        return {"tables": json.dumps(self._row_counts(), sort_keys=True)}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """`StateError` where the model's tables hold other rows than those noted."""
-        held = self._held()
+        held = self._row_counts()
         for name, [rows, step] in json.loads(state["tables"]).items():
             now = held.get(name, [0, 0])
             if rows and now != [rows, step]:
@@ -52,17 +52,17 @@ class TableState:
                     f"at step {now[1]}. It does not hold rows: load them first, by Saver(rank).load(model, path), then this"
                 )
 
-    def _held(self) -> dict[str, list[int]]:
-        def mine() -> dict[str, list[int]]:
+    def _row_counts(self) -> dict[str, list[int]]:
+        def local_counts() -> dict[str, list[int]]:
             return {
-                f"{path}/{name}": [len(table), table.step() or internals(table).loaded_step]
+                f"{path}/{name}": [len(table), table.step() or shard_of(table).loaded_step]
                 for path, module in cache_modules(self._model).items()
                 for name, table in module.tables.items()
                 if table.is_open
             }
 
         total: dict[str, list[int]] = {}
-        for of_rank in gathered(mine):
+        for of_rank in gather_results(local_counts):
             for name, (rows, step) in of_rank.items():
                 before = total.get(name, [0, 0])
                 total[name] = [before[0] + rows, max(before[1], step)]

@@ -8,84 +8,84 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import _native
-from .agreement import Agreement, Together, alone
-from .config import as_float
+from .agreement import RankGather, SweepInputs, gather_single_rank
+from .config import to_float
 from .exceptions import InputError, StateError
 from .gradients import raise_at_end_of_backward
 from .table_shard import TableShard
 
 __all__ = [
-    "milliseconds",
-    "needs_ranks",
-    "set_time_alone",
+    "needs_collective_sweep",
+    "set_time_single_rank",
     "sweep_after_step",
-    "sweep_alone",
     "sweep_in_backward",
-    "sweep_together",
-    "swept_after_steps",
+    "sweep_prepared",
+    "sweep_single_rank",
+    "tables_swept_after_steps",
+    "to_milliseconds",
 ]
 
-_MOST_SECONDS = 1 << 52
+_MAX_SECONDS = 1 << 52
 
 
-def needs_ranks(table: TableShard) -> bool:
+def needs_collective_sweep(table: TableShard) -> bool:
     """Whether a sweep of the table hangs on what other ranks say: its rule is agreed on, and the table is spread over them.
 
     By the settings alone. So all of these ranks say the same, also those that own no bucket of a checkpoint that was loaded.
     """
     policy = table.settings.lifecycle.eviction
-    return policy is not None and policy.is_agreed and table.is_spread
+    return policy is not None and policy.is_collective and table.is_sharded
 
 
-def swept_after_steps(tables: Sequence[TableShard], *, by_ranks: bool) -> list[TableShard]:
+def tables_swept_after_steps(tables: Sequence[TableShard], *, by_ranks: bool) -> list[TableShard]:
     """Those of `tables` that `sweep_after_step` is to be called for, by one rank alone or by the ranks together."""
-    return [table for table in tables if _every_steps(table) is not None and needs_ranks(table) is by_ranks]
+    return [table for table in tables if _every_steps(table) is not None and needs_collective_sweep(table) is by_ranks]
 
 
 def _every_steps(table: TableShard) -> int | None:
     policy = table.settings.lifecycle.eviction
-    return policy.every_steps if policy is not None and policy.is_agreed else None
+    return policy.every_steps if policy is not None and policy.is_collective else None
 
 
-def sweep_alone(table: TableShard) -> None:
+def sweep_single_rank(table: TableShard) -> None:
     """Sweep a table now, as of its last step. `StateError` where other ranks have to agree on what leaves."""
-    if needs_ranks(table):
+    if needs_collective_sweep(table):
         raise StateError(
             f"table {table.name!r} is shared by {table.world_size} ranks, which have to agree on what its eviction takes: call "
             "torchrec_embcache.evict(model) on all of them"
         )
     policy = table.settings.lifecycle.eviction
-    if policy is None or not policy.is_agreed:
+    if policy is None or not policy.is_collective:
         table.sweep()
         return
-    _sweep([table], table.step(), alone)
+    _sweep([table], table.step(), gather_single_rank)
 
 
-def milliseconds(field: str, seconds: object) -> int:
+def to_milliseconds(field: str, seconds: object) -> int:
     """`seconds` as milliseconds, rounded. `InputError` unless it is a number from 0 to 2^52."""
-    number = as_float(seconds)
-    if number is None or not 0 <= number <= _MOST_SECONDS:
+    number = to_float(seconds)
+    if number is None or not 0 <= number <= _MAX_SECONDS:
         raise InputError(f"{field}({seconds!r}): give seconds as a number from 0 to 2^52, an int or a float")
     return round(number * 1000)
 
 
-def set_time_alone(table: TableShard, seconds: float) -> None:
+def set_time_single_rank(table: TableShard, seconds: float) -> None:
     """Say what time it is for a table. `StateError` where other ranks share it. A table without `Ttl(seconds=...)` has no time."""
-    if needs_ranks(table):
+    if needs_collective_sweep(table):
         raise StateError(
             f"table {table.name!r} is shared by {table.world_size} ranks, which have one time: call "
             "torchrec_embcache.set_time(model, seconds) on all of them"
         )
-    time = milliseconds("set_time", seconds)
-    if table.settings.lifecycle.is_timed:
+    time = to_milliseconds("set_time", seconds)
+    if table.settings.lifecycle.needs_clock:
         table.native.set_time(time)
 
 
-def sweep_after_step(tables: Sequence[TableShard], together: Together) -> None:
+def sweep_after_step(tables: Sequence[TableShard], gather: RankGather) -> None:
     """A training step was committed: sweep those of `tables` that are swept after it. Collective, where there is one to sweep.
 
-    The tables are those of `swept_after_steps`, in the same order on every rank, and were trained by one batch. An error on one
-    rank is raised on all, and then no table was swept.
+    The tables are those of `tables_swept_after_steps`, in the same order on every rank, and were trained by one batch. An error on
+    one rank is raised on all, and then no table was swept.
     """
     due = []
     for table in tables:
@@ -94,39 +94,39 @@ def sweep_after_step(tables: Sequence[TableShard], together: Together) -> None:
         if every is not None and step % every == 0:
             due.append((table, step))
     for step in dict.fromkeys(step for _, step in due):
-        _sweep([table for table, at in due if at == step], step, together)
+        _sweep([table for table, at in due if at == step], step, gather)
 
 
-def sweep_in_backward(tables: Sequence[TableShard], *, to_its_end: bool) -> None:
+def sweep_in_backward(tables: Sequence[TableShard], *, until_done: bool) -> None:
     """Do as `sweep_after_step`, within a backward, for tables that this rank sweeps alone.
 
-    With `to_its_end` an error is raised when the whole backward is through. The step is made then, and the other modules of the
+    With `until_done` an error is raised when the whole backward is through. The step is made then, and the other modules of the
     loss, and DDP's reducer, need the rest of the backward.
     """
     try:
-        sweep_after_step(tables, alone)
+        sweep_after_step(tables, gather_single_rank)
     except Exception as error:
-        if not to_its_end:
+        if not until_done:
             raise
         raise_at_end_of_backward(error)
 
 
-def _sweep(tables: Sequence[TableShard], step: int, together: Together) -> None:
+def _sweep(tables: Sequence[TableShard], step: int, gather: RankGather) -> None:
     rules: list[_native.SweepRule] = []
     for table in tables:
         policy = table.settings.lifecycle.eviction
         assert policy is not None, "only tables with a policy are swept"
-        rules.append(policy.resolve(Agreement(step, table.native, together)))
+        rules.append(policy.resolve(SweepInputs(step, table.native, gather)))
 
     def prepare() -> None:
         for table, rule in zip(tables, rules, strict=True):
             table.native.prepare_sweep(rule)
 
-    together(prepare)
-    sweep_together(tables, rules)
+    gather(prepare)
+    sweep_prepared(tables, rules)
 
 
-def sweep_together(tables: Sequence[TableShard], rules: Sequence[_native.SweepRule | None]) -> None:
+def sweep_prepared(tables: Sequence[TableShard], rules: Sequence[_native.SweepRule | None]) -> None:
     """Sweep tables, each by the rule beside it, or by its own for None. All were prepared for that.
 
     It is one call of the core, so that Ctrl-C finds all of them swept, or none.

@@ -12,7 +12,7 @@ from .exceptions import EmbCacheError, StateError
 from .optimizers import OptimizerSpec
 from .table_shard import TableShard
 
-__all__ = ["described", "in_memory_copy", "step_taken_over"]
+__all__ = ["copy_in_memory", "describe_table", "inherited_step"]
 
 
 def _rows_text(table: TableShard) -> str:
@@ -27,15 +27,17 @@ def _rows_text(table: TableShard) -> str:
         return "unusable"
 
 
-def described(table: TableShard, numbers: Mapping[str, Any] | None, chosen: OptimizerSpec | None = None) -> str:
+def describe_table(
+    table: TableShard, hyperparameters: Mapping[str, Any] | None, chosen_optimizer: OptimizerSpec | None = None
+) -> str:
     """Settings, optimizer, rows and budgets in one line.
 
-    `numbers`: those of the optimizer as they are now. `chosen`: the optimizer that a table without one will get.
+    `hyperparameters`: those of the optimizer as they are now. `chosen_optimizer`: the optimizer that a table without one will get.
     """
-    spec = table.optimizer or chosen
+    spec = table.optimizer or chosen_optimizer
     optimizer = "none"
     if spec is not None:
-        lr = (numbers or spec.param_group()).get("lr")
+        lr = (hyperparameters or spec.param_group()).get("lr")
         optimizer = f"{type(spec).__name__}(lr={lr})"
     return (
         f"{table.name!r}, embedding_dim={table.dim}, optimizer={optimizer}, policy={table.policy}"
@@ -50,7 +52,7 @@ def _tiers_text(table: TableShard) -> str:
     return f"{text} of {bytes_text(share.budget.host_bytes)} that {share.budget.tables} tables share"
 
 
-def in_memory_copy(table: TableShard, memo: dict[int, Any]) -> TableShard:
+def copy_in_memory(table: TableShard, memo: dict[int, Any]) -> TableShard:
     """A table with the same settings, rows, slots, metadata, counts, step and epoch. `StateError` where it cannot be copied.
 
     Copies with the same `memo` of tables that share a budget share one of their own.
@@ -63,7 +65,7 @@ def in_memory_copy(table: TableShard, memo: dict[int, Any]) -> TableShard:
         )
     if table.is_closed:
         raise StateError(f"table {table.name!r} is closed: make a new module to use it again")
-    table.refuse_unusable()
+    table.check_usable()
     settings = replace(
         table.settings,
         total_num_buckets=table.total_num_buckets,
@@ -76,16 +78,16 @@ def in_memory_copy(table: TableShard, memo: dict[int, Any]) -> TableShard:
         made.open()
         for chunk in table.export():
             made.import_rows(chunk.ids, chunk.weights, chunk.slots, chunk.metadata)
-        made.native.take_counts(table.native)
+        made.native.adopt_lifecycle(table.native)
         made.native.set_step(table.native.step())
         made.native.set_epoch(table.native.epoch())
-        made.loaded_step = step_taken_over(table)
+        made.loaded_step = inherited_step(table)
     return made
 
 
-def step_taken_over(table: TableShard) -> int:
+def inherited_step(table: TableShard) -> int:
     """The `loaded_step` of a table that goes on with the rows of an open one.
 
     With it a save takes no second share of rows that were not trained since a save took the first.
     """
-    return table.native.step() if table.native.is_as_swept() else table.loaded_step
+    return table.native.step() if table.native.is_unchanged_since_sweep() else table.loaded_step

@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .admission import Admission, NotAdmitted
-from .cache import CacheTable, EvictedRows, FoundRows, Ids, RowExport, RowMetadata, Values, internals
-from .closing import ClosedByWith
+from .cache import CacheTable, EvictedRows, FoundRows, IdsLike, RowExport, RowMetadata, ValuesLike, shard_of
+from .closing import CloseOnExitMixin
 from .collective import world_size
-from .config import OnFull, Policy, TierBudgets, Unseen, check_int
+from .config import CachePolicy, MissingRead, OnFull, TierBudgets, check_int
 from .eviction import Policy as EvictionPolicy
 from .exceptions import ConfigError, EmbCacheWarning, InputError, UnsupportedError
 from .initializers import Initializer, Uniform
 from .lifetime import FlushSchedule
 from .lookup import LookupGroup
-from .metrics import TableStats
 from .miss_ratios import MissRatioCurve
 from .optimizers import SGD, FusedOptimizer, OptimizerSpec, check_one_optimizer
-from .row_notes import mark_as_stand_in
+from .row_notes import mark_as_placeholder
 from .rows import clicks_array
+from .stats import TableStats
 from .telling import OnEvict
 from .whole_model import CacheModule
 
@@ -36,15 +36,15 @@ __all__ = [
     "TableModule",
     "check_torch_arguments",
     "import_pretrained",
-    "one_feature",
     "optimizer_of",
+    "single_feature_splits",
     "width_of",
 ]
 
 I64 = NDArray[np.int64]
 
 
-class _ByName:
+class _KeywordOnlyMixin:
     """Refuses a call that `torch.nn` would take and this package does not, and says which call to write instead."""
 
     # Editors and type checkers read the arguments from `__init__`, which lists them one by one.
@@ -74,7 +74,7 @@ def check_torch_arguments(*, dtype: torch.dtype | None, max_norm: None, scale_gr
         raise UnsupportedError(f"dtype={dtype!r}: rows are float32; leave it out")
 
 
-class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
+class TableModule(CacheModule, CloseOnExitMixin, nn.Module, _KeywordOnlyMixin):
     """A module with one table and the lookups in it.
 
     `weight`, a parameter of shape [0, D], is what `parameters()` shows. Freezing it freezes the table.
@@ -90,9 +90,9 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         initializer: Initializer | None,
         seed: int,
         padding_idx: int | None,
-        policy: Policy,
+        policy: CachePolicy,
         on_full: OnFull,
-        unseen: Unseen | None,
+        missing: MissingRead | None,
         admission: Admission | None,
         not_admitted: NotAdmitted,
         score_half_life_steps: int,
@@ -123,20 +123,20 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
             on_full=on_full,
             admission=admission,
             not_admitted=not_admitted,
-            unseen=unseen,
+            missing=missing,
             score_half_life_steps=score_half_life_steps,
             eviction=eviction,
             on_evict=on_evict,
             total_num_buckets=total_num_buckets,
             device=device,
         )
-        self.weight: nn.Parameter = mark_as_stand_in(
+        self.weight: nn.Parameter = mark_as_placeholder(
             nn.Parameter(torch.empty(0, self.embedding_dim, dtype=torch.float32, device=self.table.device))
         )
         self.optimizer: FusedOptimizer = FusedOptimizer([self.weight], [optimizer])
         self._group = _group_of(self.table, self.optimizer)
         self._replicated = replicated
-        self._flushes = FlushSchedule([tiers.flush_interval], collective=False)
+        self._flush_schedule = FlushSchedule([tiers.flush_interval], collective=False)
         self.table.open()
 
     @property
@@ -153,7 +153,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         """Whether this forward trains. Before one that does, flush if it is time, and warn of several ranks."""
         if not self._trains:
             return False
-        check_one_optimizer(self.table.name, self.weight, others=1)
+        check_one_optimizer(self.table.name, self.weight, other_optimizers=1)
         if not self._replicated and (ranks := world_size()) > 1:
             self._replicated = True
             warnings.warn(
@@ -163,14 +163,14 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
                 EmbCacheWarning,
                 stacklevel=3,
             )
-        self._flushes.before_forward()
+        self._flush_schedule.flush_if_due()
         return True
 
     def _clicks(self, clicks: Tensor | None, count: int) -> NDArray[np.uint32] | None:
         """The clicks of `count` ids [count]. `InputError` where the table's admission counts none, and as `clicks_array`."""
         if clicks is None:
             return None
-        if not internals(self.table).settings.lifecycle.counts_clicks:
+        if not shard_of(self.table).settings.lifecycle.counts_clicks:
             raise InputError(
                 f"clicks of table {self.table.name!r}, which counts none: leave them out, or give it admission=ShowClick(...)"
             )
@@ -192,7 +192,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         """The counters of the table and of its tiers; see `CacheTable.stats`."""
         return self.table.stats()
 
-    def miss_ratio_curve(self, policy: Policy | None = None, *, reset: bool = False) -> MissRatioCurve:
+    def miss_ratio_curve(self, policy: CachePolicy | None = None, *, reset: bool = False) -> MissRatioCurve:
         """The miss ratios that other budgets would have had; see `CacheTable.miss_ratio_curve`."""
         return self.table.miss_ratio_curve(policy, reset=reset)
 
@@ -200,26 +200,26 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         """Every row of every tier, in chunks of at most `chunk_rows`; see `CacheTable.export`."""
         return self.table.export(chunk_rows)
 
-    def read_rows(self, ids: Ids) -> FoundRows:
+    def read_rows(self, ids: IdsLike) -> FoundRows:
         """The rows of `ids` [n], in that order; see `CacheTable.read_rows`."""
         return self.table.read_rows(ids)
 
     def import_rows(
         self,
-        ids: Ids,
-        weights: Values,
-        slots: Mapping[str, Values] | None = None,
+        ids: IdsLike,
+        weights: ValuesLike,
+        slots: Mapping[str, ValuesLike] | None = None,
         metadata: RowMetadata | None = None,
     ) -> None:
         """Put rows of `ids` [n] with `weights` [n, D] into the table; see `CacheTable.import_rows`."""
         self.table.import_rows(ids, weights, slots, metadata)
 
-    def remove_rows(self, ids: Ids) -> int:
+    def remove_rows(self, ids: IdsLike) -> int:
         """Forget the rows of `ids` [n]; see `CacheTable.remove_rows`."""
         return self.table.remove_rows(ids)
 
     def evict(self) -> None:
-        """Sweep the table now: the rows that `eviction` takes are unseen from here on; see `CacheTable.evict`."""
+        """Sweep the table now: the rows that `eviction` takes are missing from here on; see `CacheTable.evict`."""
         self.table.evict()
 
     def set_time(self, seconds: float) -> None:
@@ -254,12 +254,12 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         return self.table.describe(self.hyperparameters(self.table.name))
 
 
-def one_feature(ids: I64) -> I64:
+def single_feature_splits(ids: I64) -> I64:
     """Where the ids of the one feature begin and end: int64 [2]."""
     return np.array([0, len(ids)], np.int64)
 
 
-def width_of(kind: type[TableModule], weights: Values | None) -> int:
+def width_of(kind: type[TableModule], weights: ValuesLike | None) -> int:
     """D of the rows `weights` [n, D] that `from_pretrained` of `kind` is given. `InputError` where they are no such rows."""
     if weights is None:
         raise InputError(
@@ -282,16 +282,16 @@ def optimizer_of(optimizer: OptimizerSpec | None, *, freeze: bool) -> OptimizerS
     return optimizer if optimizer is not None else SGD()
 
 
-def import_pretrained(module: TableModule, ids: Ids, weights: Values, *, freeze: bool) -> None:
+def import_pretrained(module: TableModule, ids: IdsLike, weights: ValuesLike, *, freeze: bool) -> None:
     """Give a module that was just made its rows. The module is closed, and not flushed, where that fails."""
     try:
         module.import_rows(ids, weights)
     except BaseException:
-        internals(module.table).close_unflushed()
+        shard_of(module.table).close_unflushed()
         raise
     module.weight.requires_grad_(not freeze)
 
 
 def _group_of(table: CacheTable, optimizer: FusedOptimizer) -> LookupGroup:
     """The lookup of a module's one table. It holds no reference to the module: without a cycle, deleting frees at once."""
-    return LookupGroup([internals(table)], [0], lambda: optimizer.param_groups)
+    return LookupGroup([shard_of(table)], [0], lambda: optimizer.param_groups)

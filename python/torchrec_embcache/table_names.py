@@ -6,30 +6,30 @@ from collections.abc import Collection, Mapping
 
 from .exceptions import CorruptionError, InputError, MismatchError
 
-__all__ = ["Pair", "check_names", "check_rows", "named", "shown", "sources_of"]
+__all__ = ["TablePath", "check_names", "check_rows", "display_name", "find_by_name", "load_sources"]
 
 # A table of a model or of a checkpoint: the path of its module, and its name.
-Pair = tuple[str, str]
+TablePath = tuple[str, str]
 
 
-def shown(pair: Pair) -> str:
+def display_name(pair: TablePath) -> str:
     """What users call a table: `<module path>/<table>`, or the table alone where the model itself is the module."""
     return f"{pair[0]}/{pair[1]}" if pair[0] else pair[1]
 
 
-def named(name: object, pairs: Collection[Pair], field: str, where: str) -> Pair:
+def find_by_name(name: object, pairs: Collection[TablePath], field: str, where: str) -> TablePath:
     """The table of `pairs` that a user names. `InputError` where there is none, or more than one."""
-    found = [pair for pair in pairs if shown(pair) == name] or [pair for pair in pairs if pair[1] == name]
+    found = [pair for pair in pairs if display_name(pair) == name] or [pair for pair in pairs if pair[1] == name]
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(sorted(shown(pair) for pair in (found or pairs)))
+    listed = ", ".join(sorted(display_name(pair) for pair in (found or pairs)))
     problem = f"names several tables of {where}" if found else f"is no table of {where}"
     raise InputError(f"{field}: {name!r} {problem}: give one of {listed}")
 
 
-def sources_of(
-    model: set[Pair], saved: set[Pair], tables: Collection[str] | None, rename: Mapping[str, str] | None
-) -> dict[Pair, Pair]:
+def load_sources(
+    model: set[TablePath], saved: set[TablePath], tables: Collection[str] | None, rename: Mapping[str, str] | None
+) -> dict[TablePath, TablePath]:
     """The table of the checkpoint that each table of the model is loaded from, where there is one.
 
     `InputError` for malformed `tables` and `rename`, and for names that are not there.
@@ -38,33 +38,33 @@ def sources_of(
         raise InputError(f"tables={tables!r} is text: give a collection of names")
     if not isinstance(rename, Mapping | None):
         raise InputError(f"rename is a {type(rename).__name__}: give names in the model by names in the checkpoint")
-    renamed: dict[Pair, Pair] = {}
+    renamed: dict[TablePath, TablePath] = {}
     for old, new in (rename or {}).items():
-        source = named(old, saved, "rename", "the checkpoint")
-        target = named(new, model, "rename", "the model")
+        source = find_by_name(old, saved, "rename", "the checkpoint")
+        target = find_by_name(new, model, "rename", "the model")
         if target in renamed:
             raise InputError(f"rename: {new!r} is named twice")
         renamed[target] = source
-    wanted = model if tables is None else {named(name, model, "tables", "the model") for name in tables}
+    wanted = model if tables is None else {find_by_name(name, model, "tables", "the model") for name in tables}
     taken = set(renamed.values())
     own = {pair: pair for pair in wanted if pair in saved and pair not in taken}
     return {**own, **{pair: source for pair, source in renamed.items() if pair in wanted}}
 
 
 def check_names(
-    model: set[Pair],
-    sources: Mapping[Pair, Pair],
+    model: set[TablePath],
+    sources: Mapping[TablePath, TablePath],
     tables: Collection[str] | None,
-    unexpected: set[Pair],
-    saved: set[Pair],
+    unexpected: set[TablePath],
+    saved: set[TablePath],
     root: str,
 ) -> None:
     """`MismatchError` where the checkpoint lacks a table that is wanted, or has a table that the model lacks."""
 
-    def listed(pairs: set[Pair]) -> str:
+    def listed(pairs: set[TablePath]) -> str:
         return ", ".join(f"{table!r} of module {module!r}" for module, table in sorted(pairs))
 
-    wanted = model if tables is None else {named(name, model, "tables", "the model") for name in tables}
+    wanted = model if tables is None else {find_by_name(name, model, "tables", "the model") for name in tables}
     missing = wanted - set(sources)
     if missing:
         raise MismatchError(
@@ -78,10 +78,11 @@ def check_names(
         )
 
 
-def check_rows(counts: Mapping[Pair, tuple[int, int]], name: str, root: str) -> None:
+def check_rows(counts: Mapping[TablePath, tuple[int, int]], name: str, root: str) -> None:
     """`CorruptionError` unless all ranks together loaded as many rows as there should be: `counts` has loaded and expected ones."""
     for pair, (loaded, expected) in counts.items():
         if loaded != expected:
             raise CorruptionError(
-                f"the checkpoint {name} in {root} is damaged: table {shown(pair)} should have {expected} rows and has {loaded}"
+                f"the checkpoint {name} in {root} is damaged: table {display_name(pair)} should have {expected} rows "
+                f"and has {loaded}"
             )

@@ -11,8 +11,8 @@ import torch
 from . import _native
 from .config import (
     MAX_NUM_BUCKETS,
+    CachePolicy,
     OnFull,
-    Policy,
     TierBudgets,
     bucket_range,
     check_choice,
@@ -21,7 +21,7 @@ from .config import (
 )
 from .exceptions import ConfigError
 from .initializers import Initializer
-from .lifecycle import Lifecycle
+from .lifecycle import LifecycleConfig
 from .optimizers import BY_KIND, OptimizerKind, OptimizerSpec
 from .telling import OnEvict, check_on_evict
 
@@ -52,7 +52,7 @@ class ModuleShare:
 class TableSettings:
     """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns.
 
-    `is_spread`: whether other ranks have the rest of the buckets. It says so also where a checkpoint that is loaded has fewer
+    `is_sharded`: whether other ranks have the rest of the buckets. It says so also where a checkpoint that is loaded has fewer
     buckets than there are ranks, so that some own none, or one owns all. A table with a
     `share` may use that much RAM; `tiers` has its part of the module's budgets by expected rows.
     """
@@ -63,13 +63,13 @@ class TableSettings:
     tiers: TierBudgets
     initializer: Initializer
     seed: int
-    policy: Policy
+    policy: CachePolicy
     on_full: OnFull
-    lifecycle: Lifecycle
+    lifecycle: LifecycleConfig
     on_evict: OnEvict | None
     total_num_buckets: int
     buckets: tuple[int, int]
-    is_spread: bool
+    is_sharded: bool
     rank: int
     world_size: int
     device: torch.device
@@ -86,9 +86,9 @@ class TableSettings:
         initializer: Initializer,
         seed: int,
         module: str | None,
-        policy: Policy,
+        policy: CachePolicy,
         on_full: OnFull,
-        lifecycle: Lifecycle,
+        lifecycle: LifecycleConfig,
         on_evict: OnEvict | None,
         total_num_buckets: int,
         buckets: tuple[int, int] | None,
@@ -112,7 +112,7 @@ class TableSettings:
             raise ConfigError(f"tiers={tiers!r} is not TierBudgets: give TierBudgets(host_bytes=...)")
         if not isinstance(initializer, Initializer):
             raise ConfigError(f"initializer={initializer!r} is not known: use one of torchrec_embcache.initializers")
-        check_choice("policy", policy, Policy)
+        check_choice("policy", policy, CachePolicy)
         check_choice("on_full", on_full, OnFull)
         try:
             device = torch.device(device)
@@ -131,7 +131,7 @@ class TableSettings:
             on_evict=check_on_evict("", on_evict),
             total_num_buckets=total_num_buckets,
             buckets=(begin, end),
-            is_spread=world_size > 1 and (buckets is None or (begin, end) != (0, total_num_buckets)),
+            is_sharded=world_size > 1 and (buckets is None or (begin, end) != (0, total_num_buckets)),
             rank=rank,
             world_size=world_size,
             device=device,
@@ -139,7 +139,7 @@ class TableSettings:
         )
 
     @property
-    def decides_when_placed(self) -> bool:
+    def is_admission_at_placement(self) -> bool:
         """Whether a rule decides, when a batch gets its slots, which ids have rows. Then the results hang on the moment of that."""
         return self.lifecycle.admission is not None or self.lifecycle.eviction is not None or self.on_full == "evict"
 
@@ -149,7 +149,7 @@ class TableSettings:
             return {"host_bytes": self.tiers.host}
         return {"host_bytes": self.share.own_bytes, "shared_budget": self.share.budget}
 
-    def on_a_device_that_works(self) -> Self:
+    def with_device_index(self) -> Self:
         """The settings with the number of the device, where `device` is "cuda" alone. `ConfigError` where it cannot be used."""
         try:
             return replace(self, device=torch.empty(0, dtype=torch.float32, device=self.device).device)
@@ -157,7 +157,7 @@ class TableSettings:
             raise ConfigError(f"device={str(self.device)!r} cannot be used: {cause}") from cause
 
 
-def row_bytes(dim: int, kind: OptimizerKind, policy: Policy) -> _native.RowBytes:
+def row_bytes(dim: int, kind: OptimizerKind, policy: CachePolicy) -> _native.RowBytes:
     """How many bytes a row takes of each budget: `host`, `device`, `ssd`, and `index`, of `host_bytes` for a row on SSD."""
     return _native.row_bytes(dim, kind, policy)
 

@@ -22,16 +22,16 @@ from .backends import make_tier
 from .buckets import buckets_of
 from .collective import world_size as ranks_of_process
 from .config import Reopen, bucket_range, check_int
-from .device_tier import DeviceTier, memory_that
+from .device_tier import DeviceTier, convert_out_of_memory
 from .exceptions import InputError, InUseError, StateError
-from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
-from .owners import import_on_owners
-from .resuming import StateToResume, state_to_resume, warn_of_lost_state
-from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, row_ids, row_parts, row_vectors
+from .owners import import_on_all_ranks
+from .resuming import ResumeState, find_resume_state, warn_of_lost_state
+from .rows import FoundRows, IdsLike, RowChunk, RowExport, RowMetadata, ValuesLike, row_ids, row_parts, row_vectors
+from .stats import TableStats
 from .table_settings import TableSettings, check_device_memory, check_optimizer, device_rows
-from .telling import Teller
-from .under_way import refuse_in_own_save
+from .telling import EvictionNotifier
+from .under_way import check_not_own_save
 
 __all__ = ["TableShard"]
 _log = logging.getLogger(f"{__package__}.cache")  # the module that users know
@@ -42,32 +42,32 @@ class TableShard:
 
     def __init__(self, settings: TableSettings, optimizer: OptimizerSpec | None) -> None:
         """Check what `TableSettings` does not. Raises `ConfigError`, `PathError` or `StoragePermissionError`; writes nothing."""
-        self._closed = self._discard = self._supersedes = False
+        self._closed = self._is_discarding = self._has_superseded_files = False
         self._tier: DeviceTier | None = None
         self._native: _native.Table | None = None
         self._optimizer = check_optimizer(optimizer)
         self.device_rows = device_rows(settings, self.spec)
-        settings = settings.on_a_device_that_works()
+        settings = settings.with_device_index()
         self.settings = settings
         self.name, self.module, self.dim = settings.name, settings.module, settings.dim
         self.tiers, self.device = settings.tiers, settings.device
         self.rank, self.world_size, self.seed = settings.rank, settings.world_size, settings.seed
-        self.policy, self.on_full, self.is_spread = settings.policy, settings.on_full, settings.is_spread
-        self.telling = Teller(self.name, self.dim, settings.on_evict)
+        self.policy, self.on_full, self.is_sharded = settings.policy, settings.on_full, settings.is_sharded
+        self.evict_notifier = EvictionNotifier(self.name, self.dim, settings.on_evict)
         # A load may replace these three, by those of the checkpoint. A resume refuses files of others.
         self.key = settings.key
         self.total_num_buckets = settings.total_num_buckets
         self.buckets = settings.buckets
         # What tells these contents from those before a load replaced them, and the step that a load found.
-        self.contents = secrets.token_hex(8)
-        self.past_contents: set[str] = set()
+        self.contents_id = secrets.token_hex(8)
+        self.past_contents_ids: set[str] = set()
         self.loaded_step = 0
         # The version of the rows that a resume finds. None: it finds other rows, or none.
         self._flushed: int | None = None
-        self._opened_by, self._opened_among_ranks = 0, False
-        self._counts_of: _native.Table | None = None  # closed; the one that is opened next takes over its counts
+        self._opened_by_pid, self._opened_among_ranks = 0, False
+        self._lifecycle_source: _native.Table | None = None  # closed; the one that is opened next takes over its counts
         # Held from the choice of a flush's token until its state is published.
-        self.flushing = threading.RLock()
+        self.flush_lock = threading.RLock()
         self._unusable: str | None = None
         if self.directory is not None:
             _native.check_ssd_dir(*self.tiers.ssd_root)
@@ -87,12 +87,13 @@ class TableShard:
         if self._native is not None and spec is not None and spec.kind != self.spec.kind:
             if len(self._native):
                 raise StateError(
-                    f"table {self.name!r} has rows with the slots of {self.spec.given_as}: set {spec.given_as} before it has any"
+                    f"table {self.name!r} has rows with the slots of {self.spec.display_name}: set {spec.display_name} "
+                    f"before it has any"
                 )
-            refuse_in_own_save(self, "set the optimizer")
-            self._discard = True  # the files of the empty table that was just opened
+            check_not_own_save(self, "set the optimizer")
+            self._is_discarding = True  # the files of the empty table that was just opened
             self._native.close()
-            self._counts_of, self._native, self._tier = self._native, None, None
+            self._lifecycle_source, self._native, self._tier = self._native, None, None
         self._optimizer, self.device_rows = spec, rows
 
     @property
@@ -109,7 +110,7 @@ class TableShard:
 
     def buckets_of(self, total_num_buckets: int) -> tuple[int, int]:
         """The buckets [begin, end) that this shard owns where there are `total_num_buckets`: all, if other ranks have none."""
-        if not self.is_spread:
+        if not self.is_sharded:
             return 0, total_num_buckets
         return bucket_range(self.rank, self.world_size, total_num_buckets)
 
@@ -150,37 +151,37 @@ class TableShard:
         """Whether it was closed, after which it cannot be used again."""
         return self._closed
 
-    def open(self, resume_token: int | None = None, segments: _native.LinkedSegments | None = None) -> None:
+    def open(self, commit_id: int | None = None, segments: _native.LinkedSegments | None = None) -> None:
         """Open the tiers; harmless twice. `segments` become the contents, in place of whatever is in the directory.
 
-        `resume_token` names the state to resume; by default it is the newest complete one.
+        `commit_id` names the state to resume; by default it is the newest complete one.
         """
         if self._closed:
             raise StateError(f"table {self.name!r} is closed: make a new module to use it again")
         # An adoption that was interrupted may have closed the core's table: then it is opened again.
-        if self._native is not None and not (self._discard and self._native.is_closed()):
+        if self._native is not None and not (self._is_discarding and self._native.is_closed()):
             return
         directory = self.directory
-        reopen: Reopen | None = "discard" if self._discard else self.tiers.reopen
-        state = state_to_resume(self, reopen, resume_token)
-        tier = self._made_tier()
+        reopen: Reopen | None = "discard" if self._is_discarding else self.tiers.reopen
+        state = find_resume_state(self, reopen, commit_id)
+        tier = self._create_tier()
         native: _native.Table | None = None
         try:
-            native = self._made_native(directory, reopen, state, tier, segments)
-            if self._counts_of is not None:
-                native.take_counts(self._counts_of)
+            native = self._create_native(directory, reopen, state, tier, segments)
+            if self._lifecycle_source is not None:
+                native.adopt_lifecycle(self._lifecycle_source)
             if self._unusable is not None:
                 native.set_unusable(self._unusable)
-            self._opened_by = os.getpid()
+            self._opened_by_pid = os.getpid()
             self._opened_among_ranks = self.world_size > 1 or ranks_of_process() > 1
             self._flushed = native.version() if segments is None else None
-            self._tier, self._native, self._counts_of = tier, native, None
+            self._tier, self._native, self._lifecycle_source = tier, native, None
             if directory is not None:
-                lifetime.opened(self)
-            host_memory.look_after(self)
-            self._supersedes = disk.look_after(self, lifetime.open_tables(), resumed=state.token)
+                lifetime.track_table(self)
+            host_memory.warn_if_over_memory(self)
+            self._has_superseded_files = disk.check_opened_table(self, lifetime.open_tables(), resumed=state.commit_id)
             warn_of_lost_state(self, state)
-            self.telling.watch(native, self.spec)
+            self.evict_notifier.attach(native, self.spec)
         except BaseException as error:
             if isinstance(error, InUseError) and any(directory == other.directory for other in lifetime.open_tables()):
                 error.message += ". torchrec_embcache.close_all() closes every table of this process"
@@ -191,21 +192,21 @@ class TableShard:
                 native.close()
             raise
 
-    def _made_tier(self) -> DeviceTier | None:
+    def _create_tier(self) -> DeviceTier | None:
         if self.device_rows is None:
             return None
         check_device_memory(self.settings, self.spec, self.device_rows)
-        with memory_that(
+        with convert_out_of_memory(
             f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} cannot be had on {self.device}: give less, or "
             "free memory there"
         ):
             return make_tier(self.dim, self.spec, self.device_rows, self.device)
 
-    def _made_native(
+    def _create_native(
         self,
         directory: str | None,
         reopen: Reopen | None,
-        state: StateToResume,
+        state: ResumeState,
         tier: DeviceTier | None,
         segments: _native.LinkedSegments | None,
     ) -> _native.Table:
@@ -225,12 +226,12 @@ class TableShard:
             ssd_dir=directory,
             ssd_bytes=self.tiers.ssd,
             reopen=reopen,
-            resume_token=state.token,
+            resume_commit_id=state.commit_id,
             policy=self.policy,
             on_full=self.on_full,
             segments=segments,
-            unfinished=state.unfinished,
-            ssd_root=_native.FlushRoot(*self.tiers.ssd_root) if directory is not None else None,
+            uncommitted=state.uncommitted,
+            ssd_root=_native.CommitDirectory(*self.tiers.ssd_root) if directory is not None else None,
             sizing=self.tiers.sizing,
             **self.settings.lifecycle.native(),
         )
@@ -251,7 +252,7 @@ class TableShard:
             return self._native.unusable()
         return self._unusable
 
-    def refuse_unusable(self) -> None:
+    def check_usable(self) -> None:
         """`StateError` where every use is refused."""
         reason = self.unusable
         if reason is not None:
@@ -263,19 +264,19 @@ class TableShard:
         Where one of them differs, the table is made anew, without its rows. With `segments` it is made anew with the rows, step and
         epoch of a linked checkpoint. Returns whether the buckets changed.
         """
-        self.past_contents.add(self.contents)
-        self.contents = secrets.token_hex(8)
+        self.past_contents_ids.add(self.contents_id)
+        self.contents_id = secrets.token_hex(8)
         changed = total_num_buckets != self.total_num_buckets
         if changed or key != self.native.key or segments is not None:
-            refuse_in_own_save(self, "load")
-            self._discard = True  # the rows of the table before
+            check_not_own_save(self, "load")
+            self._is_discarding = True  # the rows of the table before
             buckets, before = self.buckets_of(total_num_buckets), self.native
             before.close()
             # In one statement: wherever an interrupt comes, `open` makes an empty table of the old settings or of the new ones.
             settings = buckets, total_num_buckets, key, None, None
             self.buckets, self.total_num_buckets, self.key, self._native, self._tier = settings
             self.open(segments=segments)
-            self.native.loaded_after(before)
+            self.native.adopt_time_source(before)
         return changed
 
     # ---- rows
@@ -292,44 +293,44 @@ class TableShard:
 
     def stats(self) -> TableStats:
         """The counters of the table and of its tiers."""
-        return TableStats.of(self.native.stats(), self._tier.kernels if self._tier is not None else "core")
+        return TableStats.from_native(self.native.stats(), self._tier.kernels if self._tier is not None else "core")
 
     def export(self, chunk_rows: int = 65_536) -> RowExport:
         """Every row of every tier; see `CacheTable.export`."""
         stream = self.native.export(check_int("chunk_rows", chunk_rows, 1, 1 << 30))
-        return RowExport((RowChunk(*self._parts(block.ids, block)) for block in stream), self._no_rows)
+        return RowExport((RowChunk(*self._split_rows(block.ids, block)) for block in stream), self._empty_chunk)
 
-    def _no_rows(self) -> RowChunk:
+    def _empty_chunk(self) -> RowChunk:
         found = self.read_rows(torch.empty(0, dtype=torch.int64, device="cpu"))
         return RowChunk(found.ids, found.weights, found.slots, found.metadata)
 
-    def read_rows(self, ids: Ids) -> FoundRows:
+    def read_rows(self, ids: IdsLike) -> FoundRows:
         """The rows of `ids`; see `CacheTable.read_rows`."""
         array = row_ids(ids, self.device)
         rows = self.native.read_rows(array)
-        return FoundRows(*self._parts(array.copy(), rows), found=torch.from_numpy(rows.found))
+        return FoundRows(*self._split_rows(array.copy(), rows), found=torch.from_numpy(rows.found))
 
     def import_rows(
         self,
-        ids: Ids,
-        weights: Values,
-        slots: Mapping[str, Values] | None = None,
+        ids: IdsLike,
+        weights: ValuesLike,
+        slots: Mapping[str, ValuesLike] | None = None,
         metadata: RowMetadata | None = None,
         *,
         collective: bool = False,
     ) -> None:
         """Put rows into the table; see `CacheTable.import_rows`."""
         if collective:
-            import_on_owners(self.name, self, ids, weights, slots, metadata)
+            import_on_all_ranks(self.name, self, ids, weights, slots, metadata)
             return
-        self.refuse_unusable()
+        self.check_usable()
         array = row_ids(ids, self.device)
         if not isinstance(metadata, RowMetadata | None):
             raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
         vectors, scalars = row_vectors(self.spec, self.dim, len(array), weights, slots)
         self.native.import_rows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
 
-    def remove_rows(self, ids: Ids) -> int:
+    def remove_rows(self, ids: IdsLike) -> int:
         """Forget the rows of `ids`; see `CacheTable.remove_rows`."""
         return self.native.remove_rows(row_ids(ids, self.device))
 
@@ -337,23 +338,23 @@ class TableShard:
         """Let the rows go that the eviction takes after the present step, where no ranks agree on what that is (see `sweeping`)."""
         self.native.sweep()
 
-    def _parts(
+    def _split_rows(
         self, ids: NDArray[np.int64], rows: _native.RowBlock | _native.FoundRows
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], RowMetadata]:
         parts = row_parts(self.spec, self.dim, rows.vectors, rows.scalars)
-        return torch.from_numpy(ids), *parts, RowMetadata.of(rows.metadata)
+        return torch.from_numpy(ids), *parts, RowMetadata.from_native(rows.metadata)
 
     # ---- flushes, and the end
 
-    def published(self) -> list[int]:
+    def commit_ids(self) -> list[int]:
         """Tokens of the states that a resume can take, oldest first."""
         directory = self.directory
-        return _native.Table.published(directory, *self.tiers.ssd_root) if directory is not None else []
+        return _native.Table.commit_ids(directory, *self.tiers.ssd_root) if directory is not None else []
 
-    def known_tokens(self) -> list[int]:
+    def known_commit_ids(self) -> list[int]:
         """Tokens of the states in the directory, and that of the last one published or resumed, whose state may be gone."""
-        last = self.native.last_token()
-        return self.published() if last is None else [*self.published(), last]
+        last = self.native.last_commit_id()
+        return self.commit_ids() if last is None else [*self.commit_ids(), last]
 
     @property
     def ssd_bytes_held(self) -> int:
@@ -361,7 +362,7 @@ class TableShard:
         return ssd.tier.bytes if (ssd := self.native.stats().ssd) is not None else 0
 
     @property
-    def of_several_ranks(self) -> bool:
+    def is_multi_rank(self) -> bool:
         """Whether it was opened in a process that is one of several ranks."""
         return self._opened_among_ranks
 
@@ -369,74 +370,74 @@ class TableShard:
     def has_unflushed_rows(self) -> bool:
         """Whether it is open in this process with an SSD tier, and its rows changed since the last state that a resume finds."""
         native = self._native
-        if native is None or self._closed or self._opened_by != os.getpid() or native.is_closed():
+        if native is None or self._closed or self._opened_by_pid != os.getpid() or native.is_closed():
             return False
         return bool(self.tiers.ssd) and self.unusable is None and native.version() != self._flushed
 
     def flush(self) -> None:
         """Write every dirty row to the SSD tier and publish one state; see `CacheTable.flush`."""
-        self.refuse_unusable()
+        self.check_usable()
         if self.directory is not None:
             began = time.monotonic()
-            with self.flushing:
-                version = self.flush_as(None)
-            self.note_flushed(version)
+            with self.flush_lock:
+                version = self.flush_with_commit_id(None)
+            self.mark_flushed(version)
             _log.info("flushed %d rows of table %r in %.1f s", len(self), self.name, time.monotonic() - began)
 
-    def flush_as(self, token: int | None) -> int:
-        """Flush as the state named `token` (see `publish`); None is the next token of this table alone.
+    def flush_with_commit_id(self, commit_id: int | None) -> int:
+        """Flush as the state named `commit_id` (see `publish`); None is the next token of this table alone.
 
-        States that a flush of several tables left incomplete are forgotten. Returns the version of its rows, for `note_flushed`.
+        States that a flush of several tables left incomplete are forgotten. Returns the version of its rows, for `mark_flushed`.
         """
-        for other in self.published():
+        for other in self.commit_ids():
             try:
-                complete = publish.is_complete(self.tiers.ssd_root, other)
+                complete = publish.is_committed(self.tiers.ssd_root, other)
             except StateError:  # it is older than the state that was resumed, so that nobody needs it
                 complete = False
             if not complete:
-                self.native.forget_published(other)
+                self.native.forget_commit(other)
         # Read before the flush: rows that are trained meanwhile may be in the state or not.
         version = self.native.version()
-        self.native.flush(token)
+        self.native.flush(commit_id)
         return version
 
-    def note_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
+    def mark_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
         """Note that a resume finds the rows of this version from now on; `by_all_ranks`: the rows of every rank."""
         self._flushed = version
-        if self._supersedes:
-            self._supersedes = disk.remove_superseded(self, by_all_ranks=by_all_ranks)
+        if self._has_superseded_files:
+            self._has_superseded_files = disk.remove_superseded(self, by_all_ranks=by_all_ranks)
 
     def close(self) -> None:
         """Flush and close; see `CacheTable.close`."""
         native = self._native
-        self.telling.refuse_own_thread("close")
+        self.evict_notifier.check_not_own_thread("close")
         if not self._closed and native is not None and not native.is_closed():
-            refuse_in_own_save(self, "close")
+            check_not_own_save(self, "close")
             try:
                 # What a failed load left is no state to resume.
                 if self.unusable is None:
                     self.flush()
-                with self.telling.ending(native):
+                with self.evict_notifier.closing(native):
                     native.close()
             except Exception as error:
                 native.close()
                 self._closed = True
-                self.telling.finish(error)
+                self.evict_notifier.finish(error)
                 raise
         self._closed = True
-        self.telling.finish()
+        self.evict_notifier.finish()
 
     def close_unflushed(self) -> None:
         """Close it, with a part of the rows that it was to take over, and do not flush: a resume finds the last flush."""
-        self.never_flush()
+        self.set_unflushable()
         self.close()
 
-    def never_flush(self) -> None:
+    def set_unflushable(self) -> None:
         """Refuse every use, flushes too, because only a part of the rows that it was to take over is in it."""
         self.set_unusable("only a part of the rows that it was to take over is in it")
 
     def __del__(self) -> None:
         # The constructor may have raised before there was anything to look after.
-        if hasattr(self, "telling"):
-            lifetime.dropped(self)
-            self.telling.table_goes(self._native)
+        if hasattr(self, "evict_notifier"):
+            lifetime.flush_dropped_table(self)
+            self.evict_notifier.on_table_dropped(self._native)

@@ -18,7 +18,7 @@ class TableWarnings:
         self._rows = [0] * len(tables)
         self._flushes: set[str] = set()
 
-    def after_placing(self, plan: _native.Plan) -> None:
+    def warn_after_placement(self, plan: _native.Plan) -> None:
         """Warn of what shows once the rows of a batch are in their slots."""
         for index, rows in enumerate(plan.overflow_rows()):
             # After a failed write no row can go down to the SSD tier, and no budget would help.
@@ -26,9 +26,9 @@ class TableWarnings:
                 self._rows[index] = 2 * rows
                 _warn_of_overflow(self._tables[index], rows)
         for table in self._tables:
-            if table.tiers.ssd and table.name not in self._flushes and table.native.published_given_up():
+            if table.tiers.ssd and table.name not in self._flushes and table.native.has_lost_flush():
                 self._flushes.add(table.name)
-                _warn_of_a_lost_flush(table)
+                _warn_of_lost_flush(table)
 
 
 def _warn_of_overflow(table: TableShard, rows: int) -> None:
@@ -50,7 +50,7 @@ def _warn_of_overflow(table: TableShard, rows: int) -> None:
     )
 
 
-def _warn_of_a_lost_flush(table: TableShard) -> None:
+def _warn_of_lost_flush(table: TableShard) -> None:
     """Say that the last flush of the table was given up for room."""
     warnings.warn(
         f"table {table.name!r}: TierBudgets.ssd_bytes={table.tiers.ssd} has no room for both the rows and the last "

@@ -29,7 +29,7 @@ from .exceptions import ConfigError, EmbCacheError, EmbCacheWarning, EvictionHoo
 from .optimizers import OptimizerSpec
 from .rows import EvictedRows, RowMetadata, row_parts
 
-__all__ = ["OnEvict", "Teller", "check_on_evict"]
+__all__ = ["EvictionNotifier", "OnEvict", "check_on_evict"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,15 +37,15 @@ _log = logging.getLogger(__name__)
 OnEvict = Callable[[EvictedRows], object] | Literal["keep"]
 
 
-def check_on_evict(of: str, on_evict: object) -> OnEvict | None:
-    """`on_evict` if it is one, or None. `ConfigError`, which begins with `of`, for anything else."""
+def check_on_evict(owner: str, on_evict: object) -> OnEvict | None:
+    """`on_evict` if it is one, or None. `ConfigError`, which begins with `owner`, for anything else."""
     if on_evict is None:
         return None
     if isinstance(on_evict, str) and on_evict == "keep":
         return "keep"
     if not callable(on_evict):
         raise ConfigError(
-            f"{of}on_evict={on_evict!r} is not known: give a function of one argument, which is called with EvictedRows, or "
+            f"{owner}on_evict={on_evict!r} is not known: give a function of one argument, which is called with EvictedRows, or "
             '"keep", for drain_evicted()'
         )
     hook: Callable[[EvictedRows], object] = on_evict
@@ -53,7 +53,7 @@ def check_on_evict(of: str, on_evict: object) -> OnEvict | None:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _EvictedSource:
     """The queue of one of the core's tables, and what its rows are."""
 
     queue: _native.EvictedQueue
@@ -63,97 +63,100 @@ class _Source:
 
     def rows(self, block: _native.EvictedBlock) -> EvictedRows:
         weights, slots = row_parts(self.spec, self.dim, block.rows.vectors, block.rows.scalars)
-        ids, metadata = block.rows.ids, RowMetadata.of(block.rows.metadata)
+        ids, metadata = block.rows.ids, RowMetadata.from_native(block.rows.metadata)
         return EvictedRows(
             torch.from_numpy(ids), weights, slots, metadata, table=self.table, step=block.step, reason=block.reason
         )
 
 
-class _Grip:
-    """How the threads of a `Teller` find it: weakly while the table is there, and by themselves once it is gone."""
+class _NotifierRef:
+    """How the threads of a `EvictionNotifier` find it: weakly while the table is there, and by themselves once it is gone."""
 
-    def __init__(self, teller: Teller) -> None:
+    def __init__(self, notifier: EvictionNotifier) -> None:
         # Those that have rows to tell, or wait for some. One at a time does so, and the others wait for it.
         self.threads: set[threading.Thread] = set()
-        self._teller = weakref.ref(teller)
-        self._left: Teller | None = None
-        self._is_gone = threading.Event()
+        self._notifier = weakref.ref(notifier)
+        self._kept_alive: EvictionNotifier | None = None
+        self._table_dropped = threading.Event()
 
-    def table_goes(self, teller: Teller) -> None:
+    def on_table_dropped(self, notifier: EvictionNotifier) -> None:
         """Keep the teller until its rows are told."""
-        self._left = teller
-        self._is_gone.set()
+        self._kept_alive = notifier
+        self._table_dropped.set()
         if not self.threads:  # the last one may have gone meanwhile
-            self._left = None
+            self._kept_alive = None
 
-    def teller(self) -> Teller | None:
+    def notifier(self) -> EvictionNotifier | None:
         """The teller."""
-        teller = self._teller()
+        teller = self._notifier()
         if teller is None:
-            # The garbage collector forgets weak references a moment before it calls `table_goes`.
-            self._is_gone.wait()
-            teller = self._left
+            # The garbage collector forgets weak references a moment before it calls `on_table_dropped`.
+            self._table_dropped.wait()
+            teller = self._kept_alive
         return teller
 
-    def let_go(self, thread: threading.Thread) -> None:
+    def release(self, thread: threading.Thread) -> None:
         """Nothing is left that this thread would tell."""
         self.threads.discard(thread)
         if not self.threads:
-            self._left = None
+            self._kept_alive = None
 
 
-class Teller:
+class EvictionNotifier:
     """What becomes of the evicted rows of one shard of a table. Without `on_evict` nothing does, and nothing is kept."""
 
     def __init__(self, table: str, dim: int, on_evict: OnEvict | None) -> None:
         self._table, self._dim = table, dim
-        self._keeps = on_evict is not None
-        self._hook: Callable[[EvictedRows], object] | None = None if isinstance(on_evict, str) else on_evict
+        self._is_queueing = on_evict is not None
+        self._callback: Callable[[EvictedRows], object] | None = None if isinstance(on_evict, str) else on_evict
         # A load may replace the core's table: the queues of those before come first.
-        self._sources: deque[_Source] = deque()
+        self._sources: deque[_EvictedSource] = deque()
         self._errors: deque[EvictionHookError] = deque()
         self._thread: threading.Thread | None = None
-        self._grip = _Grip(self)
+        self._ref = _NotifierRef(self)
         self._pid = os.getpid()
 
-    def watch(self, native: _native.Table, spec: OptimizerSpec) -> None:
+    def attach(self, native: _native.Table, spec: OptimizerSpec) -> None:
         """Tell of the rows that are evicted from this table of the core's from now on."""
-        if not self._keeps:
+        if not self._is_queueing:
             return
         self._pid = os.getpid()
-        if self._hook is not None:
+        if self._callback is not None:
             # Loads that make the core's table anew leave queues behind. Those that are told are of no use.
             left = [source for source in self._sources if len(source.queue) or not source.queue.is_ended()]
             self._sources = deque(left)
-        source = _Source(native.keep_evicted(), self._table, self._dim, spec)
-        if self._hook is None:
+        source = _EvictedSource(native.start_evicted_queue(), self._table, self._dim, spec)
+        if self._callback is None:
             self._sources.append(source)
             return
-        self._start(source, native)
+        self._start_thread(source, native)
         self._sources.append(source)
 
-    def _start(self, source: _Source, native: _native.Table) -> None:
+    def _start_thread(self, source: _EvictedSource, native: _native.Table) -> None:
         """Begin to tell of the rows of `source`, once those before are told."""
         thread = threading.Thread(
-            target=_tell, args=(source, self._grip, self._thread), name=f"embcache-evicted-{self._table}", daemon=True
+            target=_run_notifier,
+            args=(source, self._ref, self._thread),
+            name=f"embcache-evicted-{self._table}",
+            daemon=True,
         )
-        self._grip.threads.add(thread)
+        self._ref.threads.add(thread)
         try:
-            if not _native.has_room_for_threads():
+            if not _native.has_memory_for_threads():
                 raise RuntimeError("there is no memory for it")
             thread.start()
         except RuntimeError as cause:
-            self._grip.threads.discard(thread)
+            self._ref.threads.discard(thread)
             raise HostMemoryError(f"table {self._table!r}: no thread can be started for on_evict: {cause}") from cause
         self._thread = thread
-        _look_after(self, native, thread)
+        _register(self, native, thread)
 
-    def tell(self, source: _Source, block: _native.EvictedBlock) -> None:
+    def notify(self, source: _EvictedSource, block: _native.EvictedBlock) -> None:
         """Call the hook with a chunk. Where it raises, sweeps and the hook wait until that is raised where the table is trained."""
-        assert self._hook is not None, "there is no thread without a hook"
+        assert self._callback is not None, "there is no thread without a hook"
         rows = source.rows(block)
         try:
-            self._hook(rows)
+            self._callback(rows)
         except BaseException as cause:  # also SystemExit, which would end the thread
             if isinstance(cause, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise  # it ends a wait for the rest of the rows
@@ -162,7 +165,7 @@ class Teller:
                 f"{rows.step} that left for {rows.reason!r}, and is not given these again)"
             )
             error.__cause__ = cause
-            source.queue.hold()
+            source.queue.pause()
             self._errors.append(error)
             said = str(error)
             del error  # the traceback of its cause has this frame, and the frame would have it
@@ -171,16 +174,16 @@ class Teller:
                 _log.warning("%s; it is raised by the next training forward, and sweeps wait until then", said)
 
     @property
-    def has_hook(self) -> bool:
+    def has_callback(self) -> bool:
         """Whether a callable is told."""
-        return self._hook is not None
+        return self._callback is not None
 
     def raise_error(self) -> None:
         """Raise what the hook raised, once. Sweeps and the hook go on from here."""
         if self._errors and self._pid == os.getpid():
             error = self._errors.popleft()
             for source in self._sources:
-                source.queue.go_on()
+                source.queue.resume()
             try:
                 raise error
             finally:
@@ -188,15 +191,15 @@ class Teller:
 
     def drain(self, native: _native.Table | None) -> Iterator[EvictedRows]:
         """The rows that wait, chunk by chunk. `native` is the core's table, if it is open: its sweep is finished meanwhile."""
-        if not self._keeps:
+        if not self._is_queueing:
             raise StateError(f'table {self._table!r} keeps no evicted rows: make it with on_evict="keep"')
-        if self._hook is not None:
+        if self._callback is not None:
             raise StateError(
                 f'the evicted rows of table {self._table!r} go to its on_evict: make it with on_evict="keep" to drain them'
             )
-        return self._drained(native)
+        return self._drain_chunks(native)
 
-    def _drained(self, native: _native.Table | None) -> Iterator[EvictedRows]:
+    def _drain_chunks(self, native: _native.Table | None) -> Iterator[EvictedRows]:
         if self._pid != os.getpid():
             raise StateError(f"the evicted rows of table {self._table!r} are those of the process that opened it")
         while self._sources:
@@ -211,15 +214,15 @@ class Teller:
             else:
                 self._sources.popleft()
 
-    def refuse_own_thread(self, what: str) -> None:
+    def check_not_own_thread(self, action: str) -> None:
         """`StateError` where the hook itself is the caller, because it would wait for itself for ever."""
-        if threading.current_thread() in self._grip.threads:
+        if threading.current_thread() in self._ref.threads:
             raise StateError(
-                f"on_evict of table {self._table!r} runs, and this waits for it: {what} after it has returned"
+                f"on_evict of table {self._table!r} runs, and this waits for it: {action} after it has returned"
             )
 
     @contextlib.contextmanager
-    def ending(self, native: _native.Table) -> Iterator[None]:
+    def closing(self, native: _native.Table) -> Iterator[None]:
         """Wait until the hook was given every row that is dead by now, and then let the table be closed.
 
         Ctrl-C ends the wait. Where the table is still open then, the hook is told as before.
@@ -228,33 +231,33 @@ class Teller:
             yield
             return
         try:
-            native.end_telling()
+            native.end_evicted_queue()
             self._thread.join()
             yield
         except BaseException as error:
             if not isinstance(error, Exception) and not native.is_closed():
-                self._go_on(native)
+                self._resume(native)
             raise
 
-    def _go_on(self, native: _native.Table) -> None:
+    def _resume(self, native: _native.Table) -> None:
         """The table stays open after all: tell of the rows that leave from now on."""
         source = self._sources[-1]
-        if source.queue.go_on_after_end():
+        if source.queue.reopen():
             try:
-                self._start(source, native)
+                self._start_thread(source, native)
             except HostMemoryError as error:
                 _log.warning("%s; evicted rows of it wait until it is closed", error)
         if self._errors:
-            source.queue.hold()
+            source.queue.pause()
 
-    def tell_rest(self) -> None:
+    def notify_remaining(self) -> None:
         """The core's table is closed: wait until all of its rows are told. Ctrl-C ends the wait; this can be called again then."""
         if self._thread is not None and self._pid == os.getpid():
-            self.refuse_own_thread("close")
+            self.check_not_own_thread("close")
             self._thread.join()
             for source in self._sources:
                 while (block := source.queue.take()) is not None:  # it died after `end`
-                    self.tell(source, block)
+                    self.notify(source, block)
 
     def take_errors(self) -> list[EvictionHookError]:
         """What the hook raised and nobody was told of, the first one first. It is handed out once."""
@@ -262,7 +265,7 @@ class Teller:
 
     def finish(self, error: Exception | None = None) -> None:
         """As `tell_rest`. What the hook raised is raised then, or becomes notes of `error`."""
-        self.tell_rest()
+        self.notify_remaining()
         errors = self.take_errors()
         if error is None and errors:
             first, *errors = errors
@@ -276,19 +279,19 @@ class Teller:
             if error is not None:
                 error.add_note(str(other))
 
-    def table_goes(self, native: _native.Table | None) -> None:
+    def on_table_dropped(self, native: _native.Table | None) -> None:
         """The last reference to the table goes. What waits is told by the thread; what nobody has drained is lost, and logged."""
-        if not self._keeps or self._pid != os.getpid() or sys.is_finalizing():
+        if not self._is_queueing or self._pid != os.getpid() or sys.is_finalizing():
             return
-        self._grip.table_goes(self)
+        self._ref.on_table_dropped(self)
         try:
             if native is not None:
-                native.end_telling()
+                native.end_evicted_queue()
         except EmbCacheError as error:
             _log.warning("table %r was dropped, and nobody is told of what a sweep still takes: %s", self._table, error)
         # The queue is all that its thread needs. The core's table goes, and with it its RAM and its directory.
-        _tables.pop(self, None)
-        lost = sum(len(source.queue) for source in self._sources) if self._hook is None else 0
+        _notified_tables.pop(self, None)
+        lost = sum(len(source.queue) for source in self._sources) if self._callback is None else 0
         if lost:
             _log.warning("table %r was dropped with %d evicted rows that nobody has drained", self._table, lost)
 
@@ -297,57 +300,57 @@ class Teller:
             _log.warning("table %r is gone, and nobody was told that %s", self._table, error)
 
 
-def _tell(source: _Source, grip: _Grip, before: threading.Thread | None) -> None:
+def _run_notifier(source: _EvictedSource, ref: _NotifierRef, previous: threading.Thread | None) -> None:
     """Hand the rows of a queue to the hook until it ends. Those of the queue before come first."""
-    if before is not None:
-        before.join()
+    if previous is not None:
+        previous.join()
     while (block := source.queue.wait()) is not None:
-        teller = grip.teller()
+        teller = ref.notifier()
         if teller is None:
             break
-        teller.tell(source, block)
+        teller.notify(source, block)
         del teller, block
-    grip.let_go(threading.current_thread())
-    _threads.discard(threading.current_thread())
+    ref.release(threading.current_thread())
+    _notifier_threads.discard(threading.current_thread())
 
 
 # ---- the end of the process
 
 # Threads that tell, and the core's tables that they tell of, until these tables are dropped.
-_threads: set[threading.Thread] = set()
-_tables: weakref.WeakKeyDictionary[Teller, _native.Table] = weakref.WeakKeyDictionary()
+_notifier_threads: set[threading.Thread] = set()
+_notified_tables: weakref.WeakKeyDictionary[EvictionNotifier, _native.Table] = weakref.WeakKeyDictionary()
 # The process that these are of. A forked child has its own.
-_hooked: int | None = None
+_registered_pid: int | None = None
 
 
-def _look_after(teller: Teller, native: _native.Table, thread: threading.Thread) -> None:
-    global _hooked
-    if _hooked != os.getpid():
-        _threads.clear()
-        _tables.clear()
-        _hooked = os.getpid()
+def _register(notifier: EvictionNotifier, native: _native.Table, thread: threading.Thread) -> None:
+    global _registered_pid
+    if _registered_pid != os.getpid():
+        _notifier_threads.clear()
+        _notified_tables.clear()
+        _registered_pid = os.getpid()
         if multiprocessing.parent_process() is not None:
             # A child that was forked ends without the functions that `atexit` was given. Tables are flushed before this.
-            multiprocessing.util.Finalize(None, _tell_at_exit, exitpriority=-1)
-    _threads.add(thread)
-    _tables[teller] = native
+            multiprocessing.util.Finalize(None, _notify_at_exit, exitpriority=-1)
+    _notifier_threads.add(thread)
+    _notified_tables[notifier] = native
 
 
-def _tell_at_exit() -> None:
+def _notify_at_exit() -> None:
     """Tell of all rows that are dead by now. Say which are not told, and why."""
-    if _hooked != os.getpid():
+    if _registered_pid != os.getpid():
         return
-    tellers = list(_tables.items())
+    tellers = list(_notified_tables.items())
     try:
         for _, native in tellers:
             try:
-                native.end_telling()
+                native.end_evicted_queue()
             except EmbCacheError as error:
                 _log.warning("the process ends, and nobody is told of what a sweep still takes: %s", error)
-        for thread in list(_threads):
+        for thread in list(_notifier_threads):
             thread.join()
         for teller, _ in tellers:
-            teller.tell_rest()
+            teller.notify_remaining()
     except KeyboardInterrupt:
         _warn("the process was interrupted at its end, and evicted rows are lost that on_evict was not given")
     for teller, _ in tellers:
@@ -360,4 +363,4 @@ def _warn(message: str) -> None:
 
 
 # Registered before any flush at the end of the process, and so called after it.
-atexit.register(_tell_at_exit)
+atexit.register(_notify_at_exit)

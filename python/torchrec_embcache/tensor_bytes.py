@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["is_raw", "load_whole", "read_box", "save_whole", "windows"]
+__all__ = ["byte_windows", "deserialize_tensor", "is_raw", "read_box", "serialize_tensor"]
 
 # Bytes of a window of a tensor that does not lie in host memory in row-major order.
 WINDOW_BYTES = 8 << 20
@@ -25,18 +25,18 @@ def is_raw(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
 
 
-def windows(tensor: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
+def byte_windows(tensor: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
     """The bytes of a tensor's elements in row-major order, in windows of at most 8 MiB where they have to be copied."""
     if tensor.numel() == 0:
         return
-    if _is_in_place(tensor):
+    if _is_contiguous_storage(tensor):
         yield _bytes_of(tensor)
     elif tensor.nbytes <= WINDOW_BYTES or tensor.dim() == 0:
         yield _bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous())
     else:
         rows = WINDOW_BYTES // (tensor.nbytes // len(tensor))
         for start in range(0, len(tensor), max(rows, 1)):
-            yield from windows(tensor.narrow(0, start, min(rows, len(tensor) - start)) if rows else tensor[start])
+            yield from byte_windows(tensor.narrow(0, start, min(rows, len(tensor) - start)) if rows else tensor[start])
 
 
 def read_box(
@@ -58,7 +58,7 @@ def read_box(
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     full_rows = list(lengths[1:]) == list(shape[1:])
     begin = start + offsets[0] * row_bytes if shape else start
-    if full_rows and target.dtype == dtype and _is_in_place(target):
+    if full_rows and target.dtype == dtype and _is_contiguous_storage(target):
         read(begin, _bytes_of(target))
     elif full_rows and target.nbytes // target.itemsize * dtype.itemsize <= WINDOW_BYTES:
         window = torch.empty(lengths, dtype=dtype, device="cpu")
@@ -78,28 +78,28 @@ def read_box(
             read_box(read, dtype, shape[1:], offsets[1:], target[row], begin + row * row_bytes)
 
 
-def save_whole(tensor: torch.Tensor) -> bytes:
+def serialize_tensor(tensor: torch.Tensor) -> bytes:
     """A tensor as `torch.save` writes it, for one that its elements do not describe: sparse, quantized, or a wrapping subclass."""
     stream = io.BytesIO()
     torch.save(tensor.cpu(), stream)
     return stream.getvalue()
 
 
-def load_whole(saved: NDArray[np.uint8]) -> torch.Tensor:
-    """Load what `save_whole` made. `torch.load` refuses types that torch does not regard as safe."""
+def deserialize_tensor(saved: NDArray[np.uint8]) -> torch.Tensor:
+    """Load what `serialize_tensor` made. `torch.load` refuses types that torch does not regard as safe."""
     tensor = torch.load(io.BytesIO(saved.data), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a {type(tensor).__name__} is stored in place of a tensor")
     return tensor
 
 
-def _is_in_place(tensor: torch.Tensor) -> bool:
+def _is_contiguous_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory holds its elements, and nothing else, in row-major order."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The memory of a tensor for which `_is_in_place` is true."""
+    """The memory of a tensor for which `_is_contiguous_storage` is true."""
     # A dimension of one element may have any stride, which `reshape` keeps and a view of bytes refuses.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()

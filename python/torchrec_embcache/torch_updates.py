@@ -23,7 +23,7 @@ __all__ = ["updated_rows"]
 
 
 @dataclass
-class _Rows:
+class _UpdateRows:
     """The rows that an update computes anew. What is here is a copy, or replaces one; the tier stays as it is.
 
     `weights` [U, D]; `vectors`: each vector slot [U, D]; `scalar` [U], which is empty where rows have none; `grad` [U, D].
@@ -59,40 +59,40 @@ class _Rows:
         return (self.vectors[1] / (1 - beta**self.step)).sqrt() + self.numbers.eps
 
 
-def _sgd(rows: _Rows) -> None:
+def _sgd(rows: _UpdateRows) -> None:
     rows.decay_gradient()
     rows.weights -= rows.numbers.lr * rows.grad
 
 
-def _adagrad(rows: _Rows) -> None:
+def _adagrad(rows: _UpdateRows) -> None:
     rows.decay_gradient()
     rows.vectors[0].addcmul_(rows.grad, rows.grad)
     rows.weights -= rows.numbers.lr * rows.grad / (rows.vectors[0].sqrt() + rows.numbers.eps)
 
 
-def _rowwise_adagrad(rows: _Rows) -> None:
+def _rowwise_adagrad(rows: _UpdateRows) -> None:
     rows.decay_gradient()
     rows.scalar += rows.grad.square().mean(1)
     rows.weights -= rows.numbers.lr * rows.grad / (rows.scalar.sqrt() + rows.numbers.eps)[:, None]
 
 
-def _adam(rows: _Rows) -> None:
+def _adam(rows: _UpdateRows) -> None:
     rows.decay_gradient()
     rows.weights -= rows.numbers.lr * (rows.first_moment() / rows.second_moment())
 
 
-def _adamw(rows: _Rows) -> None:
+def _adamw(rows: _UpdateRows) -> None:
     rows.move_decoupled(rows.first_moment() / rows.second_moment())
 
 
-def _partial_rowwise_adam(rows: _Rows) -> None:
+def _partial_rowwise_adam(rows: _UpdateRows) -> None:
     beta = rows.numbers.beta2
     rows.scalar = rows.scalar * beta + rows.grad.square().mean(1) * (1 - beta)
     root = (rows.scalar / (1 - beta**rows.step)).sqrt() + rows.numbers.eps
     rows.move_decoupled(rows.first_moment() / root[:, None])
 
 
-def _ftrl(rows: _Rows) -> None:
+def _ftrl(rows: _UpdateRows) -> None:
     rows.decay_gradient()
     numbers, (z, n) = rows.numbers, rows.vectors
     root = n.sqrt()
@@ -105,7 +105,7 @@ def _ftrl(rows: _Rows) -> None:
     rows.weights = ((0.0 - shrunk) / divisor).masked_fill_(divisor == 0, 0.0)  # never -0.0, as in the core
 
 
-def _lamb(rows: _Rows) -> None:
+def _lamb(rows: _UpdateRows) -> None:
     first, root = rows.first_moment(), rows.second_moment()
     direction = (first / root).masked_fill_(root == 0, 0.0)
     if rows.numbers.weight_decay:
@@ -115,7 +115,7 @@ def _lamb(rows: _Rows) -> None:
     rows.weights -= rows.numbers.lr * trust[:, None] * direction
 
 
-_UPDATES: dict[str, Callable[[_Rows], None]] = {
+_UPDATES: dict[str, Callable[[_UpdateRows], None]] = {
     "sgd": _sgd,
     "adagrad": _adagrad,
     "rowwise_adagrad": _rowwise_adagrad,
@@ -135,7 +135,7 @@ def updated_rows(
     Returns each tensor of the tier that is to change, with its rows' new values, and changes nothing. `hyperparameters` is a row
     of `native_hyperparameters`; `step` is the table's step counter, which is 1 at the first update.
     """
-    rows = _Rows(
+    rows = _UpdateRows(
         weights=tier.weights.index_select(0, slots),
         vectors=[slot.index_select(0, slots) for slot in tier.vector_slots],
         scalar=tier.scalars.index_select(0, slots) if tier.scalars is not None else tier.weights.new_empty(0),

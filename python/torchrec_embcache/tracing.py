@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import fx, nn
 
-__all__ = ["as_one_call"]
+__all__ = ["trace_as_call"]
 
 
-def as_one_call(module: nn.Module, *arguments: Any) -> fx.Proxy | None:
+def trace_as_call(module: nn.Module, *arguments: Any) -> fx.Proxy | None:
     """The call of `module` as one node of a tracer's graph, where a tracer of `torch.fx` runs it. None where tensors are given.
 
     A tracer records operations on tensors. A lookup has none, because its rows come from the core.

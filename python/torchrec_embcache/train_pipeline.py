@@ -136,7 +136,7 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         finally:
             # Between steps nobody but the caller uses the tables.
             for module in self._cache_modules():
-                module.settle_prefetched()
+                module.wait_for_prefetch()
 
     def _cache_modules(self) -> list[ShardedCacheModule]:
         return [module for module in self._pipelined_modules if isinstance(module, ShardedCacheModule)]
@@ -177,7 +177,7 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         Rows of the next batch that moved to the device are unpinned, so that the caller has all of its budget.
         """
         for module in self._cache_modules():
-            module.take_back_placed()
+            module.unplace_rows()
         model: nn.Module = super().detach()
         return model
 
@@ -185,7 +185,7 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         """Forget the queued batches and unpin their rows."""
         super().reset()
         for module in self._cache_modules():
-            module.forget_prefetched()
+            module.drop_prefetched()
         self._planned = 0
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = False) -> None:
@@ -216,7 +216,7 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
                 # On this stream, because the stream of the forwards still computes the batches before.
                 with self._stream_context(self._data_dist_stream):
                     data = request.wait()
-                    module.prefetch(data, ctx=module_context, beside=True)
+                    module.prefetch(data, ctx=module_context, in_background=True)
             else:
                 # What TorchRec's own modules queue for this is to come after the forwards before.
                 data = request.wait()

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .exceptions import InputError
 from .hyperparameters import Hyperparameters
-from .kernels import KernelBackend, KernelTable, Pooled
-from .shared_rows import SharedSums, exact_sums
+from .kernels import KernelBackend, KernelTable, PooledInputs
+from .shared_rows import OovGradientSums, exact_sums
 from .triton_kernels import launch
-from .triton_kernels.parts import OCCURRENCES_OF_A_PART, parts_of
+from .triton_kernels.parts import PART_OCCURRENCES, split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from ._native import Plan
     from .device_tier import DeviceTier
 
-__all__ = ["IS_INTERPRETED", "TritonBackend", "TritonMoves"]
+__all__ = ["IS_INTERPRETED", "TritonBackend", "TritonRowMover"]
 
 # Whether the kernels run in Triton's interpreter, on CPU tensors.
 IS_INTERPRETED: bool = launch.IS_INTERPRETED
 
 
-class TritonMoves:
-    """The moves of a device tier by one kernel each; see `RowMoves`."""
+class TritonRowMover:
+    """The moves of a device tier by one kernel each; see `RowMover`."""
 
     kernels = "triton"
 
     def gather(self, tier: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RowMoves`."""
+        """See `RowMover`."""
         return launch.gather_rows(tier, slots.numpy())
 
     def scatter(self, tier: DeviceTier, slots: Tensor, vectors: Tensor, scalars: Tensor) -> None:
-        """See `RowMoves`."""
+        """See `RowMover`."""
         launch.scatter_rows(tier, slots.numpy(), vectors, scalars)
 
 
 @dataclass(frozen=True)
-class _Alike:
+class _TableGroup:
     """Tables of a lookup that have one width and one optimizer, so that a launch updates the rows of all of them."""
 
     kind: str
@@ -57,40 +57,40 @@ class _Alike:
 
 
 @dataclass(frozen=True)
-class _Frequent:
+class _SplitRows:
     """Rows with so many occurrences that their gradients are summed by parts: sums of parts first, and then the sums of these.
 
     `parts` are ranges of a batch's occurrences. `rows`: the rows, whose occurrences are numbers of parts.
     """
 
-    parts: launch.Ranges
-    rows: launch.Rows
+    parts: launch.OccurrenceRanges
+    rows: launch.DistinctRows
     count: int
 
 
 @dataclass(frozen=True)
-class _Update:
-    """The distinct rows of tables that are alike, of which there are `count`. Those that are `frequent` are updated apart.
+class _GroupUpdate:
+    """The distinct rows of tables that are alike, of which there are `count`. Those that are `split` are updated apart.
 
-    `refused`: for each table with a shared row, the rows of refused ids, which are not updated. `slots`: those of each table's
+    `oov`: for each table with a shared row, the rows of refused ids, which are not updated. `slots`: those of each table's
     rows, int32 [U], where -1 is none.
     """
 
-    alike: _Alike
+    group: _TableGroup
     slots: dict[int, NDArray[np.int32]]
-    rows: launch.Rows
+    rows: launch.DistinctRows
     count: int
-    frequent: _Frequent | None
-    refused: dict[int, _Frequent]
+    split: _SplitRows | None
+    oov: dict[int, _SplitRows]
 
 
 @dataclass(frozen=True)
-class _Launch:
+class _UpdateLaunch:
     """The update of `count` rows by their gradients."""
 
-    alike: _Alike
-    rows: launch.Rows
-    gradients: launch.Gradients
+    group: _TableGroup
+    rows: launch.DistinctRows
+    gradients: launch.DeviceGradients
     count: int
 
     def run(self, tiers: Tensor, numbers: Tensor) -> None:
@@ -102,18 +102,18 @@ class _Launch:
         self._run(tiers, numbers, 0)
 
     def _run(self, tiers: Tensor, numbers: Tensor, count: int) -> None:
-        alike = self.alike
-        launch.update(alike.kind, alike.dim, tiers, numbers, self.rows, self.gradients, count=count)
+        alike = self.group
+        launch.update_rows(alike.kind, alike.dim, tiers, numbers, self.rows, self.gradients, count=count)
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _DeviceBatch:
     """A pooled batch on the device. `members`: for each width the features of that width.
 
     The kernels are given the addresses of the rows in `kept`, which must live until they are launched.
     """
 
-    bags: launch.Bags
+    bags: launch.DeviceBags
     features: Tensor
     slots: Tensor
     members: dict[int, Tensor]
@@ -133,8 +133,8 @@ class TritonBackend(KernelBackend):
         # Features of one width have one launch.
         self._members = {dim: [f for f, other in enumerate(dims) if other == dim] for dim in dict.fromkeys(dims)}
         kinds = [(table.spec.kind, table.dim) for table in tables]
-        self._alike = [
-            _Alike(*kind, tuple(number for number, other in enumerate(kinds) if other == kind))
+        self._groups = [
+            _TableGroup(*kind, tuple(number for number, other in enumerate(kinds) if other == kind))
             for kind in dict.fromkeys(kinds)
         ]
 
@@ -142,7 +142,7 @@ class TritonBackend(KernelBackend):
         """What the kernels are told of each feature, int64 [F, 4], and the tensors that it has addresses of."""
         absent: dict[int, Tensor] = {}
         for table in dict.fromkeys(self.feature_tables):
-            row = plan.absent_row(table)
+            row = plan.missing_row(table)
             if row is not None:
                 (absent[table],) = launch.send(self.device, [row])
         weights = {table: launch.tier_addresses(self._tier(table))[0] for table in dict.fromkeys(self.feature_tables)}
@@ -152,7 +152,7 @@ class TritonBackend(KernelBackend):
         ]
         return np.array(features, np.int64), list(absent.values())
 
-    def _sent(self, plan: Plan, pooled: Pooled, *, with_slots: bool) -> _Batch:
+    def _send_batch(self, plan: Plan, pooled: PooledInputs, *, with_slots: bool) -> _DeviceBatch:
         """The batch on the device. The addresses in it hold as long as nobody else can replace the tiers' tensors."""
         _check_count(len(pooled.offsets), int(pooled.offsets[-1]))
         if pooled.weights is not None and pooled.weights.device != self.device:
@@ -162,27 +162,29 @@ class TritonBackend(KernelBackend):
         features, kept = self._features(plan, pooled.mean)
         members = self._members.values()
         lengths = [len(pooled.offsets), int(pooled.offsets[-1]) if with_slots else 0, *map(len, members)]
-        sending = launch.Sending(self.device, [(np.int64, features.size), *((np.int32, length) for length in lengths)])
+        sending = launch.DeviceTransfer(
+            self.device, [(np.int64, features.size), *((np.int32, length) for length in lengths)]
+        )
         sending.arrays[0][:], sending.arrays[1][:] = features.reshape(-1), pooled.offsets
         if with_slots:
             plan.fill_slots(sending.arrays[2])
         for memory, of_width in zip(sending.arrays[3:], members, strict=True):
             memory[:] = of_width
-        sent = sending.sent()
-        bags = launch.Bags(sent[1], pooled.weights, pooled.bags, self.columns, self._aligned)
-        return _Batch(bags, sent[0], sent[2], dict(zip(self._members, sent[3:], strict=True)), kept)
+        sent = sending.send()
+        bags = launch.DeviceBags(sent[1], pooled.weights, pooled.bags, self.columns, self._aligned)
+        return _DeviceBatch(bags, sent[0], sent[2], dict(zip(self._members, sent[3:], strict=True)), kept)
 
-    def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
+    def forward_pooled(self, plan: Plan, pooled: PooledInputs) -> Tensor:
         """See `KernelBackend`. It runs exclusively, until it is queued: nobody replaces the tiers' tensors meanwhile."""
         out = torch.empty(pooled.bags, self.columns, dtype=torch.float32, device=self.device)
 
         def work() -> None:
-            batch = self._sent(plan, pooled, with_slots=True)
-            with self._reading():
+            batch = self._send_batch(plan, pooled, with_slots=True)
+            with self._reading_tiers():
                 for dim, members in batch.members.items():
-                    launch.pool(dim, members, batch.features, batch.slots, batch.bags, out)
+                    launch.pool_rows(dim, members, batch.features, batch.slots, batch.bags, out)
 
-        plan.exclusively(work)
+        plan.run_exclusively(work)
         return out
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
@@ -194,29 +196,29 @@ class TritonBackend(KernelBackend):
         def work() -> None:
             features, _kept = self._features(plan, np.zeros(len(self.feature_tables), np.bool_))
             splits = plan.splits()
-            sending = launch.Sending(
+            sending = launch.DeviceTransfer(
                 self.device, [(np.int64, features.size), (np.int32, count), (np.int32, len(splits))]
             )
             sending.arrays[0][:], sending.arrays[2][:] = features.reshape(-1), splits
             plan.fill_slots(sending.arrays[1])
-            sent = sending.sent()
-            with self._reading():
+            sent = sending.send()
+            with self._reading_tiers():
                 launch.read_sequence(dim, sent[0], sent[1], sent[2], int(np.diff(splits).max()), out)
 
-        plan.exclusively(work)
+        plan.run_exclusively(work)
         return out
 
     def backward_pooled(
         self,
         plan: Plan,
-        pooled: Pooled,
+        pooled: PooledInputs,
         grad: Tensor,
         hyperparameters: NDArray[np.float64],
-        shared: SharedSums,
+        oov_sums: OovGradientSums,
         weight_grad: bool,
     ) -> Tensor | None:
         """See `KernelBackend`."""
-        batch = self._sent(plan, pooled, with_slots=False)
+        batch = self._send_batch(plan, pooled, with_slots=False)
         occurrences = int(pooled.offsets[-1])
         scaled = pooled.weights is not None or bool(pooled.mean.any())
         gradients = launch.find_gradients(batch.features, batch.bags, occurrences, grad, scaled)
@@ -224,115 +226,119 @@ class TritonBackend(KernelBackend):
 
         def before_update() -> None:
             if out is not None:
-                batch = self._sent(plan, pooled, with_slots=True)
-                with self._reading():
+                batch = self._send_batch(plan, pooled, with_slots=True)
+                with self._reading_tiers():
                     for dim, members in batch.members.items():
                         launch.fill_weight_gradients(dim, members, batch.features, batch.slots, batch.bags, grad, out)
 
-        self._update_and_commit(plan, gradients, hyperparameters, shared, before_update)
+        self._update_and_commit(plan, gradients, hyperparameters, oov_sums, before_update)
         return out
 
     def backward_sequence(
-        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
+        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], oov_sums: OovGradientSums
     ) -> None:
         """See `KernelBackend`."""
-        self._update_and_commit(plan, launch.Gradients(grad), hyperparameters, shared, lambda: None)
+        self._update_and_commit(plan, launch.DeviceGradients(grad), hyperparameters, oov_sums, lambda: None)
 
     def _update_and_commit(
         self,
         plan: Plan,
-        gradients: launch.Gradients,
+        gradients: launch.DeviceGradients,
         hyperparameters: NDArray[np.float64],
-        shared: SharedSums,
+        oov_sums: OovGradientSums,
         before_update: Callable[[], None],
     ) -> None:
         """Update and commit before anybody else copies rows, so that nobody sees a row with new weights and old metadata.
 
         What needs memory comes first, for all tables. So until `begin_update` an error leaves every row as it was.
         """
-        updates = [self._distinct(plan, alike) for alike in self._alike]
-        self._train_shared(plan, lambda: self._refused_sums(updates, gradients), hyperparameters, shared)
+        updates = [self._distinct_rows(plan, alike) for alike in self._groups]
+        self._train_oov_row(plan, lambda: self._oov_sums(updates, gradients), hyperparameters, oov_sums)
         ready = [_launches(update, gradients) for update in updates]
 
         def work() -> None:
             before_update()
-            numbers = [self._numbers(update.alike, hyperparameters) for update in updates]
+            numbers = [self._update_hyperparameters(update.group, hyperparameters) for update in updates]
             given = [(each, *of_update) for each_of, of_update in zip(ready, numbers, strict=True) for each in each_of]
             for each, tiers, values in given:
                 each.compile(tiers, values)
             with ExitStack() as changing:
                 for update in updates:
                     for table, slots in update.slots.items():
-                        changing.enter_context(self._tier(table).changes(slots))
+                        changing.enter_context(self._tier(table).writing(slots))
                 plan.begin_update()
                 for each, tiers, values in given:
                     each.run(tiers, values)
             plan.commit()
 
-        plan.exclusively(work)
+        plan.run_exclusively(work)
 
-    def _reading(self) -> ExitStack:
+    def _reading_tiers(self) -> ExitStack:
         """Read the rows of all tables meanwhile, on the caller's stream."""
         with ExitStack() as stack:
             for table in dict.fromkeys(self.feature_tables):
-                stack.enter_context(self._tier(table).reads())
+                stack.enter_context(self._tier(table).reading())
             return stack.pop_all()
 
-    def _distinct(self, plan: Plan, alike: _Alike) -> _Update:
+    def _distinct_rows(self, plan: Plan, group: _TableGroup) -> _GroupUpdate:
         """The distinct rows of tables that are alike, on the device."""
         of_tables = plan.row_counts()
-        counts = [of_tables[table] for table in alike.tables]
-        lengths_of_features = np.diff(plan.splits())[np.isin(self.feature_tables, alike.tables)]
+        counts = [of_tables[table] for table in group.tables]
+        lengths_of_features = np.diff(plan.splits())[np.isin(self.feature_tables, group.tables)]
         total, occurrences = sum(counts), int(lengths_of_features.sum())
-        sending = launch.Sending(self.device, [(np.int32, count) for count in (total, total, total + 1, occurrences)])
+        sending = launch.DeviceTransfer(
+            self.device, [(np.int32, count) for count in (total, total, total + 1, occurrences)]
+        )
         tables, sent_slots, starts, _ = sending.arrays
         starts[-1] = 0
         if total:  # empty arrays have one address, and the core takes no array twice that it writes to
-            plan.fill_rows(list(alike.tables), *sending.arrays)
+            plan.fill_row_occurrences(list(group.tables), *sending.arrays)
         slots = sent_slots.copy()
         lengths = np.diff(starts)
-        frequent = np.flatnonzero((lengths > OCCURRENCES_OF_A_PART) & (slots >= 0))
+        frequent = np.flatnonzero((lengths > PART_OCCURRENCES) & (slots >= 0))
         sent_slots[frequent] = -1
-        rows = launch.Rows(*sending.sent())
+        rows = launch.DistinctRows(*sending.send())
         refused = {
             table: np.flatnonzero((tables == number) & (slots < 0) & (lengths > 0))
-            for number, table in enumerate(alike.tables)
-            if table in self.sharing
+            for number, table in enumerate(group.tables)
+            if table in self.oov_tables
         }
 
-        def by_parts(numbers: NDArray[np.signedinteger[Any]]) -> _Frequent:
-            parts = parts_of(starts[numbers], starts[numbers + 1])
+        def send_split_rows(numbers: NDArray[np.signedinteger[Any]]) -> _SplitRows:
+            parts = split_rows(starts[numbers], starts[numbers + 1])
             of_parts = np.arange(len(parts.begins))
             arrays = (parts.begins, parts.ends, tables[numbers], slots[numbers], parts.starts, of_parts)
             sent = launch.send(self.device, [array.astype(np.int32) for array in arrays])
-            return _Frequent(launch.Ranges(*sent[:2]), launch.Rows(*sent[2:]), len(numbers))
+            return _SplitRows(launch.OccurrenceRanges(*sent[:2]), launch.DistinctRows(*sent[2:]), len(numbers))
 
-        apart = by_parts(frequent) if len(frequent) else None
-        slots_of = dict(zip(alike.tables, np.split(slots, np.cumsum(counts)[:-1]), strict=True))
-        sums = {table: by_parts(numbers) for table, numbers in refused.items()}
-        return _Update(alike, slots_of, rows, total, apart, sums)
+        apart = send_split_rows(frequent) if len(frequent) else None
+        slots_of = dict(zip(group.tables, np.split(slots, np.cumsum(counts)[:-1]), strict=True))
+        sums = {table: send_split_rows(numbers) for table, numbers in refused.items()}
+        return _GroupUpdate(group, slots_of, rows, total, apart, sums)
 
-    def _refused_sums(self, updates: Sequence[_Update], gradients: launch.Gradients) -> Tensor:
+    def _oov_sums(self, updates: Sequence[_GroupUpdate], gradients: launch.DeviceGradients) -> Tensor:
         """The sums of the gradients of refused ids, for each table in which these share a row."""
         sums = {}
         for update in updates:
-            dim = update.alike.dim
-            for table, refused in update.refused.items():
+            dim = update.group.dim
+            for table, refused in update.oov.items():
                 of_parts = launch.sum_gradients(dim, refused.parts, update.rows.occurrences, gradients)
-                ranges = launch.Ranges(refused.rows.starts[:-1], refused.rows.starts[1:])
+                ranges = launch.OccurrenceRanges(refused.rows.starts[:-1], refused.rows.starts[1:])
                 sums[table] = exact_sums(launch.sum_gradients(dim, ranges, refused.rows.occurrences, of_parts).grad)
-        return torch.cat([sums[table] for table in self.sharing])
+        return torch.cat([sums[table] for table in self.oov_tables])
 
-    def _numbers(self, alike: _Alike, hyperparameters: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+    def _update_hyperparameters(
+        self, group: _TableGroup, hyperparameters: NDArray[np.float64]
+    ) -> tuple[Tensor, Tensor]:
         """The addresses of the tables' tiers, int64 [T, 4], and the numbers of their updates, float32 [T, 9], on the device.
 
         The tensors are looked up when nobody can replace them by larger ones: an update of the tensors from before would be lost.
         """
         tiers, numbers = [], []
-        for table in alike.tables:
+        for table in group.tables:
             tiers.append(launch.tier_addresses(self._tier(table)))
             given = Hyperparameters(*hyperparameters[table].tolist())
-            numbers.append(launch.update_numbers(alike.kind, given, self.tables[table].native.step() + 1))
+            numbers.append(launch.update_numbers(group.kind, given, self.tables[table].native.step() + 1))
         addresses, values = launch.send(self.device, [np.array(tiers, np.int64), np.array(numbers, np.float32)])
         return addresses, values
 
@@ -345,11 +351,11 @@ def _check_count(*counts: int) -> None:
         )
 
 
-def _launches(update: _Update, gradients: launch.Gradients) -> list[_Launch]:
+def _launches(update: _GroupUpdate, gradients: launch.DeviceGradients) -> list[_UpdateLaunch]:
     """The launches that update the rows of tables that are alike, once for all and once for those that are frequent."""
     of_rows = [(update.rows, gradients, update.count)]
-    if update.frequent is not None:
-        frequent = update.frequent
-        of_parts = launch.sum_gradients(update.alike.dim, frequent.parts, update.rows.occurrences, gradients)
+    if update.split is not None:
+        frequent = update.split
+        of_parts = launch.sum_gradients(update.group.dim, frequent.parts, update.rows.occurrences, gradients)
         of_rows.append((frequent.rows, of_parts, frequent.count))
-    return [_Launch(update.alike, *each) for each in of_rows]
+    return [_UpdateLaunch(update.group, *each) for each in of_rows]

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cache import CacheTable, internals
-from .collective import agree_on_arguments, gathered, together
+from .cache import CacheTable, shard_of
+from .collective import agree_on_arguments, gather_results, run_on_all_ranks
 from .exceptions import InputError, UnsupportedError
 from .flushing import flush_tables
-from .row_notes import NoteWatch, note_of, refuse_missing_rows
+from .row_notes import StateDictWatch, check_missing_rows, summarize_tables
 from .table_shard import TableShard
 
-__all__ = ["CacheModule", "cache_modules", "expect_state_dicts", "flush", "path_in_model"]
+__all__ = ["CacheModule", "cache_modules", "flush", "path_in_model", "suppress_state_dict_warnings"]
 
 # The attribute by which a wrapper holds the module that it wraps. These names are left out of module paths.
-_WRAPPED = {
+_WRAPPER_ATTRIBUTES = {
     "DataParallel": {"module"},
     "DistributedDataParallel": {"module"},
     "DistributedModelParallel": {"_dmp_wrapped_module"},
@@ -56,7 +56,7 @@ class CacheModule:
                 raise UnsupportedError(f"{of} cannot move to {probe.device}: make it with device={str(probe.device)!r}")
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
-    def settle(self) -> None:
+    def sync_optimizers(self) -> None:
         """Give the tables the optimizers that are set by now. It is called before rows are saved or loaded."""
 
     def param_group(self, table: str) -> dict[str, Any] | None:
@@ -65,26 +65,26 @@ class CacheModule:
     def hyperparameters(self, table: str) -> dict[str, Any]:
         """The numbers of a table's optimizer, such as `lr`, as training uses them now."""
         group = self.param_group(table)
-        return internals(self.tables[table]).spec.param_group() if group is None else dict(group)
+        return shard_of(self.tables[table]).spec.param_group() if group is None else dict(group)
 
     @property
     def table_names(self) -> Iterable[str]:
         """The names of all tables, also of those on other ranks."""
         return self.tables
 
-    def expect_state_dicts(self) -> None:
+    def suppress_state_dict_warning(self) -> None:
         """Let state dicts of this module be dropped without the warning that they hold no rows: who calls this saves the rows."""
-        self._note_watch().is_quiet = True
+        self._state_dict_watch().is_suppressed = True
 
-    def _note_watch(self) -> NoteWatch:
-        watch: NoteWatch = self.__dict__.setdefault("_notes", NoteWatch())
+    def _state_dict_watch(self) -> StateDictWatch:
+        watch: StateDictWatch = self.__dict__.setdefault("_notes", StateDictWatch())
         return watch
 
     def get_extra_state(self) -> Tensor:
         """A note, for `state_dict()`, of how many rows and steps the tables have; see `row_notes`."""
-        tables = {name: internals(table) for name, table in self.tables.items()}
-        note = note_of(tables, self.table_names)
-        self._note_watch().watch(note, tables)
+        tables = {name: shard_of(table) for name, table in self.tables.items()}
+        note = summarize_tables(tables, self.table_names)
+        self._state_dict_watch().watch(note, tables)
         return note
 
     def set_extra_state(self, state: object) -> None:
@@ -94,8 +94,8 @@ class CacheModule:
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *lists: Any
     ) -> None:
         key = f"{prefix}_extra_state"
-        tables = {name: internals(table) for name, table in self.tables.items()}
-        refuse_missing_rows(state_dict.get(key), tables, key, missing_keys, strict=strict)
+        tables = {name: shard_of(table) for name, table in self.tables.items()}
+        check_missing_rows(state_dict.get(key), tables, key, missing_keys, strict=strict)
         own_missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, own_missing, *lists)  # type: ignore[misc]
         # A state dict without the note says nothing of rows, as that of another library's module.
@@ -108,7 +108,7 @@ class CacheModule:
             "part, or serve the saved tables (docs/serving.md)"
         )
 
-    def buckets_changed(self) -> None:
+    def refresh_buckets(self) -> None:
         """Forget what was derived from the buckets of a table: a load gave it others."""
 
 
@@ -145,7 +145,7 @@ def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
                 raise InputError(f"two cache modules have the path {path!r} once wrappers are left out: rename one")
             found[path] = module
             continue
-        wrapped = _WRAPPED.get(type(module).__name__, set())
+        wrapped = _WRAPPER_ATTRIBUTES.get(type(module).__name__, set())
         children = [
             (path if name in wrapped else f"{path}.{name}" if path else name, child, depth + 1)
             for name, child in module.named_children()
@@ -154,10 +154,10 @@ def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
     return found
 
 
-def expect_state_dicts(model: nn.Module | None) -> None:
+def suppress_state_dict_warnings(model: nn.Module | None) -> None:
     """Do as `CacheModule.expect_state_dicts` for every cache module of a model. `InputError` where it is no module."""
     for module in cache_modules(model).values() if model is not None else ():
-        module.expect_state_dicts()
+        module.suppress_state_dict_warning()
 
 
 def path_in_model(model: nn.Module, path: str) -> str:
@@ -165,7 +165,7 @@ def path_in_model(model: nn.Module, path: str) -> str:
     names: list[str] = []
     module = model
     for name in path.split(".") if path else ():
-        if name not in _WRAPPED.get(type(module).__name__, set()):
+        if name not in _WRAPPER_ATTRIBUTES.get(type(module).__name__, set()):
             names.append(name)
         module = module.get_submodule(name)
     return ".".join(names)
@@ -204,11 +204,11 @@ def flush(model: nn.Module, *, also: Callable[[int], object] | None = None) -> N
         modules = cache_modules(model)
         if not modules:
             raise InputError(f"{type(model).__name__} has no cache module: nothing to flush")
-        tables.extend(internals(table) for module in modules.values() for table in module.tables.values())
+        tables.extend(shard_of(table) for module in modules.values() for table in module.tables.values())
         return {"also": "left out" if also is None else "given"}
 
     agree_on_arguments("flush", check)
     if also is not None:
-        step = max(gathered(lambda: max((table.native.step() for table in tables), default=0)))
-        together(lambda: also(step))
+        step = max(gather_results(lambda: max((table.native.step() for table in tables), default=0)))
+        run_on_all_ranks(lambda: also(step))
     flush_tables([table for table in tables if table.directory is not None])

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import __file__ as nvidia
 from triton.runtime.driver import driver
 
-from torchrec_embcache.device_tier import DeviceTier, TorchMoves
+from torchrec_embcache.device_tier import DeviceTier, TorchRowMover
 from torchrec_embcache.triton_kernels import launch
 
 CUOBJDUMP = Path(nvidia).parent / "bin" / "cuobjdump"
@@ -91,17 +91,19 @@ class Batch:
         begin = int(self.ragged)
         return torch.zeros(begin + int(np.prod(shape)))[begin:].view(shape)
 
-    def of_bags(self, *, weighted: bool) -> launch.Bags:
+    def of_bags(self, *, weighted: bool) -> launch.DeviceBags:
         aligned = 4 if self.dim % 4 == 0 and not self.ragged else 1
         offsets = self.integers(FEATURES * self.bags + 1)
-        return launch.Bags(offsets, self.floats(OCCURRENCES) if weighted else None, self.bags, self.columns, aligned)
+        return launch.DeviceBags(
+            offsets, self.floats(OCCURRENCES) if weighted else None, self.bags, self.columns, aligned
+        )
 
 
 def launch_lookups(batch: Batch) -> None:
     """Launch each forward, and the gradient of weights."""
     given = batch.dim, batch.members, batch.features, batch.slots
     for weighted in (True, False):
-        launch.pool(*given, batch.of_bags(weighted=weighted), torch.zeros(batch.bags, batch.columns))
+        launch.pool_rows(*given, batch.of_bags(weighted=weighted), torch.zeros(batch.bags, batch.columns))
     grad, bags = batch.floats(batch.bags, batch.columns), batch.of_bags(weighted=True)
     launch.fill_weight_gradients(*given, bags, grad, torch.zeros(OCCURRENCES))
     starts, out = batch.integers(FEATURES + 1), torch.zeros(OCCURRENCES, batch.dim)
@@ -119,27 +121,29 @@ def launch_backwards(batch: Batch, number: int) -> None:
         [
             launch.find_gradients(batch.features, batch.of_bags(weighted=bags[0]), OCCURRENCES, grad, bags[1])
             if bags
-            else launch.Gradients(batch.floats(OCCURRENCES, batch.dim))
+            else launch.DeviceGradients(batch.floats(OCCURRENCES, batch.dim))
             for bags in alike
         ]
         for alike in BACKWARDS
     ]
     starts = batch.integers(4)
-    rows = launch.Rows(batch.integers(3), batch.integers(3), starts, batch.integers(OCCURRENCES))
+    rows = launch.DistinctRows(batch.integers(3), batch.integers(3), starts, batch.integers(OCCURRENCES))
     every = os.environ.get("EMBCACHE_EVERY_LAUNCH") == "1"
     for turn, kind in enumerate([None, *KINDS], number):
         for gradients in chain.from_iterable(found if every else [found[turn % len(found)]]):
             if kind is None:
-                launch.sum_gradients(batch.dim, launch.Ranges(starts[:-1], starts[1:]), rows.occurrences, gradients)
+                launch.sum_gradients(
+                    batch.dim, launch.OccurrenceRanges(starts[:-1], starts[1:]), rows.occurrences, gradients
+                )
             else:
                 tiers, numbers = torch.zeros(4, dtype=torch.int64), torch.zeros(9)
-                launch.update(kind, batch.dim, tiers, numbers, rows, gradients, count=3)
+                launch.update_rows(kind, batch.dim, tiers, numbers, rows, gradients, count=3)
 
 
 def launch_moves(batch: Batch) -> None:
     """Launch the moves of rows of each kind where rows have 64 columns, else of rows with 2 more vectors, or 1 and a scalar."""
     for vector_slots, scalar_slot in SLOTS if batch.dim == 64 else SLOTS[-2:]:
-        tier = DeviceTier(batch.dim, vector_slots, scalar_slot, 4, torch.device("cpu"), TorchMoves())
+        tier = DeviceTier(batch.dim, vector_slots, scalar_slot, 4, torch.device("cpu"), TorchRowMover())
         slots = np.zeros(1 if batch.ragged else 3, np.int64)
         launch.scatter_rows(tier, slots, *launch.gather_rows(tier, slots))
 

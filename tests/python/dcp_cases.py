@@ -17,7 +17,7 @@ from torchrec_embcache import (
     initializers,
     optimizers,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.whole_model import CacheModule
 
 IDS = torch.cat([torch.arange(-50, 50), torch.tensor([-(1 << 63), (1 << 63) - 1])])
@@ -112,7 +112,7 @@ class Model(CacheModule, nn.Module):
         begin, end = table.buckets
         mine = IDS[torch.tensor([begin <= bucket_of(row_id, BUCKETS) < end for row_id in IDS.tolist()])]
         table.import_rows(mine, weights_of(mine, salt), {"sum": mine.to(torch.float32)})
-        internals(table).native.set_step(42 + salt)
+        shard_of(table).native.set_step(42 + salt)
 
     def contents(self) -> list[tuple[int, list[float], float]]:
         return [

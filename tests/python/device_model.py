@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stream_model import Clock, Queue
 from torchrec_embcache import _native, device_tier, host_copies, kernels, lookup, pinned_memory, stream_order
 from torchrec_embcache.device_tier import DeviceTier
-from torchrec_embcache.triton_backend import TritonMoves
+from torchrec_embcache.triton_backend import TritonRowMover
 from torchrec_embcache.triton_kernels import launch
 
 
@@ -245,20 +245,20 @@ def _install_copies(model: Model, monkeypatch: Any) -> None:
         return gathered(vectors, scalars)
 
     for module in (pinned_memory, host_copies):
-        monkeypatch.setattr(module, "copies_by_itself", lambda _: True)
-    monkeypatch.setattr(pinned_memory, "pinned", pinned)
+        monkeypatch.setattr(module, "has_async_copies", lambda _: True)
+    monkeypatch.setattr(pinned_memory, "pinned_empty", pinned)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(torch.Tensor, "to", sent)
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     monkeypatch.setattr(_native, "GatheredRows", read_by_core)
-    bring = device_tier.bring_rows
-    monkeypatch.setattr(lookup, "bring_rows", lambda plan, tiers: bring(_Plan(model, plan), tiers))
+    bring = device_tier.place_rows
+    monkeypatch.setattr(lookup, "place_rows", lambda plan, tiers: bring(_Plan(model, plan), tiers))
 
 
 def _install_kernels(model: Model, monkeypatch: Any) -> None:
     """Note what torch's operators use, and what Triton's kernels do, to which addresses are given."""
     select, put, add_up = torch.Tensor.index_select, torch.Tensor.index_copy_, kernels._segment_sum
-    pool, read, update = launch.pool, launch.read_sequence, launch.update
+    pool, read, update = launch.pool_rows, launch.read_sequence, launch.update_rows
 
     def index_select(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
         model.use_if_known(tensor, index.tolist(), writes=False)
@@ -296,13 +296,13 @@ def _install_kernels(model: Model, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.Tensor, "index_select", index_select)
     monkeypatch.setattr(torch.Tensor, "index_copy_", index_copy_)
     monkeypatch.setattr(kernels, "_segment_sum", segment_sum)
-    monkeypatch.setattr(launch, "pool", pooled)
+    monkeypatch.setattr(launch, "pool_rows", pooled)
     monkeypatch.setattr(launch, "read_sequence", sequence)
-    monkeypatch.setattr(launch, "update", updated)
+    monkeypatch.setattr(launch, "update_rows", updated)
 
 
 def _install_tiers(model: Model, monkeypatch: Any) -> None:
-    begin, zeros, grown = DeviceTier.__init__, torch.zeros, device_tier._grown
+    begin, zeros, grown = DeviceTier.__init__, torch.zeros, device_tier._grow
     opening = []
 
     def opened(tier: DeviceTier, *args: Any) -> None:
@@ -326,8 +326,8 @@ def _install_tiers(model: Model, monkeypatch: Any) -> None:
 
     monkeypatch.setattr(DeviceTier, "__init__", opened)
     monkeypatch.setattr(torch, "zeros", zeros_of_tier)
-    monkeypatch.setattr(device_tier, "_grown", grown_noted)
-    for moves in (device_tier.TorchMoves, TritonMoves):
+    monkeypatch.setattr(device_tier, "_grow", grown_noted)
+    for moves in (device_tier.TorchRowMover, TritonRowMover):
         _install_moves(model, monkeypatch, moves)
 
 

@@ -56,7 +56,7 @@ def chained() -> EmbCacheEmbedding:
         optimizer=optimizers.RowWiseAdagrad(lr=0.1),
         initializer=initializers.Constant(1.0),
         admission=admission.Count(2),
-        not_admitted="shared",
+        not_admitted="oov",
         eviction=Policy([Ttl(seconds=100)], every_steps=None),
     )
 

@@ -14,7 +14,7 @@ from torchrec import KeyedJaggedTensor
 import dcp_cases
 from tables import Contents, ssd_tiers
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import All, Keep, Policy, Score, Share, Ttl
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import BlockLoader, BlockSaver
@@ -172,7 +172,7 @@ def taken(
         if isinstance(rule, Keep):
             return set(order[: max(0, len(order) - rule.rows)])
         if isinstance(rule, Share):
-            return set(order[: 0 if shared else math.floor(Fraction(rule.share) * len(order))])
+            return set(order[: 0 if shared else math.floor(Fraction(rule.fraction) * len(order))])
         return {row_id for row_id, row in rows.items() if takes(rule, row, step, half_life)}
 
     spared = set(order[max(0, len(order) - policy.at_least_rows) :])
@@ -197,7 +197,7 @@ class Expected:
                     "score": float(chunk.metadata.score[place]),
                     "weights": chunk.weights[place].tolist(),
                 }
-        native = internals(self.table.table).native
+        native = shard_of(self.table.table).native
         dead = taken(self.policy, rows, step, shared=native.version() == self._as_swept)
         self.evicted += len(dead)
         self.table.remove_rows(list(dead))

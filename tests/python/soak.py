@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import StorageError
 from torchrec_embcache.saver import Saver
 
@@ -339,7 +339,7 @@ class Process:
         self._compared += sum(IDS.values())
         self.model = found
         self.say("refused and done" if done else "refused", operation.number)
-        if not any(internals(self.tables.bag(table).table).native.is_read_only() for table in IDS):
+        if not any(shard_of(self.tables.bag(table).table).native.is_read_only() for table in IDS):
             return
         (self._folder / "ballast").unlink(missing_ok=True)
         with contextlib.suppress(StorageError):  # that save met the full disk too

@@ -101,7 +101,7 @@ def test_ids_get_rows_when_a_dict_of_counts_says_so(tmp_path, tiers, lookahead):
         stats = table.stats().admission
         assert stats is not None
         assert (stats.pending, stats.admitted) == (len(model.counts), len(model.rows))
-        assert stats.refused > stats.pending > 0
+        assert stats.not_admitted > stats.pending > 0
         assert stats.pending_bytes > 0
 
 
@@ -143,7 +143,7 @@ def test_what_is_not_admitted_reads_what_was_asked_for_in_training_and_in_evalua
 
 
 def test_evaluation_can_read_something_else_than_training():
-    table = embedding(admission=admission.ReadOnly(), not_admitted=2.0, unseen="zeros")
+    table = embedding(admission=admission.ReadOnly(), not_admitted=2.0, missing="zeros")
     with torch.no_grad():
         assert not table(torch.tensor([9])).any()
     assert torch.equal(table(torch.tensor([9])), torch.full((1, DIM), 2.0))
@@ -194,7 +194,7 @@ def test_clicks_of_a_collection_are_the_batchs_weights():
         ),
         EmbCacheEmbeddingBagConfig(name="all", embedding_dim=DIM, num_embeddings=9, feature_names=["f"]),
     ]
-    bags[1].unseen = bags[0].unseen = "zeros"
+    bags[1].missing = bags[0].missing = "zeros"
     sequence = EmbCacheEmbeddingConfig(
         name="s", embedding_dim=DIM, num_embeddings=9, feature_names=["f"], admission=SHOW_CLICK
     )

@@ -41,7 +41,7 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Make saves beside training wait, before they write anything, until this is set."""
     go = threading.Event()
-    monkeypatch.setattr(beside._native, "work_behind", lambda: go.wait(SECONDS))
+    monkeypatch.setattr(beside._native, "work_in_background", lambda: go.wait(SECONDS))
     yield go
     go.set()
 

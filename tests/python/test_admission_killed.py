@@ -20,7 +20,7 @@ from test_admission import update
 from test_admission_ranks import COUNTING, made, state
 from test_admission_ranks import train as train_ranks
 from torchrec_embcache import TierBudgets, cache_modules, flush
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.saver import Saver, SaveReport
 from torchrec_models import MIXED, ROW_WISE, Rows, Settings, assert_same_rows, together
 from world import Child, World, process_group
@@ -144,7 +144,7 @@ def _resumed(_rank: int, _world: int, folder: str) -> tuple[int, Any]:
         found = steps_done(model), state(model)
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            internals(table).native.close()  # without a flush, so that the next process finds what this one did
+            shard_of(table).native.close()  # without a flush, so that the next process finds what this one did
     return found
 
 

@@ -23,9 +23,9 @@ from torchrec_embcache import (
     lifetime,
     optimizers,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StorageError, UnsupportedError
-from torchrec_embcache.modules.tables import Shard
+from torchrec_embcache.modules.tables import ShardPlacement
 from torchrec_embcache.table_shard import TableShard
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -191,7 +191,7 @@ def test_a_ctrl_c_amid_the_closing_after_a_failed_sharding_leaves_no_half_of_a_t
 ) -> None:
     tiers = ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
     ours = EmbCacheEmbeddingBagCollection(bag_tables(), tiers=tiers)
-    whole = [internals(table) for table in ours.tables.values()]
+    whole = [shard_of(table) for table in ours.tables.values()]
     for table in whole:
         table.import_rows(np.arange(20), np.ones((20, table.dim), np.float32))
     with monkeypatch.context() as patch:
@@ -205,7 +205,9 @@ def test_a_ctrl_c_amid_the_closing_after_a_failed_sharding_leaves_no_half_of_a_t
 
         patch.setattr(TableShard, "import_rows", fail_in_the_second)
         with pytest.raises(KeyboardInterrupt) as kept:
-            ours.shard_tables({name: Shard(0, 2, spread=True) for name in ("t1", "t2")}, None, torch.device("cpu"))
+            ours.shard_tables(
+                {name: ShardPlacement(0, 2, is_sharded=True) for name in ("t1", "t2")}, None, torch.device("cpu")
+            )
         left = [table for table in lifetime.open_tables() if isinstance(table, TableShard) and table not in whole]
         assert sorted(table.name for table in left) == ["t1", "t2"]
         assert all(table.unusable for table in left)

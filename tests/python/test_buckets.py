@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tables import EXTREME_IDS, bucket_of
 from torchrec_embcache import CacheTable, TierBudgets, buckets, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.sharded.sharding import BucketFeaturesDist
@@ -51,7 +51,7 @@ def test_torch_and_the_core_hash_alike_and_back() -> None:
     assert hashes.tolist() == [
         bucket_of(row_id, 1 << 64) - (bucket_of(row_id, 1 << 64) >> 63 << 64) for row_id in ids.tolist()
     ]
-    assert torch.equal(buckets.ids_of_hashes_(hashes.clone()), ids)
+    assert torch.equal(buckets.unhash_ids_(hashes.clone()), ids)
 
     # This is the code for other devices, which runs on the CPU here.
     class Elsewhere(torch.Tensor):
@@ -59,7 +59,7 @@ def test_torch_and_the_core_hash_alike_and_back() -> None:
 
     there = ids.clone().as_subclass(Elsewhere)
     assert torch.equal(buckets.hash_ids_(there).as_subclass(torch.Tensor), hashes)
-    assert torch.equal(buckets.ids_of_hashes_(there).as_subclass(torch.Tensor), ids)
+    assert torch.equal(buckets.unhash_ids_(there).as_subclass(torch.Tensor), ids)
 
 
 def exchange(rank: int, size: int, features: int, pipelined: bool) -> list[list[int]]:
@@ -104,7 +104,7 @@ def test_ids_of_any_pattern_spread_over_ranks(pattern: Any) -> None:
     ids = np.array(list(pattern), np.int64)
     for size in (2, 3, 4):
         shards = [CacheTable(**settings(rank, size)) for rank in range(size)]
-        shares = [int(internals(shard).owns(ids).sum()) for shard in shards]
+        shares = [int(shard_of(shard).owns(ids).sum()) for shard in shards]
         assert sum(shares) == len(ids)
         assert max(shares) <= 1.25 * min(shares), shares
 

@@ -362,8 +362,8 @@ def test_what_a_conversion_could_not_publish_says_why(
             written: int = self.made.write_rows(*arguments)
             return written
 
-        def finish(self) -> _native.Digest:
-            return _native.Digest(self.made.finish().bytes, 1)
+        def finish(self) -> _native.ManifestDigest:
+            return _native.ManifestDigest(self.made.finish().bytes, 1)
 
     ids, (weight, *_) = made()
     write_recsdk(tmp_path / "theirs/item", ids, {"embedding": weight})

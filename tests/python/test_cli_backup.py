@@ -15,7 +15,7 @@ from tables import Contents, make_bag, random_batches, ssd_tiers, train
 from test_cli import flip, run
 from torchrec_embcache import EmbCacheEmbeddingBag, _native
 from torchrec_embcache.cli import main
-from torchrec_embcache.cli.checkpoints import Opened
+from torchrec_embcache.cli.checkpoints import OpenCheckpoint
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.saver import Saver
 
@@ -160,11 +160,11 @@ def test_saves_do_not_remove_a_checkpoint_while_it_is_copied(tmp_path: Path) -> 
     root, backup = tmp_path / "ckpt", tmp_path / "backup"
     bag, names = chain(root)
     expected = Contents.of(bag)
-    opened = Opened.at(str(root))  # as `copy` holds it
+    opened = OpenCheckpoint.open(str(root))  # as `copy` holds it
     train(bag, BATCHES[3:4])
     Saver().save(bag, root, keep=1)
     assert set(names) < set(names_in(root))
-    assert opened.rows.copy(_native.Directory.to_save(str(backup), "strict")).names == names
+    assert opened.rows.copy(_native.CheckpointDirectory.open_to_save(str(backup), "strict")).names == names
     assert loaded(backup) == expected
     opened.rows.release()
     Saver().save(bag, root, keep=1)
@@ -238,7 +238,7 @@ def test_prune_keeps_the_newest_what_they_build_on_and_what_is_read(
     expected = Contents.of(bag)
     unfinished = root / "0000000099-0123456789abcdef"
     unfinished.mkdir(mode=0o750)
-    held = Opened.at(str(root / first[1]))
+    held = OpenCheckpoint.open(str(root / first[1]))
     code, found = run(capsys, "prune", root, "--keep", 1)
     assert (code, found["removed"], found["left"]) == (0, [unfinished.name], [])
     assert names_in(root) == first + second

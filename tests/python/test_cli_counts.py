@@ -12,9 +12,9 @@ from lives import embedding, update
 from tables import ssd_tiers
 from test_cli import run
 from torchrec_embcache import EmbCacheEmbedding, admission, eviction, set_time
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.cli import compare, main
-from torchrec_embcache.cli.checkpoints import Opened
+from torchrec_embcache.cli.checkpoints import OpenCheckpoint
 from torchrec_embcache.saver import Saver
 
 
@@ -81,7 +81,7 @@ def test_diff_compares_clicks_and_which_ids_are_forgotten_next(
         table(torch.tensor([7]), torch.tensor([clicks])).sum().backward()
         for _ in range(steps):
             table(nothing, nothing).sum().backward()
-        internals(table.table).native.set_step(9)
+        shard_of(table.table).native.set_step(9)
         save(table, tmp_path / name)
     code, found = run(capsys, "diff", tmp_path / "one", tmp_path / "clicked", "--ids", 3)
     assert (code, found["tables"][0]["pending_ids"]) == (1, [7])
@@ -121,9 +121,9 @@ def test_diff_of_many_counts_goes_by_windows_of_buckets(
     save(trained(21), tmp_path / "other")
     whole = run(capsys, "diff", tmp_path / "one", tmp_path / "other", "--ids", 1000)[1]
     windows = []
-    read = compare._Rows.of
+    read = compare._RowWindow.read
     monkeypatch.setattr(compare, "_WINDOW_BYTES", 1 << 12)
-    monkeypatch.setattr(compare._Rows, "of", lambda *args, **kw: windows.append(args[2:]) or read(*args, **kw))
+    monkeypatch.setattr(compare._RowWindow, "read", lambda *args, **kw: windows.append(args[2:]) or read(*args, **kw))
     parts = run(capsys, "diff", tmp_path / "one", tmp_path / "other", "--ids", 1000)[1]
     assert len(windows) > 4
     for found in (whole, parts):
@@ -135,7 +135,7 @@ def test_diff_of_many_counts_goes_by_windows_of_buckets(
 
 def test_what_a_taker_of_counts_raises_is_raised(tmp_path: Path) -> None:
     save(trained(20), tmp_path / "one")
-    opened = Opened.at(str(tmp_path / "one"))
+    opened = OpenCheckpoint.open(str(tmp_path / "one"))
     (table,) = opened.tables
     where = (table["module"], table["table"], 0, table["total_num_buckets"])
 
@@ -182,11 +182,11 @@ def test_convert_says_that_it_leaves_counts_out(tmp_path: Path, capsys: pytest.C
     assert run(capsys, "diff", tmp_path / "ours", tmp_path / "back", "--no-counters")[0] == 0
 
 
-def test_inspect_says_which_tables_have_a_shared_row_and_times_of_steps(
+def test_inspect_says_which_tables_have_a_shared_row_and_step_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timed = eviction.Policy([eviction.Ttl(seconds=3600)])
-    shared = {"admission": admission.ReadOnly(), "not_admitted": "shared"}
+    shared = {"admission": admission.ReadOnly(), "not_admitted": "oov"}
     settings: dict[str, dict[str, Any]] = {
         "both": {"eviction": timed, **shared},
         "neither": {},
@@ -203,22 +203,22 @@ def test_inspect_says_which_tables_have_a_shared_row_and_times_of_steps(
         path = tmp_path / f"saved {linked}"
         Saver(0).save(model, path, linked=linked)
         code, found = run(capsys, "inspect", path)
-        assert (code, {each["table"]: (each["oov_row"], each["times_of_steps"]) for each in found["tables"]}) == (
+        assert (code, {each["table"]: (each["oov_row"], each["step_times"]) for each in found["tables"]}) == (
             0,
             expected,
         )
     for table in model.values():
         table.close()
     code, found = run(capsys, "inspect", tmp_path / "ssd")
-    assert (code, {each["table"]: (each["oov_row"], each["times_of_steps"]) for each in found["ssd"]}) == (
+    assert (code, {each["table"]: (each["oov_row"], each["step_times"]) for each in found["ssd"]}) == (
         0,
         expected,
     )
     for path in (tmp_path / "ssd", tmp_path / "saved False"):
         assert main(["inspect", str(path)]) == 0
         shown = capsys.readouterr().out
-        assert "shared row" in shown
-        assert "times of steps" in shown
+        assert "OOV row" in shown
+        assert "step times" in shown
         (line,) = (line for line in shown.splitlines() if " both " in line or "both/both" in line)
         assert " yes " in line
         assert "None" not in shown
@@ -231,5 +231,5 @@ def test_inspect_does_not_speak_of_what_no_table_has(tmp_path: Path, capsys: pyt
     for path in (tmp_path / "ssd", tmp_path / "saved"):
         assert main(["inspect", str(path)]) == 0
         shown = capsys.readouterr().out
-        assert "shared row" not in shown
-        assert "times of steps" not in shown
+        assert "OOV row" not in shown
+        assert "step times" not in shown

@@ -182,7 +182,7 @@ def test_a_torchrec_checkpoint_goes_through_ours_and_back_with_the_same_names_an
 def test_a_row_that_was_never_trained_is_as_it_would_be_born_and_its_slots_are_zeros(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchrec_dcp_writer, "_BORN_AT_ONCE", 7)
+    monkeypatch.setattr(torchrec_dcp_writer, "_INIT_CHUNK_ROWS", 7)
     model = trained("adagrad")
     Saver(0).save(model, str(tmp_path / "ours"))
     options = ["--to", "torchrec-dcp", "--rows", "item=100", "--rows", "sequence/words=64", "--rename", "words=text"]

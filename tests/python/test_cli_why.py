@@ -18,7 +18,7 @@ from tables import Contents
 from test_cli import run
 from torchrec_embcache import admission, eviction
 from torchrec_embcache.cli import main
-from torchrec_embcache.cli.rules import in_words
+from torchrec_embcache.cli.rules import describe_rule
 from torchrec_embcache.eviction import All, L2Norm, Policy, Score, Ttl
 from torchrec_embcache.saver import Saver
 
@@ -49,7 +49,7 @@ def why(capsys: pytest.CaptureFixture[str], path: Path, row_id: int) -> dict[str
 
 def whats(found: dict[str, Any]) -> list[list[str]]:
     """The names of what became of an id, of each checkpoint."""
-    return [[event["what"] for event in link["events"]] for link in found["links"]]
+    return [[event["event"] for event in link["events"]] for link in found["links"]]
 
 
 def test_an_id_is_counted_admitted_and_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,18 +60,18 @@ def test_an_id_is_counted_admitted_and_swept(tmp_path: Path, capsys: pytest.Capt
         chain.train(batch)
     chain.save().train([1]).save().train([4], [4]).save()
     found = why(capsys, tmp_path, 1)
-    assert (found["id"], found["now"], found["module"], found["table"]) == (1, "waits", "t", "item")
+    assert (found["id"], found["state"], found["module"], found["table"]) == (1, "pending", "t", "item")
     assert [link["kind"] for link in found["links"]] == ["full", *["delta"] * 5]
     assert [link["step"] for link in found["links"]] == [1, 3, 4, 8, 9, 11]
-    assert whats(found) == [["counted"], [], ["got row"], ["swept"], ["counted"], []]
-    assert [link["now"] for link in found["links"]] == ["waits", "waits", "row", "nothing", "waits", "waits"]
+    assert whats(found) == [["counted"], [], ["inserted"], ["swept"], ["counted"], []]
+    assert [link["state"] for link in found["links"]] == ["pending", "pending", "row", "nothing", "pending", "pending"]
     assert [link["count"] and link["count"]["shows"] for link in found["links"]] == [2, 2, None, None, 1, 1]
     got = found["links"][2]
     assert got["events"][0]["text"] == "it got its row after step 3 and by step 4"
     assert (got["row"]["last_step"], got["row"]["count"], got["row"]["score"]) == (4, 1, 1.0)
     expected = np.sqrt(np.float64(sum(float(weight) ** 2 for weight in row.weights[0])))
     assert got["row"]["l2_norm"] == pytest.approx(expected, rel=1e-15)
-    (taken,) = found["links"][3]["taken"]
+    (taken,) = found["links"][3]["sweeps"]
     assert (taken["step"], taken["rule"], taken["words"]) == (8, {"last_step": 4}, "trained last at step 4 or before")
 
     assert main(["why", str(tmp_path), "item", "1"]) == 0
@@ -80,7 +80,7 @@ def test_an_id_is_counted_admitted_and_swept(tmp_path: Path, capsys: pytest.Capt
     assert "It waits for a row (1 occurrence)." in shown
     # A checkpoint by its name, as of then.
     second = tmp_path / found["links"][2]["checkpoint"]
-    assert whats(why(capsys, second, 1)) == [["counted"], [], ["got row"]]
+    assert whats(why(capsys, second, 1)) == [["counted"], [], ["inserted"]]
 
 
 def test_norms_along_the_chain_are_those_that_the_row_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_norms_along_the_chain_are_those_that_the_row_had(tmp_path: Path, capsys
     assert [link["row"]["l2_norm"] for link in found["links"]] == pytest.approx(norms, rel=1e-14)
     assert [link["row"]["last_step"] for link in found["links"]] == steps == [1, 1, 3, 5]
     assert [link["has_row"] for link in found["links"]] == [True, False, True, True]
-    assert whats(found) == [["got row"], [], ["modified"], ["modified"]]
+    assert whats(found) == [["inserted"], [], ["modified"], ["modified"]]
     assert main(["why", str(tmp_path), "item", "7"]) == 0
     assert "It has a row, which was trained last at step 5." in capsys.readouterr().out
 
@@ -105,9 +105,9 @@ def test_a_tombstone_tells_that_a_row_was_removed(tmp_path: Path, capsys: pytest
     chain.train([6], [9]).save()
     chain.table.remove_rows([9, 6])
     chain.train([9]).save()
-    assert whats(why(capsys, tmp_path, 5)) == [["got row"], ["tombstone"], []]
-    assert whats(why(capsys, tmp_path, 6)) == [["got row"], ["tombstone", "got row"], ["tombstone"]]
-    assert whats(why(capsys, tmp_path, 9)) == [[], ["got row"], ["tombstone", "got row"]]
+    assert whats(why(capsys, tmp_path, 5)) == [["inserted"], ["tombstone"], []]
+    assert whats(why(capsys, tmp_path, 6)) == [["inserted"], ["tombstone", "inserted"], ["tombstone"]]
+    assert whats(why(capsys, tmp_path, 9)) == [[], ["inserted"], ["tombstone", "inserted"]]
     text = why(capsys, tmp_path, 5)["links"][1]["events"][0]["text"]
     assert "removed by hand, or dropped because the table was full" in text
     assert "sweep" not in text, "no delta has one"
@@ -121,14 +121,14 @@ def test_what_was_born_again_after_a_sweep_is_told(tmp_path: Path, capsys: pytes
     # All three die after step 7, and two of them are born again.
     chain.train([9], [9], [1, 5, 5]).save()
     one, five, eight = (why(capsys, tmp_path, row_id) for row_id in (1, 5, 8))
-    assert whats(eight) == [["got row"], ["swept"]]
-    assert whats(one) == [["got row"], ["swept", "got row"]], "it has fewer occurrences than before"
-    assert whats(five) == [["got row"], ["modified or swept"]], "it has more, and may have been trained in time"
-    assert [found["now"] for found in (one, five, eight)] == ["row", "row", "nothing"]
+    assert whats(eight) == [["inserted"], ["swept"]]
+    assert whats(one) == [["inserted"], ["swept", "inserted"]], "it has fewer occurrences than before"
+    assert whats(five) == [["inserted"], ["modified or swept"]], "it has more, and may have been trained in time"
+    assert [found["state"] for found in (one, five, eight)] == ["row", "row", "nothing"]
     # A row that was trained in time looks the same.
     chain.train([5], [3], [9], [9], [9]).save()
     five = why(capsys, tmp_path, 5)
-    assert five["now"] == "nothing"
+    assert five["state"] == "nothing"
     assert whats(five)[2] == ["swept"]
 
 
@@ -160,7 +160,7 @@ def test_every_id_is_what_the_table_has_and_merged_chains_are_too(
     rows = set(ids_of(chain.table))
     for row_id in random.Random(2).sample(sorted(ever), 60):
         found = why(capsys, tmp_path / "chain", row_id)
-        assert (found["now"] == "row") == (row_id in rows)
+        assert (found["state"] == "row") == (row_id in rows)
         check_taken(found)
         # The rule of norms takes rows that were just trained, which a tombstone names.
         left += any(name in ("swept", "tombstone") for names in whats(found) for name in names)
@@ -173,7 +173,7 @@ def test_every_id_is_what_the_table_has_and_merged_chains_are_too(
 def check_taken(found: dict[str, Any]) -> None:
     """Hold each sweep that is said to take a row against that row, as the checkpoint before has it."""
     for before, link in itertools.pairwise(found["links"]):
-        for taken in link["taken"]:
+        for taken in link["sweeps"]:
             row = before["row"]
             for rule in taken["rule"].get("all", [taken["rule"]]):
                 if "last_step" in rule:
@@ -237,18 +237,18 @@ def test_counts_age_along_the_chain(tmp_path: Path, capsys: pytest.CaptureFixtur
         found = why(capsys, tmp_path, row_id)
         events.update(name for names in whats(found) for name in names)
         count = found["links"][-1]["count"]
-        assert (count is not None) == (found["now"] == "waits")
+        assert (count is not None) == (found["state"] == "pending")
         twin = embedding(admission=admission.Count(4, window_steps=10))
         Saver(0).load(nn.ModuleDict({"t": twin}), tmp_path)
         needed = 0
-        if found["now"] == "row":
+        if found["state"] == "row":
             assert twin.read_rows([row_id]).found[0]
             continue
         while not twin.read_rows([row_id]).found[0]:
             update(twin(torch.tensor([row_id])))
             needed += 1
         assert needed == 4 - (count["shows"] if count else 0), found
-    assert {"counted", "got row", "forgotten"} <= events
+    assert {"counted", "inserted", "forgotten"} <= events
 
 
 def test_clicks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,7 +272,7 @@ def test_ids_are_signed_or_unsigned(tmp_path: Path, capsys: pytest.CaptureFixtur
         (most, most),
     ):
         found = run(capsys, "why", tmp_path, "t/item", given)[1]
-        assert (found["id"], found["now"]) == (row_id, "row")
+        assert (found["id"], found["state"]) == (row_id, "row")
     assert main(["why", str(tmp_path), "item", "-1"]) == 0
     assert "Id -1 (18446744073709551615 unsigned) of table item" in capsys.readouterr().out
     for wrong in ("1.5", str(2**64), str(least - 1), "one"):
@@ -286,7 +286,7 @@ def test_an_id_that_is_nowhere_and_tables_that_are_not_there(
 ) -> None:
     Chain(tmp_path).train([1]).save().train([2]).save()
     found = why(capsys, tmp_path, 77)
-    assert (found["now"], whats(found)) == ("nothing", [[], []])
+    assert (found["state"], whats(found)) == ("nothing", [[], []])
     assert main(["why", str(tmp_path), "item", "77"]) == 0
     assert "No checkpoint of the chain has anything of it." in capsys.readouterr().out
     code, found = run(capsys, "why", tmp_path, "user", 1)
@@ -305,8 +305,8 @@ def test_an_id_that_is_nowhere_and_tables_that_are_not_there(
 def test_only_the_files_of_the_ids_bucket_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chain = Chain(tmp_path / "one", admission=admission.Count(2)).train(list(range(40)), list(range(0, 40, 2))).save()
     assert run(capsys, "reshard", chain.path, tmp_path / "three", "--world-size", 3)[0] == 0
-    expected = {row_id: why(capsys, tmp_path / "three", row_id)["now"] for row_id in range(40)}
-    assert set(expected.values()) == {"row", "waits"}
+    expected = {row_id: why(capsys, tmp_path / "three", row_id)["state"] for row_id in range(40)}
+    assert set(expected.values()) == {"row", "pending"}
     files = {file.name.split("-of-")[0] for file in (tmp_path / "three").rglob("*.safetensors")}
     assert len(files) == 3
     for file in (tmp_path / "three").rglob("*.safetensors"):
@@ -316,7 +316,7 @@ def test_only_the_files_of_the_ids_bucket_are_read(tmp_path: Path, capsys: pytes
     for row_id, now in expected.items():
         code, found = run(capsys, "why", tmp_path / "three", "item", row_id)
         if code == 0:
-            assert found["now"] == now
+            assert found["state"] == now
             read += 1
         else:
             assert found["error"]["type"] == "StorageError"
@@ -331,8 +331,8 @@ def test_a_linked_checkpoint_is_told_of_too(tmp_path: Path, capsys: pytest.Captu
             update(table(torch.tensor(ids)))
         Saver(0).save(nn.ModuleDict({"t": table}), tmp_path / "linked", linked=True)
     found = why(capsys, tmp_path / "linked", 1)
-    assert (found["now"], found["links"][0]["kind"], found["links"][0]["row"]["last_step"]) == ("row", "linked", 2)
-    assert why(capsys, tmp_path / "linked", 9)["now"] == "nothing"
+    assert (found["state"], found["links"][0]["kind"], found["links"][0]["row"]["last_step"]) == ("row", "linked", 2)
+    assert why(capsys, tmp_path / "linked", 9)["state"] == "nothing"
     assert main(["why", str(tmp_path / "linked"), "item", "1"]) == 0
     assert "Every row of the rank that has the id was read" in capsys.readouterr().out
 
@@ -362,9 +362,9 @@ def test_inspect_shows_the_sweeps_of_each_delta(tmp_path: Path, capsys: pytest.C
 
 
 def test_rules_in_words() -> None:
-    assert in_words({"any": []}) == "no rows"
-    assert in_words({"norm_below": 0.1}) == "L2 norm below 0.1"
-    assert in_words({"of_a_later_version": 5}) == json.dumps({"of_a_later_version": 5})
+    assert describe_rule({"any": []}) == "no rows"
+    assert describe_rule({"norm_below": 0.1}) == "L2 norm below 0.1"
+    assert describe_rule({"of_a_later_version": 5}) == json.dumps({"of_a_later_version": 5})
 
 
 def test_the_example_of_the_documentation_is_what_the_command_shows(

@@ -31,10 +31,10 @@ def _talk(rank: int, world: int) -> list[str]:
     said = []
     for _ in range(2):
         try:
-            collective.gathered(work, group)
+            collective.gather_results(work, group)
         except InputError as error:
             said.append(str(error))
-    assert collective.gathered(lambda: rank * 10, group) == [other * 10 for other in range(world)]
+    assert collective.gather_results(lambda: rank * 10, group) == [other * 10 for other in range(world)]
     between = collective.cpu_group(group)
     assert between is not group
     assert between is collective.cpu_group(group), "it is made once"
@@ -48,7 +48,7 @@ def test_ranks_of_a_group_without_cpu_tensors_agree_over_gloo(two_ranks: Any) ->
 
 def _talk_in_part(rank: int, _world: int) -> list[int] | None:
     group = _device_group([0, 2])
-    said = collective.gathered(lambda: rank, group) if rank != 1 else None
+    said = collective.gather_results(lambda: rank, group) if rank != 1 else None
     # Groups that all ranks make later have one name for all.
     later = torch.ones(1)
     dist.all_reduce(later, group=dist.new_group(backend="gloo"))
@@ -65,10 +65,10 @@ def _agree_on_a_bad_batch(rank: int, _world: int) -> str:
     module = model.module.bags
     module._env.process_group = _device_group()
     try:
-        module._agree(InputError("no such feature") if rank == 0 else None)
+        module._raise_on_every_rank(InputError("no such feature") if rank == 0 else None)
     except InputError as error:
         sums = torch.tensor([rank + 1, 10])
-        module._add_up(sums)
+        module._all_reduce(sums)
         return f"{error} {sums.tolist()}"
     return "no error"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lives import embedding, update
 from torchrec_embcache import _native, admission, optimizers
 from torchrec_embcache.cli import main
-from torchrec_embcache.cli.checkpoints import Opened
+from torchrec_embcache.cli.checkpoints import OpenCheckpoint
 from torchrec_embcache.exceptions import StateError, UnsupportedError
 from torchrec_embcache.saver import Saver
 
@@ -65,7 +65,7 @@ def stored(path: Path) -> tuple[list[int], Tensor, list[str]]:
 
 def read(path: Path) -> dict[int, Tensor]:
     """Every row as this package reads it."""
-    opened = Opened.at(str(path))
+    opened = OpenCheckpoint.open(str(path))
     (table,) = opened.tables
     blocks: list[_native.RowBlock] = []
     opened.rows.read(table["module"], table["table"], 0, table["total_num_buckets"], blocks.append)
@@ -161,11 +161,11 @@ def test_the_manifest_names_what_it_was_made_from_and_fewer_bytes_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chain(64, tmp_path / "trained")
-    source = Opened.at(str(tmp_path / "trained"))
+    source = OpenCheckpoint.open(str(tmp_path / "trained"))
     sizes = {}
     for precision in PRECISIONS:
         for_serving(tmp_path / "trained", tmp_path / precision, "--precision", precision)
-        made = Opened.at(str(tmp_path / precision)).manifest
+        made = OpenCheckpoint.open(str(tmp_path / precision)).manifest
         assert (made["version"], made["kind"], made["parent"]) == (1, "serving", None)
         assert made["made_from"]["name"] == source.name
         (table,) = made["tables"]
@@ -206,7 +206,7 @@ def test_the_target_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
 def test_a_load_refuses_it_and_says_what_it_is_for(tmp_path: Path) -> None:
     chain(8, tmp_path / "trained")
     for_serving(tmp_path / "trained", tmp_path / "served", "--precision", "int8")
-    name = Opened.at(str(tmp_path / "trained")).name
+    name = OpenCheckpoint.open(str(tmp_path / "trained")).name
     table = model(8, OPTIMIZERS[0])
     update(table["item"](torch.arange(4)))
     before = weights_of(table["item"])
@@ -235,7 +235,7 @@ def test_verify_inspect_why_and_diff_read_it(tmp_path: Path, capsys: pytest.Capt
     assert "precision" not in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "int8"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["checkpoints"][0]["made_from"] == Opened.at(str(tmp_path / "trained")).name
+    assert found["checkpoints"][0]["made_from"] == OpenCheckpoint.open(str(tmp_path / "trained")).name
     assert main(["why", str(tmp_path / "int8"), "item", "350"]) == 0
     assert "serving" in capsys.readouterr().out
     (data,) = (tmp_path / "int8").rglob("*.safetensors")
@@ -304,13 +304,13 @@ def test_a_row_that_a_precision_cannot_hold_is_named(
 
 
 def test_counts_of_ids_that_wait_are_left_out_and_what_they_read_is_kept(tmp_path: Path) -> None:
-    table = embedding(admission=admission.Count(3), not_admitted="shared")
+    table = embedding(admission=admission.Count(3), not_admitted="oov")
     for _ in range(4):
         update(table(torch.tensor([1, 2])))
     update(table(torch.tensor([3])))
     Saver(0).save(table, tmp_path / "trained")
     for_serving(tmp_path / "trained", tmp_path / "served", "--precision", "fp16")
-    before, after = Opened.at(str(tmp_path / "trained")), Opened.at(str(tmp_path / "served"))
+    before, after = OpenCheckpoint.open(str(tmp_path / "trained")), OpenCheckpoint.open(str(tmp_path / "served"))
     assert before.pending == [1]
     assert after.pending == [None]
     assert after.tables[0]["oov_row"] == before.tables[0]["oov_row"]
@@ -322,9 +322,9 @@ def test_a_precision_that_is_not_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["convert", str(tmp_path / "trained"), str(tmp_path / "served"), "--to", "serving", "--precision", "int4"])
     assert refused.value.code == 2
-    opened = Opened.at(str(tmp_path / "trained"))
+    opened = OpenCheckpoint.open(str(tmp_path / "trained"))
     with pytest.raises(Exception, match='precision="int4" is not known'):
-        opened.rows.make_for_serving(opened.directory, 1, "int4", 1)
+        opened.rows.write_serving_checkpoint(opened.directory, 1, "int4", 1)
 
 
 def test_a_table_that_is_closed_needs_no_model(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from tables import make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, _native, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 
 PACKAGE = "torchrec_embcache"
 MOST_WAITING = 1024  # of rust/pyext/src/logging.rs
@@ -136,7 +136,7 @@ def test_ctrl_c_while_levels_are_read_is_not_lost(tmp_path: Path, monkeypatch: p
     bag = make_bag(tiers=ssd_tiers(tmp_path))
     calls = {
         "open": lambda: opened(tmp_path, "u"),
-        "flush": lambda: internals(table).native.flush(None),
+        "flush": lambda: shard_of(table).native.flush(None),
         "step": lambda: train(bag, random_batches(1, 4, 20, seed=1)),
     }
 
@@ -171,7 +171,7 @@ def test_a_handler_may_use_the_table_and_log_and_ask_for_the_rest(tmp_path: Path
     try:
         _native.drain_log()
         for _ in range(20):
-            internals(table).native.flush(None)
+            shard_of(table).native.flush(None)
         _native.drain_log()
     finally:
         logger.removeHandler(handler)
@@ -194,10 +194,10 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
     try:
         with caplog.at_level(logging.DEBUG, PACKAGE):
             _native.drain_log()
-            internals(table).native.flush(None)
+            shard_of(table).native.flush(None)
             assert stuck.wait(300)
             for _ in range(MOST_WAITING + 10):
-                internals(table).native.flush(None)
+                shard_of(table).native.flush(None)
             go_on.set()
             _native.drain_log()
             (said,) = [record for record in caplog.records if "were dropped" in record.getMessage()]
@@ -215,7 +215,7 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
 BEFORE = """
 import logging, os, sys, threading, time
 from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(process)d %(name)s %(message)s", force=True)
 logging.getLogger("torchrec_embcache").setLevel(logging.DEBUG)
@@ -263,7 +263,7 @@ def test_slow_handlers_and_those_that_raise_lose_nothing_at_the_end(tmp_path: Pa
     core.addHandler(Handler())
     table = opened("t")
     for _ in range(28):
-        internals(table).native.flush(None)
+        shard_of(table).native.flush(None)
     """
     lines = run(script, tmp_path)
     assert (lines.count("seen"), lines.count("ValueError")) == (29, 28)
@@ -285,7 +285,7 @@ def test_a_panic_below_a_handler_stops_nothing(tmp_path: Path) -> None:
     core.addHandler(Handler())
     table = opened("t")
     for _ in range(3000):
-        internals(table).native.flush(None)
+        shard_of(table).native.flush(None)
         if seen.wait(0.1):
             break
     _native.drain_log()
@@ -306,7 +306,7 @@ def test_a_logger_whose_level_cannot_be_read_keeps_no_thread_busy(tmp_path: Path
     sys.unraisablehook = lambda what: raised.append(what.exc_type.__name__)
     table = opened("t")
     for _ in range(3):
-        internals(table).native.flush(None)
+        shard_of(table).native.flush(None)
     time.sleep(0.5)
     print("raised", len(raised))
     """
@@ -320,10 +320,10 @@ def test_a_handler_that_makes_an_event_for_each_does_not_keep_a_call_for_ever(tm
     table = opened("t")
     class Handler(logging.Handler):
         def emit(self, record):
-            internals(table).native.flush(None)
+            shard_of(table).native.flush(None)
     core.propagate = False
     core.addHandler(Handler())
-    internals(table).native.flush(None)
+    shard_of(table).native.flush(None)
     for _ in range(3):
         _native.drain_log()
     core.handlers.clear()
@@ -336,18 +336,18 @@ def test_a_forked_child_takes_new_levels_over_within_a_second(tmp_path: Path) ->
     """However long its parent has lived."""
     script = """
     table = opened("parent")
-    internals(table).native.flush(None)
+    shard_of(table).native.flush(None)
     time.sleep(1.1)
-    internals(table).native.flush(None)
+    shard_of(table).native.flush(None)
     core.setLevel(logging.WARNING)
     _native.drain_log()
     child = os.fork()
     if child == 0:
         table = opened("child")
-        internals(table).native.flush(None)
+        shard_of(table).native.flush(None)
         core.setLevel(logging.DEBUG)
         time.sleep(1.1)
-        internals(table).native.flush(None)
+        shard_of(table).native.flush(None)
         _native.drain_log()
         sys.stdout.flush()
         os._exit(0)
@@ -389,7 +389,7 @@ def test_a_process_that_forks_while_events_come_does_not_hang(tmp_path: Path) ->
     table, going = opened("parent"), True
     def flush():
         while going:
-            internals(table).native.flush(None)
+            shard_of(table).native.flush(None)
     threads = [threading.Thread(target=flush) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -478,8 +478,8 @@ def test_waits_for_room_and_states_that_are_given_up_for_it_are_warnings(
         said = [record.getMessage() for record in of_the_core(caplog)]
         table.close()
     assert stats is not None
-    assert stats.room_waits > 1
-    assert stats.published_given_up
+    assert stats.space_waits > 1
+    assert stats.has_lost_flush
     waits = [text for text in said if "waits until its SSD tier has room" in text]
     assert len(waits) == 1
     assert re.search(r"raise ssd_bytes.* table=t waits=1 free_bytes=\d+ needed_bytes=\d+", waits[0])

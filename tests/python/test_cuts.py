@@ -11,10 +11,10 @@ import torch
 
 from lives import DIM, HALF_LIFE, budgets, decayed, embedding
 from torchrec_embcache import EmbCacheEmbedding, RowMetadata, cuts
-from torchrec_embcache.agreement import Agreement, alone
-from torchrec_embcache.cache import internals
-from torchrec_embcache.collective import gathered
-from torchrec_embcache.cuts import Rows, Standing, find_cuts
+from torchrec_embcache.agreement import SweepInputs, gather_single_rank
+from torchrec_embcache.cache import shard_of
+from torchrec_embcache.collective import gather_results
+from torchrec_embcache.cuts import RankKey, TableRowCounts, find_thresholds
 from torchrec_embcache.exceptions import ConfigError, StateError
 
 STEP = 40
@@ -25,7 +25,7 @@ Known = dict[int, tuple[float, int]]
 def filled(known: Known, *, step: int = STEP, **settings: Any) -> EmbCacheEmbedding:
     """A table at a step, with rows of which so much is known."""
     table = embedding(score_half_life_steps=HALF_LIFE, **settings)
-    native = internals(table.table).native
+    native = shard_of(table.table).native
     native.set_step(step)
     put(table, known)
     return table
@@ -58,16 +58,16 @@ def in_order(known: Known) -> list[int]:
     )
 
 
-def agreement(table: EmbCacheEmbedding) -> Agreement:
-    return Agreement(STEP, internals(table.table).native, alone)
+def agreement(table: EmbCacheEmbedding) -> SweepInputs:
+    return SweepInputs(STEP, shard_of(table.table).native, gather_single_rank)
 
 
-def ids_of(standings: Sequence[Standing | None]) -> list[int | None]:
+def ids_of(standings: Sequence[RankKey | None]) -> list[int | None]:
     """The ids of the rows at some standings."""
     return [None if standing is None else int(np.uint64(standing.id).astype(np.int64)) for standing in standings]
 
 
-def exactly(counts: Sequence[int]) -> list[Callable[[Rows], int]]:
+def exactly(counts: Sequence[int]) -> list[Callable[[TableRowCounts], int]]:
     return [lambda _, count=count: count for count in counts]
 
 
@@ -93,22 +93,22 @@ def tables_of(dice: random.Random, count: int) -> dict[str, Known]:
     }
 
 
-@pytest.mark.parametrize("listed", [1, 30, cuts.LISTED_ROWS])
+@pytest.mark.parametrize("listed", [1, 30, cuts.MAX_LISTED_ROWS])
 @pytest.mark.parametrize("tiers", ["ram", "ssd", "device"])
 def test_a_cut_is_where_a_sorted_list_has_it(tmp_path, monkeypatch, tiers, listed):
-    monkeypatch.setattr(cuts, "LISTED_ROWS", listed)
+    monkeypatch.setattr(cuts, "MAX_LISTED_ROWS", listed)
     dice = random.Random(f"{tiers} {listed}")
     for number, (name, known) in enumerate(tables_of(dice, 300).items()):
         order = in_order(known)
         with filled(known, tiers=budgets(tiers, tmp_path / f"{number}")) as table:
             counts = [0, 1, 2, len(order) - 1, *(dice.randrange(len(order)) for _ in range(9))]
-            found = find_cuts(agreement(table), exactly(counts))
+            found = find_thresholds(agreement(table), exactly(counts))
             assert ids_of(found) == [order[count] if count else None for count in counts], name
-            assert [find_cuts(agreement(table), exactly([count]))[0] for count in counts[:6]] == found[:6], name
+            assert [find_thresholds(agreement(table), exactly([count]))[0] for count in counts[:6]] == found[:6], name
 
 
 def test_rows_that_differ_in_their_ids_alone_take_few_passes(monkeypatch):
-    monkeypatch.setattr(cuts, "LISTED_ROWS", 64)
+    monkeypatch.setattr(cuts, "MAX_LISTED_ROWS", 64)
     table = filled(dict.fromkeys(range(5000), (1.0, 3)))
     rounds = []
 
@@ -116,40 +116,40 @@ def test_rows_that_differ_in_their_ids_alone_take_few_passes(monkeypatch):
         rounds.append(1)
         return [work()]
 
-    on = Agreement(STEP, internals(table.table).native, counting)
-    assert ids_of(find_cuts(on, exactly([1, 777, 4999]))) == [1, 777, 4999]
+    on = SweepInputs(STEP, shard_of(table.table).native, counting)
+    assert ids_of(find_thresholds(on, exactly([1, 777, 4999]))) == [1, 777, 4999]
     # How many rows there are; how far they differ, in two calls; then they are told apart, in two calls again.
     assert len(rounds) == 5
 
 
 def test_an_empty_table_and_one_of_which_none_goes_have_no_cut():
     empty = filled({})
-    assert find_cuts(agreement(empty), [lambda rows: rows.rows // 2]) == [None]
+    assert find_thresholds(agreement(empty), [lambda rows: rows.rows // 2]) == [None]
     with filled({1: (1.0, STEP + 1), 2: (1.0, STEP + 2)}) as table:
         seen: list[int] = []
 
-        def all_but_one(rows: Rows) -> int:
+        def all_but_one(rows: TableRowCounts) -> int:
             seen.append(rows.rows)
             return max(0, rows.rows - 1)
 
-        assert find_cuts(agreement(table), [all_but_one]) == [None]
+        assert find_thresholds(agreement(table), [all_but_one]) == [None]
         assert seen == [2, 0], "those that were trained after the step are not looked at"
 
 
 def test_it_is_told_how_many_rows_there_are_and_how_many_the_last_step_trained():
     known = {1: (1.0, STEP), 2: (5.0, STEP), 3: (1.0, 2), 4: (1.0, STEP + 1)}
-    seen: list[Rows] = []
+    seen: list[TableRowCounts] = []
 
-    def one(rows: Rows) -> int:
+    def one(rows: TableRowCounts) -> int:
         seen.append(rows)
         return 1
 
-    assert ids_of(find_cuts(agreement(filled(known)), [one])) == [1]
-    assert seen[-1] == Rows(rows=3, newest=2, are_swept=False)
+    assert ids_of(find_thresholds(agreement(filled(known)), [one])) == [1]
+    assert seen[-1] == TableRowCounts(rows=3, newest=2, is_swept=False)
 
 
 def test_a_table_that_changes_between_two_passes_is_counted_anew(monkeypatch):
-    monkeypatch.setattr(cuts, "LISTED_ROWS", 1)
+    monkeypatch.setattr(cuts, "MAX_LISTED_ROWS", 1)
     known = {row_id: (1.0 + row_id / 2**20, 0) for row_id in range(100)}
     table = filled(known)
     changes = iter([lambda: None, lambda: None, lambda: table.remove_rows([5]), lambda: put(table, {200: (1.0, 0)})])
@@ -158,25 +158,25 @@ def test_a_table_that_changes_between_two_passes_is_counted_anew(monkeypatch):
         next(changes, lambda: None)()
         return [work()]
 
-    on = Agreement(STEP, internals(table.table).native, changing)
+    on = SweepInputs(STEP, shard_of(table.table).native, changing)
     # The first pass finds them all in one part. 0 and 200 have the same score and step.
-    assert ids_of(find_cuts(on, exactly([1, 2, 6, 7]))) == [200, 1, 6, 7]
+    assert ids_of(find_thresholds(on, exactly([1, 2, 6, 7]))) == [200, 1, 6, 7]
     assert next(changes, None) is None
 
     added = iter(range(100))
-    always = Agreement(
-        STEP, internals(table.table).native, lambda work: [(put(table, {1000 + next(added): (1.0, 0)}), work())[1]]
+    always = SweepInputs(
+        STEP, shard_of(table.table).native, lambda work: [(put(table, {1000 + next(added): (1.0, 0)}), work())[1]]
     )
     with pytest.raises(
         StateError, match="a table changed 16 times while its rows were counted for a sweep after step 40"
     ):
-        find_cuts(always, exactly([7]))
+        find_thresholds(always, exactly([7]))
 
 
 def test_a_table_at_another_step_is_refused():
     table = filled({1: (1.0, 1), 2: (1.0, 1)}, step=STEP + 1)
     with pytest.raises(StateError, match="is at step 41, and a sweep after step 40 is asked for"):
-        find_cuts(agreement(table), exactly([1]))
+        find_thresholds(agreement(table), exactly([1]))
 
 
 # ---- ranks
@@ -184,7 +184,7 @@ def test_a_table_at_another_step_is_refused():
 
 def cut_by(rank: int, world: int, known: Known, counts: list[int], listed: int) -> Any:
     """The cuts of a table whose rows are dealt to the ranks. Where there are three, the middle one has no shard."""
-    cuts.LISTED_ROWS = listed
+    cuts.MAX_LISTED_ROWS = listed
     holders = [other for other in range(world) if (world, other) != (3, 1)]
     mine = {row_id: row for row_id, row in known.items() if holders[row_id % len(holders)] == rank}
     table = filled(mine) if rank in holders else None
@@ -193,13 +193,13 @@ def cut_by(rank: int, world: int, known: Known, counts: list[int], listed: int) 
     def together(work: Callable[[], Any]) -> list[Any]:
         nonlocal rounds
         rounds += 1
-        return gathered(work)
+        return gather_results(work)
 
-    native = None if table is None else internals(table.table).native
+    native = None if table is None else shard_of(table.table).native
     try:
-        return find_cuts(Agreement(STEP, native, together), exactly(counts)), rounds
+        return find_thresholds(SweepInputs(STEP, native, together), exactly(counts)), rounds
     finally:
-        cuts.LISTED_ROWS = 1 << 18
+        cuts.MAX_LISTED_ROWS = 1 << 18
 
 
 @pytest.mark.parametrize("listed", [1, 50])
@@ -221,18 +221,18 @@ def failing(rank: int, world: int) -> list[str]:
     said = []
     for step in (STEP, STEP + 1):
         try:
-            find_cuts(Agreement(step, internals(table.table).native, gathered), exactly([4]))
+            find_thresholds(SweepInputs(step, shard_of(table.table).native, gather_results), exactly([4]))
         except StateError as error:
             said.append(str(error))
-    internals(table.table).native.set_step(STEP)
+    shard_of(table.table).native.set_step(STEP)
 
-    def refuse(rows: Rows) -> int:
+    def refuse(rows: TableRowCounts) -> int:
         if rows.newest:
             raise ConfigError(f"{rows.newest} rows")
         return 1
 
     try:
-        find_cuts(Agreement(STEP, internals(table.table).native, gathered), [refuse])
+        find_thresholds(SweepInputs(STEP, shard_of(table.table).native, gather_results), [refuse])
     except ConfigError as error:
         said.append(str(error))
     return said

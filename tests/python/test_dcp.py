@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_cases import IDS, Model, blank, dense_state, held, load, rows, same, save, stageable, weights_of
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.cli.checkpoints import verify
 from torchrec_embcache.exceptions import (
     CorruptionError,
@@ -140,7 +140,7 @@ def test_dense_and_tables_are_saved_and_loaded_together(tmp_path: Path) -> None:
     Saver(0).load(alone, tmp_path / "ckpt")
     assert sorted(alone.contents()) == rows(1)
     # Rows that are trained from now on count as modified since this checkpoint.
-    assert internals(model.tables["spread"]).native.epoch() == internals(loaded.tables["spread"]).native.epoch()
+    assert shard_of(model.tables["spread"]).native.epoch() == shard_of(loaded.tables["spread"]).native.epoch()
 
 
 def test_a_path_that_is_no_utf8_is_saved_to_and_loaded_from(tmp_path: Path) -> None:

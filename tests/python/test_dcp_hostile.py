@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from dcp_cases import dense_state
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter, reader
-from torchrec_embcache.dcp.metadata import Extent, from_json, to_json
+from torchrec_embcache.dcp.metadata import DenseExtent, from_json, to_json
 from torchrec_embcache.exceptions import CorruptionError, UnsupportedError
 
 STREAMS = [1 << 20, 0, 4096]
@@ -52,9 +52,9 @@ def document() -> dict[str, Any]:
     for item in plan.items:
         value = state[item.index.fqn]
         if isinstance(value, torch.Tensor) and not value.is_sparse and value.nbytes < 10_000:
-            extent = Extent(offset, value.nbytes, "raw", value.dtype, tuple(value.shape))
+            extent = DenseExtent(offset, value.nbytes, "raw", value.dtype, tuple(value.shape))
         else:
-            extent = Extent(offset, 100, "bytes")
+            extent = DenseExtent(offset, 100, "bytes")
         storage[item.index] = extent
         offset += -(-extent.bytes // 4096) * 4096
     metadata.storage_data, metadata.planner_data = storage, mappings

@@ -22,9 +22,9 @@ from torch.futures import Future
 
 from dcp_cases import Model, load, rows, same, save
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.dcp.metadata import Extent
+from torchrec_embcache.dcp.metadata import DenseExtent
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.tensor_bytes import WINDOW_BYTES, windows
+from torchrec_embcache.tensor_bytes import WINDOW_BYTES, byte_windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -153,7 +153,7 @@ def test_what_travels_is_small_and_names_no_checkpoint(tmp_path: Path) -> None:
         metadata = save(state, tmp_path / path, model)
         assert len(pickle.dumps(metadata)) < 5000
         found.append(metadata.storage_data)
-        assert all(type(extent) is Extent for extent in metadata.storage_data.values())
+        assert all(type(extent) is DenseExtent for extent in metadata.storage_data.values())
     # With cached plans a save gets those of an earlier one, which are still right.
     assert found[0] == found[1] == found[2]
 
@@ -167,7 +167,7 @@ def test_a_pickled_writer_does_not_carry_what_it_saves(tmp_path: Path) -> None:
 
 
 def peeks(view: torch.Tensor) -> Iterator[int]:
-    yield from (len(window) for window in windows(view))
+    yield from (len(window) for window in byte_windows(view))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_views_are_copied_in_windows_and_never_whole(view: torch.Tensor) -> None
 
 def test_memory_in_row_major_order_is_not_copied() -> None:
     tensor = torch.arange(10 << 20, dtype=torch.int32)
-    (window,) = windows(tensor[1 << 20 :])
+    (window,) = byte_windows(tensor[1 << 20 :])
     assert np.shares_memory(window, tensor.numpy())
 
 

@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from dcp_cases import IDS, Model, held, load, rows, save
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, _native
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import InputError
 from world import World
 
@@ -387,9 +387,9 @@ def asynchronous(rank: int, size: int, path: str) -> None:
     assert torch.equal(loaded["plain"], full(1))
     assert sorted(tables.contents()) == [row for row in rows(1) if row[0] in {i for i, *_ in model.contents()}]
     # If one rank cannot stage something, the save fails on both.
-    held_back = _native.CheckpointPart(_native.Directory.to_save(path, "basic"), rank, 0)
+    held_back = _native.CheckpointPart(_native.CheckpointDirectory.open_to_save(path, "basic"), rank, 0)
     if rank == 1:
-        held_back.hold_tables([_native.TableToSave("", internals(model.tables["spread"]).native, {})], 9)
+        held_back.snapshot_tables([_native.AsyncSaveTable("", shard_of(model.tables["spread"]).native, {})], 9)
     future = dcp.async_save(state, storage_writer=writer, process_group=group)
     with pytest.raises(CheckpointException, match="is being saved beside training"):
         future.result()

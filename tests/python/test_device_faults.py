@@ -8,8 +8,8 @@ import torch
 
 from tables import DEVICE, KERNELS, Contents, make_bag, ssd_tiers, train
 from torchrec_embcache import TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import internals
-from torchrec_embcache.device_tier import DeviceTier, TorchMoves
+from torchrec_embcache.cache import shard_of
+from torchrec_embcache.device_tier import DeviceTier, TorchRowMover
 from torchrec_embcache.exceptions import DeviceMemoryError, StateError
 from torchrec_embcache.lookup import LookupGroup
 
@@ -66,7 +66,7 @@ class Pair:
         first = self.bags[0]._group
         second = self.bags[1]._group
         self.group = LookupGroup(
-            [internals(bag.table) for bag in self.bags], [0, 1], lambda: [*first.param_groups(), *second.param_groups()]
+            [shard_of(bag.table) for bag in self.bags], [0, 1], lambda: [*first.param_groups(), *second.param_groups()]
         )
 
     def train(self, ids) -> None:
@@ -84,7 +84,7 @@ class Pair:
 
     def close(self) -> None:
         for bag in self.bags:
-            internals(bag.table).native.close()
+            shard_of(bag.table).native.close()
 
 
 @pytest.mark.filterwarnings("ignore:table '[ab]'.* did not fit")
@@ -137,15 +137,15 @@ def test_memory_that_torch_refuses_at_any_call_of_a_step_changes_no_row_or_makes
 
 
 def test_a_device_tier_that_cannot_grow_is_as_before(monkeypatch):
-    tier = DeviceTier(2, 2, True, 4, DEVICE, TorchMoves())
+    tier = DeviceTier(2, 2, True, 4, DEVICE, TorchRowMover())
     refusing = Refusing(monkeypatch)
     shapes = [part.shape for part in (tier.weights, *tier.vector_slots, tier.scalars)]
     for passing in range(8):
         refusing.left = passing
         with pytest.raises(torch.OutOfMemoryError):
-            tier.ensure(9)
+            tier.ensure_capacity(9)
         assert [part.shape for part in (tier.weights, *tier.vector_slots, tier.scalars)] == shapes
-    tier.ensure(9)
+    tier.ensure_capacity(9)
     assert tier.scalars is not None
     assert {part.shape[0] for part in (tier.weights, *tier.vector_slots, tier.scalars)} == {9}
 
@@ -192,5 +192,5 @@ def test_an_update_is_not_lost_when_another_thread_grows_the_device_tier_meanwhi
         out.sum().backward()
         growing.join()
         assert growing.ident
-        assert internals(bag.table).tier.weights.shape[0] >= 60
+        assert shard_of(bag.table).tier.weights.shape[0] >= 60
         assert bag.read_rows(torch.tensor([1])).weights.tolist() == [[0.0] * 4]

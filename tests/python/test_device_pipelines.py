@@ -36,10 +36,10 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
-from torchrec_embcache.device_tier import DeviceTier, TorchMoves
-from torchrec_embcache.lookahead import Lookahead
+from torchrec_embcache.device_tier import DeviceTier, TorchRowMover
+from torchrec_embcache.lookahead import PrefetchQueue
 from torchrec_embcache.sharded import lookup
-from torchrec_embcache.triton_backend import TritonMoves
+from torchrec_embcache.triton_backend import TritonRowMover
 from torchrec_embcache.triton_kernels import launch
 from torchrec_models import Batch, dense_optimizer, drain, pinned_rows, rows_of, train
 
@@ -233,10 +233,10 @@ def test_streams_that_are_late_by_chance_change_no_bit(
 
         monkeypatch.setattr(owner, name, call)
 
-    for moves in (TorchMoves, TritonMoves):
+    for moves in (TorchRowMover, TritonRowMover):
         late(moves, "gather")
         late(moves, "scatter")
-    for name in ("pool", "find_gradients", "sum_gradients", "update"):
+    for name in ("pool_rows", "find_gradients", "sum_gradients", "update_rows"):
         late(launch, name)
     model, optimizer = made(tmp_path if seed % 2 else None)
     got = drain(PIPELINES[kind](model, optimizer, DEVICE), batches())
@@ -325,9 +325,9 @@ def test_a_step_leaves_reads_from_ssd_to_the_forward_of_their_batch(
 ) -> None:
     """With so many batches ahead RAM has no room for all of their rows. Each row is born before, so that all can be read ahead."""
     read: list[int] = []
-    place = Lookahead.place
+    place = PrefetchQueue.place
 
-    def counted(self: Lookahead, *arguments: Any) -> None:
+    def counted(self: PrefetchQueue, *arguments: Any) -> None:
         before = from_ssd()
         place(self, *arguments)
         read.append(from_ssd() - before)
@@ -336,7 +336,7 @@ def test_a_step_leaves_reads_from_ssd_to_the_forward_of_their_batch(
         found = [table.stats().ssd for table in model.module.bags.tables.values()]
         return sum(ssd.hits for ssd in found if ssd is not None)
 
-    monkeypatch.setattr(Lookahead, "place", counted)
+    monkeypatch.setattr(PrefetchQueue, "place", counted)
     model, optimizer = made(tmp_path)
     for first in range(0, IDS, 32):
         ids, lengths = torch.arange(first, first + 32) % IDS, torch.ones(64, dtype=torch.int64)

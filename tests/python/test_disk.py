@@ -25,7 +25,7 @@ from torchrec_embcache import (
     lifetime,
     optimizers,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import CapacityError, EmbCacheWarning
 from torchrec_embcache.flushing import flush_tables
 from torchrec_embcache.saver import Saver
@@ -39,7 +39,7 @@ BATCHES = random_batches(12, 6, 60, seed=5)
 def _no_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make sure that tables of earlier tests do not count here, and are not dropped during a test, which would be logged."""
     gc.collect()
-    monkeypatch.setattr("torchrec_embcache.lifetime._open", weakref.WeakSet())
+    monkeypatch.setattr("torchrec_embcache.lifetime._open_tables", weakref.WeakSet())
 
 
 def shard(directory: Path | None, rank: int, ranks: int, **settings: Any) -> CacheTable:
@@ -108,7 +108,7 @@ def test_auto_removes_files_of_another_number_of_ranks_when_its_own_rows_are_flu
     for rank in range(2):
         with shard(tmp_path, rank, 2) as table:
             ids = torch.arange(100)
-            ids = ids[torch.from_numpy(internals(table).owns(ids.numpy()))]
+            ids = ids[torch.from_numpy(shard_of(table).owns(ids.numpy()))]
             table.import_rows(ids, torch.ones(len(ids), 4))
             rows.append(len(ids))
     # It was killed before a flush, so the rows are where they were.
@@ -151,7 +151,7 @@ def _flushed_by_ranks(rank: int, _world: int, folder: str) -> list[set[str]]:
     torch.distributed.barrier()
     seen.append(names(Path(folder)))
     torch.distributed.barrier()
-    flush_tables([internals(table)])
+    flush_tables([shard_of(table)])
     torch.distributed.barrier()
     seen.append(names(Path(folder)))
     table.close()
@@ -252,7 +252,7 @@ def test_a_table_whose_warning_is_made_an_error_can_be_opened_again_though_someb
             make_bag(tiers=tiers)
     assert not lifetime.open_tables()
     with make_bag(tiers=tiers) as bag:
-        assert lifetime.open_tables() == [internals(bag.table)]
+        assert lifetime.open_tables() == [shard_of(bag.table)]
         assert kept.tb is not None
 
 
@@ -265,7 +265,7 @@ def test_budgets_of_several_tables_are_added_up(tmp_path: Path, monkeypatch: pyt
         f_bavail = free // real.f_frsize
 
     monkeypatch.setattr("torchrec_embcache.disk.os.statvfs", lambda _: Small)
-    monkeypatch.setattr("torchrec_embcache.disk._small", set())
+    monkeypatch.setattr("torchrec_embcache.disk._warned_roots", set())
     tiers = ssd_tiers(tmp_path / "ssd", ssd_bytes="100MiB")
     first = make_bag(name="first", tiers=tiers)
     with pytest.warns(EmbCacheWarning, match="are 200 MiB together"):

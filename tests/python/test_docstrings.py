@@ -61,7 +61,7 @@ PUBLIC_MODULES = [
 INSIDE = {"check_not_admitted", "check_saved_optimizer", "gradient_limits", "native_hyperparameters"}
 # Other names of a class that is there, types, and a constant, which have no docstrings.
 OTHER_NAMES = {
-    "Loader", "Saver", "LoadInfo", "NotAdmitted", "STRATEGY", "METRICS", "SERVING_METRICS", "Value",
+    "Loader", "Saver", "LoadInfo", "NotAdmitted", "STRATEGY", "METRICS", "SERVING_METRICS", "MetricValue",
     "AsyncSaveShardedStrategy", "LoadStrategyBase", "SaveStrategyBase",  # megatron's
 }  # fmt: skip
 

@@ -265,10 +265,10 @@ def test_a_row_joins_the_table_at_its_first_backward():
         assert pinned(bag) == 0
 
 
-@pytest.mark.parametrize("unseen", ["initial", "zeros"])
-def test_evaluation_reads_unseen_ids_and_inserts_nothing(unseen, backend):
-    with make_bag(unseen=unseen, initializer=initializers.Constant(3), **backend) as bag:
-        value = 3.0 if unseen == "initial" else 0.0
+@pytest.mark.parametrize("missing", ["initial", "zeros"])
+def test_evaluation_reads_missing_ids_and_inserts_nothing(missing, backend):
+    with make_bag(missing=missing, initializer=initializers.Constant(3), **backend) as bag:
+        value = 3.0 if missing == "initial" else 0.0
         ids = torch.tensor([[1, 2]])
         for out in (bag.eval()(ids), bag.train().requires_grad_(False)(ids)):
             assert out.tolist() == [[value] * 4]
@@ -386,7 +386,7 @@ def test_gradients_asked_of_other_tensors_update_nothing():
         ({"seed": -1}, ConfigError, "seed=-1"),
         ({"policy": "random"}, ConfigError, "policy='random'"),
         ({"on_full": "drop"}, ConfigError, "on_full='drop'"),
-        ({"unseen": "ones"}, ConfigError, "unseen='ones'"),
+        ({"missing": "ones"}, ConfigError, "missing='ones'"),
         ({"padding_idx": 2**63}, ConfigError, "padding_idx="),
         ({"total_num_buckets": 0}, ConfigError, "total_num_buckets=0"),
         ({"tiers": "8GiB"}, ConfigError, "tiers='8GiB'"),

@@ -8,7 +8,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from lives import DOORS, budgets, embedding, ids_of, load_by, save_by, update
 from torchrec_embcache import TierBudgets, cache_modules, evict, set_time
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.saver import Saver
@@ -21,7 +21,7 @@ POLICY = Policy([Ttl(seconds=TTL)], every_steps=1 << 40)
 
 
 def now(table: Any) -> float:
-    return internals(table).native.now() / 1000
+    return shard_of(table).native.now() / 1000
 
 
 def trained(table: Any, ids: list[int]) -> None:

@@ -88,10 +88,10 @@ def test_the_rows_leave_that_the_model_says(tmp_path, tiers, lookahead, policy):
         stats = table.stats().eviction
         assert stats is not None
         assert stats.evicted == model.evicted > 0
-        assert not stats.under_way
+        assert not stats.is_sweeping
         assert saves
         if tiers == "ssd":
-            assert table.stats().ssd.row_bytes_given > 0
+            assert table.stats().ssd.logical_written_bytes > 0
 
 
 def saved_and_loaded(table: EmbCacheEmbedding, model: Expected, folder: Path, number: int, tiers: TierBudgets) -> None:

@@ -14,15 +14,15 @@ import dcp_cases
 from test_admission_ranks import PIPELINES, drain, pipeline_of, pipelines_on_a_cpu
 from torchrec_embcache import _native, cache_modules, evict
 from torchrec_embcache.admission import Count, ShowClick
-from torchrec_embcache.agreement import Agreement, alone
-from torchrec_embcache.cache import CacheTable, internals
+from torchrec_embcache.agreement import SweepInputs, gather_single_rank
+from torchrec_embcache.cache import CacheTable, shard_of
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.eviction import All, L2Norm, Policy, Rule, Ttl
 from torchrec_embcache.exceptions import ConfigError, StateError, StorageError
 from torchrec_embcache.initializers import Constant
 from torchrec_embcache.optimizers import SGD
 from torchrec_embcache.saver import Saver
-from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.ranks import SingleRank
 from torchrec_embcache.sessions.sweep import sweep_before_save
 from torchrec_models import (
     MIXED,
@@ -47,15 +47,15 @@ class Least(Rule):
     """Takes what `Ttl(steps=LAG)` takes, by the least step that a rank says. Rank 1 says a later one than rank 0."""
 
     def native(self) -> _native.SweepRule:
-        return _native.SweepRule.given()
+        return _native.SweepRule.per_sweep()
 
     @property
-    def is_agreed(self) -> bool:
+    def is_collective(self) -> bool:
         return True
 
-    def resolve(self, on: Agreement) -> _native.SweepRule:
-        rank = 0 if on.together is alone else dist.get_rank()
-        least = min(on.together(lambda: on.step - LAG + 2 * rank))
+    def resolve(self, on: SweepInputs) -> _native.SweepRule:
+        rank = 0 if on.gather is gather_single_rank else dist.get_rank()
+        least = min(on.gather(lambda: on.step - LAG + 2 * rank))
         return _native.SweepRule.trained_until(least) if least >= 0 else _native.SweepRule.nothing()
 
 
@@ -63,12 +63,12 @@ class Least(Rule):
 class Fails(Least):
     """Fails on rank 1, which has no table-wise table, or of which others share the table."""
 
-    def resolve(self, on: Agreement) -> _native.SweepRule:
+    def resolve(self, on: SweepInputs) -> _native.SweepRule:
         def fail() -> None:
-            if on.together is not alone and dist.get_rank() == 1:
+            if on.gather is not gather_single_rank and dist.get_rank() == 1:
                 raise StorageError("the disk is gone")
 
-        on.together(fail)
+        on.gather(fail)
         return super().resolve(on)
 
 
@@ -174,7 +174,7 @@ COUNTED: dict[str, Any] = {"admission": Count(3)}
 @pytest.mark.parametrize(
     ("options", "of_rank_1", "said"),
     [
-        (COUNTED, {**COUNTED, "not_admitted": "shared"}, ["not_admitted='zeros'", "not_admitted='shared'"]),
+        (COUNTED, {**COUNTED, "not_admitted": "oov"}, ["not_admitted='zeros'", "not_admitted='oov'"]),
         (COUNTED, {"admission": Count(4)}, ["admission=Count(threshold=3,", "admission=Count(threshold=4,"]),
         (COUNTED, {"admission": ShowClick(1, 1, 3)}, ["admission=Count(threshold=3,", "admission=ShowClick("]),
         ({}, {"score_half_life_steps": 9}, ["score_half_life_steps=1024", "score_half_life_steps=9"]),
@@ -223,11 +223,11 @@ def test_a_shard_whose_process_knows_no_other_is_not_saved_as_if_it_were_alone()
         rank=0,
         world_size=2,
     )
-    shard = internals(table)
+    shard = shard_of(table)
     ids = np.arange(20)[shard.owns(np.arange(20))]
     table.import_rows(ids, np.ones((len(ids), 2), np.float32))
     shard.native.set_step(9)
-    for sweep in (table.evict, lambda: sweep_before_save({"item": shard}, OneRank())):
+    for sweep in (table.evict, lambda: sweep_before_save({"item": shard}, SingleRank())):
         with pytest.raises(StateError, match="shared by 2 ranks"):
             sweep()
     assert len(table) == len(ids) > 0

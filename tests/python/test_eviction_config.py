@@ -22,10 +22,10 @@ from torchrec_embcache import (
     initializers,
     optimizers,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.lifecycle import Lifecycle
+from torchrec_embcache.lifecycle import LifecycleConfig
 
 TIERS = TierBudgets(host_bytes="1MiB")
 POLICY = Policy([Ttl(steps=9), L2Norm(below=0.5)], every_steps=4)
@@ -60,15 +60,15 @@ CONFIG = {"name": "item", "embedding_dim": 4, "num_embeddings": 9, "feature_name
         (lambda: L2Norm(below="1"), "L2Norm.below='1'"),
         (lambda: Keep(rows=0), "Keep.rows=0"),
         (lambda: Keep(rows=1.0), "Keep.rows=1.0"),
-        (lambda: Share(0), "Share.share=0"),
+        (lambda: Share(0), "Share.fraction=0"),
         (lambda: Share(1), "every row"),
-        (lambda: Share(1.1), "Share.share=1.1"),
-        (lambda: Share(float("nan")), "Share.share=nan"),
+        (lambda: Share(1.1), "Share.fraction=1.1"),
+        (lambda: Share(float("nan")), "Share.fraction=nan"),
         # Too great for a float, and too small for a float32.
         (lambda: Ttl(seconds=10**400), "Ttl.seconds=1000.*out of range"),
         (lambda: Score(below=10**400), "Score.below=1000.*out of range"),
         (lambda: L2Norm(below=-(10**400)), "L2Norm.below=-1000.*out of range"),
-        (lambda: Share(10**400), "Share.share=1000.*out of range"),
+        (lambda: Share(10**400), "Share.fraction=1000.*out of range"),
         (lambda: Score(below=1e-50), "Score.below=1e-50 is 0 as a float32"),
         (lambda: L2Norm(below=1e-50), "L2Norm.below=1e-50 is 0 as a float32"),
         (lambda: Ttl(seconds=np.array([60])), "give an int or a float"),
@@ -205,15 +205,15 @@ def test_the_core_is_given_the_rules_as_they_stand(monkeypatch):
     monkeypatch.setattr(eviction._native, "SweepRule", FakeRule, raising=False)
     policy = Policy([Ttl(steps=5), All([Score(2), L2Norm(0.5)])])
     assert policy.native().text == "any(last_step(5), all(score(2.0), l2_norm(0.5)))"
-    life = Lifecycle(eviction=policy)
-    assert life.swept_at_saves
+    life = LifecycleConfig(eviction=policy)
+    assert life.is_swept_at_saves
     assert life.native()["evict_every_steps"] is None
-    life = Lifecycle(eviction=POLICY)
-    assert not life.swept_at_saves
+    life = LifecycleConfig(eviction=POLICY)
+    assert not life.is_swept_at_saves
     assert life.native()["evict_every_steps"] == 4
     assert life.native()["eviction"].text == "any(last_step(9), l2_norm(0.5))"
-    assert not {"eviction", "evict_every_steps"} & Lifecycle().native().keys()
-    assert not Lifecycle().swept_at_saves
+    assert not {"eviction", "evict_every_steps"} & LifecycleConfig().native().keys()
+    assert not LifecycleConfig().is_swept_at_saves
 
 
 def embedding(**settings: Any) -> EmbCacheEmbedding:
@@ -266,7 +266,7 @@ def test_every_kind_of_module_hands_the_policy_to_its_tables(monkeypatch):
     for module in modules:
         (made,) = module.tables.values()
         assert made.eviction == POLICY
-        assert internals(made).settings.lifecycle == Lifecycle(eviction=POLICY)
+        assert shard_of(made).settings.lifecycle == LifecycleConfig(eviction=POLICY)
         assert repr(POLICY) in repr(module)
     for kind in (EmbCacheEmbedding, EmbCacheEmbeddingBag):
         monkeypatch.setattr(kind, "import_rows", lambda *_given: None)

@@ -56,7 +56,7 @@ def test_rows_that_a_cut_took_count_as_standing_and_those_above_a_floor_for_thei
     update(table(torch.arange(20, 24)))
     table.evict()  # the first five are too old; of the rest, and of all, the eight highest stay
     assert len(table) == 8
-    assert table.stats().eviction.evicted_by_rule == {"ttl": 5, "standing": 2}
+    assert table.stats().eviction.evicted_by_rule == {"ttl": 5, "lowest": 2}
     spared = embedding(eviction=Policy([Ttl(steps=1)], at_least_rows=4))
     update(spared(torch.arange(7)))
     update(spared(torch.arange(7, 9)))

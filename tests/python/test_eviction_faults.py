@@ -89,7 +89,7 @@ def test_a_sweep_whose_writes_fail_is_done_in_what_is_read_and_saved(
     assert failed.value.errno == ENOSPC
     steps = table.stats().step
     train(model.table, range(20, steps))
-    # Ids whose rows died read what unseen ones do.
+    # Ids whose rows died read what missing ones do.
     ids = [1, 75, 60 * steps - 1]
     with torch.no_grad():
         assert torch.equal(table(torch.tensor(ids)), model.read(ids))
@@ -119,7 +119,7 @@ def test_a_damaged_record_stops_a_sweep_that_reads_it_and_no_batch_that_does_not
         out = table(torch.tensor(ids))
         update(out)
         assert torch.equal(out.detach(), model.train(ids)), ids
-    assert table.stats().eviction.under_way
+    assert table.stats().eviction.is_sweeping
     with pytest.raises(CorruptionError):
         update(table(torch.tensor([3])))
     stopped: dict[str, Callable[[], object]] = {
@@ -139,7 +139,7 @@ def test_a_damaged_record_stops_a_sweep_that_reads_it_and_no_batch_that_does_not
     model.sweep()
     flip(segment, at + 9)
     assert model.is_same(table)
-    assert not table.stats().eviction.under_way
+    assert not table.stats().eviction.is_sweeping
     table.close()
 
 

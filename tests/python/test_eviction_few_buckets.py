@@ -30,7 +30,7 @@ BEGIN = 1_700_000_000
 BEFORE, STEPS = 4, 7
 RULES = {"time": Ttl(seconds=6), "keep": Keep(rows=35), "share": Share(0.25)}
 WHEN = {"save": None, "call": 1 << 40, "step": 2}
-SHARED = {"admission": admission.Count(2), "not_admitted": "shared"}
+SHARED = {"admission": admission.Count(2), "not_admitted": "oov"}
 
 
 def made(options: dict[str, Any], buckets: int = 7) -> Any:
@@ -95,7 +95,7 @@ def shared_rows(rank: int, world: int, path: str) -> dict[str, list[float]]:
         if at > BEFORE:
             step(model, batch, at)
     return {
-        name: table.shared_row().tolist()
+        name: table.oov_row().tolist()
         for module in cache_modules(model).values()
         for name, table in module.tables.items()
     }

@@ -34,7 +34,7 @@ def test_a_sweep_that_fails_leaves_the_other_modules_of_the_loss_their_step(tmp_
     assert [table.stats().step for table in tables] == [1, 1, 1]
     assert [len(table) for table in tables] == [5, 5, 5]
     assert top.weight.grad is not None
-    assert not lifetime._step_is_half_done(), "the end of the process would flush nothing"
+    assert not lifetime._is_step_incomplete(), "the end of the process would flush nothing"
     step([4, 5])
     assert [table.stats().step for table in tables] == [2, 2, 2]
     assert sorted(ids_of(swept)) == [4, 5]

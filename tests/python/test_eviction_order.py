@@ -201,7 +201,7 @@ def trained_with(
     rank: int, world: int, shardings: Any, policy: Policy, calls: list[int], listed: int, path: str
 ) -> Any:
     """Train some steps, with `evict(model)` after those in `calls`, and save. Returns the rows and how many left."""
-    before, cuts.LISTED_ROWS = cuts.LISTED_ROWS, listed
+    before, cuts.MAX_LISTED_ROWS = cuts.MAX_LISTED_ROWS, listed
     try:
         model = Model(Settings(options={"eviction": policy, "score_half_life_steps": HALF_LIFE}))
         apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
@@ -216,7 +216,7 @@ def trained_with(
         tables = [table for module in cache_modules(model).values() for table in module.tables.values()]
         return rows_of(model), sum(table.stats().eviction.evicted for table in tables)
     finally:
-        cuts.LISTED_ROWS = before
+        cuts.MAX_LISTED_ROWS = before
 
 
 @pytest.fixture

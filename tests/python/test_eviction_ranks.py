@@ -11,7 +11,7 @@ from torchrec_embcache import (
     cache_modules,
     evict,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
 from torchrec_embcache.exceptions import InputError, StateError, StorageError
 from torchrec_embcache.saver import Saver
@@ -133,8 +133,8 @@ def refused(rank: int, world: int, what: str, path: str) -> Any:
     policy = Policy([Ttl(steps=2)])
     model = sharded(Model(Settings(options={"eviction": policy})), ROW_WISE, {"learning_rate": 0.1})
     train_model(model, batches(3, rank, world))
-    tables = [internals(table) for module in cache_modules(model).values() for table in module.tables.values()]
-    before, sweep_together = rows_of(model), sweep.sweep_together
+    tables = [shard_of(table) for module in cache_modules(model).values() for table in module.tables.values()]
+    before, sweep_together = rows_of(model), sweep.sweep_prepared
     if rank == 1 and what == "steps":
         tables[0].native.set_step(9)
     if rank == 1 and what == "fails":
@@ -142,14 +142,14 @@ def refused(rank: int, world: int, what: str, path: str) -> Any:
         def fail(_tables: object, _rules: object) -> None:
             raise StorageError("the disk is gone")
 
-        sweep.sweep_together = fail
+        sweep.sweep_prepared = fail
     said = []
     for call in (lambda: evict(model), lambda: Saver().save(model, path)):
         try:
             call()
         except (StateError, StorageError) as error:
             said.append(f"{type(error).__name__}: {error}")
-    sweep.sweep_together = sweep_together
+    sweep.sweep_prepared = sweep_together
     if what == "steps" and rank == 1:
         tables[0].native.set_step(3)
     unchanged = rows_of(model) == before

@@ -23,7 +23,7 @@ from torchrec_embcache import (
     TierBudgets,
     evict,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import StorageError
 from torchrec_embcache.saver import Saver
@@ -144,7 +144,7 @@ def test_a_save_whose_sweep_fails_has_written_nothing_and_the_next_one_works(tmp
         raise StorageError("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(sweep, "sweep_together", fail)
+        patched.setattr(sweep, "sweep_prepared", fail)
         with pytest.raises((Exception, CheckpointException), match="the disk is gone"):
             save_by(door, table, path)
     assert Contents.of(table) == before
@@ -193,8 +193,8 @@ def test_what_is_not_trained_is_saved_as_it_is(tmp_path):
 
     first, second = collection(), collection(eviction=Policy([L2Norm(below=1e9)]))
     apply_optimizer_in_backward(torch.optim.SGD, first.parameters(), {"lr": 0.1})
-    first.settle()
-    internals(first.tables["s"]).native.set_step(5)
+    first.sync_optimizers()
+    shard_of(first.tables["s"]).native.set_step(5)
     first.tables["s"].import_rows([1, 2, 3], torch.ones(3, DIM))
     Saver(0).save(first, tmp_path / "trained")
     Saver(0).load(second.eval(), tmp_path / "trained", slots=False)
@@ -289,7 +289,7 @@ def test_a_resume_has_the_rows_of_the_flush(tmp_path, flushed):
         if flushed == "after":
             table.flush()
         if flushed != "closed":
-            internals(table.table).never_flush()
+            shard_of(table.table).set_unflushable()
     with made("resume") as table:
         assert Contents.of(table) == expected
         if flushed == "before":

@@ -11,7 +11,7 @@ import dcp_cases
 from lives import DOORS, HALF_LIFE, Ahead, Expected, budgets, come_again, embedding, ids_of, load_by, save_by, update
 from test_admission_ranks import PIPELINES, pipeline_of, pipelines_on_a_cpu
 from torchrec_embcache import TierBudgets, cache_modules, evict, set_time
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import All, Policy, Score, Ttl
 from torchrec_embcache.exceptions import InputError, StateError
 from torchrec_embcache.saver import Saver
@@ -178,7 +178,7 @@ def test_the_steps_of_a_checkpoint_without_times_count_as_of_the_next(tmp_path):
 
 def test_a_table_whose_time_is_the_systems_takes_what_was_trained_before():
     table = embedding(eviction=Policy([Ttl(seconds=3600)]))
-    native = internals(table.table).native
+    native = shard_of(table.table).native
     before = native.now() / 1000
     update(table(torch.tensor([1, 2])))
     now = native.now() / 1000
@@ -203,7 +203,7 @@ def test_thousandths_of_times_and_of_a_time_to_live_count(seconds):
     table.evict()
     assert len(table) == 1
     table.set_time(seconds)
-    assert internals(table.table).native.now() == round(seconds * 1000)
+    assert shard_of(table.table).native.now() == round(seconds * 1000)
     table.evict()
     assert len(table) == 0
 
@@ -228,7 +228,7 @@ def made(shardings: Any, policy: Policy) -> Any:
 
 
 def natives(model: Any) -> list[Any]:
-    return [internals(table).native for module in cache_modules(model).values() for table in module.tables.values()]
+    return [shard_of(table).native for module in cache_modules(model).values() for table in module.tables.values()]
 
 
 def times_of(rank: int, count: int) -> list[int]:
@@ -352,7 +352,7 @@ def piped(rank: int, world: int, pipeline: str, policy: Policy) -> Any:
         model = made(MIXED, policy)
         runner, steps = pipeline_of(pipeline, model), iter(batches(9, rank, world))
         for step in range(9):
-            if policy.is_timed:
+            if policy.needs_clock:
                 set_time(model, BEGIN + TTL * step)
             runner.progress(steps)
         return rows_of(model)

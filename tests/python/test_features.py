@@ -14,7 +14,7 @@ from torchrec_embcache.modules import features
 @pytest.fixture
 def fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fake tensors be checked, whose lengths cannot be read."""
-    monkeypatch.setattr(features, "check_plain", lambda *_: None)
+    monkeypatch.setattr(features, "check_dense", lambda *_: None)
     lengths = torch.ones(2, dtype=torch.int64)
     monkeypatch.setattr(features, "host_copies", lambda _: [lengths])
 

@@ -9,7 +9,7 @@ import pytest
 from fixture_files import CHAIN_IDS, DIM, TIER_ROWS, WAITING_IDS, chained, tier, train
 from torchrec_embcache import EmbCacheEmbedding, serving
 from torchrec_embcache.cli import main
-from torchrec_embcache.cli.checkpoints import Opened
+from torchrec_embcache.cli.checkpoints import OpenCheckpoint
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import Loader
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_verified_and_loaded_with_all_that_it_has(name: str, tmp
     Saver(0).load(table, root)
     assert len(weights(table)) == len(CHAIN_IDS)
     assert contents(table) == dict.fromkeys(CHAIN_IDS, CHAIN_CONTENTS)
-    assert table.table.shared_row().tolist() == [float(np.float32(-0.1))] * DIM
+    assert table.table.oov_row().tolist() == [float(np.float32(-0.1))] * DIM
     assert table.table.step() == 2
     table.table.set_time(1_000_150.0)
     train(table, WAITING_IDS)  # their second time
@@ -107,7 +107,7 @@ def test_a_serving_checkpoint_is_served(tmp_path: Path) -> None:
     assert found.found.tolist() == [*[True] * len(CHAIN_IDS), False]
     rows = weights(table)
     assert np.allclose(np.asarray(found)[:-1, 0], [rows[row] for row in CHAIN_IDS], rtol=1e-2)
-    assert np.asarray(found)[-1].tolist() == table.table.shared_row().tolist()
+    assert np.asarray(found)[-1].tolist() == table.table.oov_row().tolist()
 
 
 def test_blocks_are_loaded(tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_blocks_are_loaded(tmp_path: Path) -> None:
 
 
 def test_a_manifest_says_format_1_and_names_the_row_of_ids_without_one() -> None:
-    opened = Opened.at(str(FIXTURES / "checkpoints" / "one_rank"))
+    opened = OpenCheckpoint.open(str(FIXTURES / "checkpoints" / "one_rank"))
     (table,) = opened.tables
-    assert (opened.manifest["version"], opened.manifest["kind"], len(opened.links)) == (1, "delta", 2)
+    assert (opened.manifest["version"], opened.manifest["kind"], len(opened.chain)) == (1, "delta", 2)
     assert table["missing_read"] == "oov_row"
     assert table["oov_row"] == SHARED_ROW
-    assert (table["step"], table["rows"], [link["next_epoch"] for link in opened.links]) == (2, 48, [2, 1])
+    assert (table["step"], table["rows"], [link["next_epoch"] for link in opened.chain]) == (2, 48, [2, 1])
     assert "bucket_hash" not in table

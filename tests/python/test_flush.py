@@ -24,7 +24,7 @@ from torchrec_embcache import (
     initializers,
     optimizers,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import (
     ConfigError,
     CorruptionError,
@@ -66,7 +66,7 @@ def test_resuming_takes_the_last_flush_whatever_was_trained_since(tmp_path):
         bag.flush()
     flushed = Contents.of(bag)
     train(bag, BATCHES[6:])
-    internals(bag.table).native.close()  # like a kill, without a flush
+    shard_of(bag.table).native.close()  # like a kill, without a flush
     with bag_in(tmp_path / "ssd", reopen="resume") as bag:
         assert Contents.of(bag) == flushed
 
@@ -166,7 +166,7 @@ def test_a_flush_of_a_model_is_one_state_of_all_its_tables(tmp_path):
     flushed = {name: Contents.of(bag) for name, bag in model.items()}
     for bag in model.values():
         train(bag, BATCHES[6:])
-        internals(bag.table).native.close()
+        shard_of(bag.table).native.close()
     model = two_bags(tmp_path / "ssd", "resume")
     assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
     for bag in model.values():
@@ -182,10 +182,12 @@ def test_a_flush_that_ends_between_two_tables_leaves_the_state_before_it(tmp_pat
     for bag in model.values():
         train(bag, BATCHES[3:6])
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.Mark.decide", lambda *_: None)  # no mark is made
+        patch.setattr(
+            "torchrec_embcache.publish.CommitParticipant.commit_as_coordinator", lambda *_: None
+        )  # no mark is made
         flush(model)
     for bag in model.values():
-        internals(bag.table).native.close()
+        shard_of(bag.table).native.close()
     model = two_bags(tmp_path / "ssd", "resume")
     assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
     for bag in model.values():
@@ -195,10 +197,10 @@ def test_a_flush_that_ends_between_two_tables_leaves_the_state_before_it(tmp_pat
 def test_a_first_flush_of_a_model_that_never_finished_is_nothing_to_resume(tmp_path, monkeypatch):
     model = two_bags(tmp_path / "ssd")
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.Mark.decide", lambda *_: None)
+        patch.setattr("torchrec_embcache.publish.CommitParticipant.commit_as_coordinator", lambda *_: None)
         flush(model)
     for bag in model.values():
-        internals(bag.table).native.close()
+        shard_of(bag.table).native.close()
     with pytest.raises(StateError, match="did not finish.*discard"):
         bag_in(tmp_path / "ssd", name="first", reopen="resume")
 
@@ -209,7 +211,7 @@ def test_marks_of_states_that_nobody_keeps_are_removed(tmp_path):
         for bag in model.values():
             step(bag, bags)
         flush(model)
-    kept = {token for bag in model.values() for token in bag.table.published()}
+    kept = {token for bag in model.values() for token in bag.table.commit_ids()}
     marks = [path.name for path in (tmp_path / "ssd" / ".flushed").iterdir() if path.suffix != ".root"]
     assert {int(mark) for mark in marks} == kept
     assert len(kept) == 2
@@ -226,7 +228,7 @@ def test_marks_stay_where_tables_cannot_be_looked_for(tmp_path, monkeypatch, ref
     flush(model)
     second = model.pop("second")
     flushed = Contents.of(second)
-    internals(second.table).native.close()  # it keeps the state that was flushed together with the first table's
+    shard_of(second.table).native.close()  # it keeps the state that was flushed together with the first table's
     model["third"] = bag_in(ssd, name="third")
     listdir = os.listdir
 
@@ -275,16 +277,16 @@ def stop_at(patch, calls):
 
     class Counted:
         def __init__(self, *root):
-            self.root = _native.FlushRoot(*root)
+            self.root = _native.CommitDirectory(*root)
 
         def __getattr__(self, name):
-            if name in ("name", "prepare", "commit", "forget"):
+            if name in ("identify", "prepare", "commit", "forget"):
                 left[0] -= 1
                 if left[0] < 0:
                     raise Killed
             return getattr(self.root, name)
 
-    patch.setattr("torchrec_embcache.publish.FlushRoot", Counted)
+    patch.setattr("torchrec_embcache.publish.CommitDirectory", Counted)
     return left
 
 
@@ -305,7 +307,7 @@ def test_roots_agree_wherever_a_flush_of_a_model_is_cut_short(tmp_path, monkeypa
             with contextlib.suppress(Killed):
                 flush(model)
         for bag in model.values():
-            internals(bag.table).native.close()
+            shard_of(bag.table).native.close()
         model = bags_of_roots(directory, "resume")
         found = {name: Contents.of(bag) for name, bag in model.items()}
         assert found in contents[1:], f"roots differ where the flush ends at call {calls}"
@@ -315,7 +317,7 @@ def test_roots_agree_wherever_a_flush_of_a_model_is_cut_short(tmp_path, monkeypa
         flush(model)
         flushed = {name: Contents.of(bag) for name, bag in model.items()}
         for bag in model.values():
-            internals(bag.table).native.close()
+            shard_of(bag.table).native.close()
         model = bags_of_roots(directory, "resume")
         assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
         for bag in model.values():
@@ -331,10 +333,10 @@ def test_a_root_whose_coordinator_is_gone_says_where_it_was(tmp_path, monkeypatc
     for bag in model.values():
         train(bag, BATCHES[:2])
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.Mark.follow", lambda *_: None)
+        patch.setattr("torchrec_embcache.publish.CommitParticipant.commit_as_participant", lambda *_: None)
         flush(model)
     for bag in model.values():
-        internals(bag.table).native.close()
+        shard_of(bag.table).native.close()
     (tmp_path / "one").rename(tmp_path / "elsewhere")
     with pytest.raises(StateError, match=f"{tmp_path / 'one'}, which says whether it was, is not there.*discard"):
         bag_in(tmp_path / "two", name="two", reopen="resume")
@@ -353,7 +355,7 @@ def test_a_damaged_older_state_is_dropped_with_a_warning_and_a_damaged_newest_on
         train(bag, bags)
         bag.flush()
     flushed = Contents.of(bag)
-    internals(bag.table).native.close()
+    shard_of(bag.table).native.close()
     older, newest = sorted(Path(bag.table.directory).glob("*.state"))
     intact = newest.read_bytes()
     for state in (older, newest):
@@ -390,16 +392,16 @@ def flush_on_ranks(rank, _size, root, fail_rank, late=False):
     if late:
         flushed = Contents.of(bag)
     if rank == fail_rank:
-        shard = internals(bag.table)
+        shard = shard_of(bag.table)
         if late:
-            shard.note_flushed = lambda *_, **__: setattr(shard, "published", lambda: refuse(None))
+            shard.mark_flushed = lambda *_, **__: setattr(shard, "commit_ids", lambda: refuse(None))
         else:
-            shard.flush_as = refuse
+            shard.flush_with_commit_id = refuse
     try:
         flush(bag)
     except StorageError as error:
         words = str(error)
-    internals(bag.table).native.close()
+    shard_of(bag.table).native.close()
     torch.distributed.barrier()
     with bag_in(rank_directory(root), reopen="resume", **settings) as bag:
         return words, Contents.of(bag) == flushed
@@ -413,8 +415,8 @@ def refuse(_token):
 def test_a_token_for_a_table_that_resumes_nothing_is_refused_with_what_to_do(tmp_path, budgets):
     tiers = ssd_tiers(tmp_path / "ssd", **budgets) if budgets else TierBudgets(host_bytes="1MiB")
     table = CacheTable(name="t", dim=4, tiers=tiers, initializer=initializers.Constant(1), optimizer=None)
-    with pytest.raises(StateError, match=r"resume_token=2 of table 't'.*reopen=\"resume\""):
-        table.open(resume_token=2)
+    with pytest.raises(StateError, match=r"commit_id=2 of table 't'.*reopen=\"resume\""):
+        table.open(commit_id=2)
     with table:
         assert len(table) == 0
 
@@ -428,9 +430,9 @@ def test_a_table_that_is_closed_and_held_or_unusable_does_not_stop_the_flushes_o
     if left == "closed":
         first.close()
     else:
-        internals(first.table).set_unusable("a load did not succeed")
+        shard_of(first.table).set_unusable("a load did not succeed")
     train(other, BATCHES[1:5])
-    assert len(other.table.published()) == 2
+    assert len(other.table.commit_ids()) == 2
     other.close()
 
 
@@ -449,12 +451,12 @@ def test_an_error_within_a_with_statement_stays_the_error_where_closing_fails_to
     )
     for closed, shard in ((bag, bag.table), (collection, collection.tables["t"]), (table, table)):
         shard.open()
-        internals(shard).flush_as = refuse
+        shard_of(shard).flush_with_commit_id = refuse
         with pytest.raises(KeyError) as raised, closed:
             raise KeyError("of the user")
         (note,) = raised.value.__notes__
         assert note == f"closing the {type(closed).__name__} failed too: no room for the state"
-        assert internals(shard).is_closed
+        assert shard_of(shard).is_closed
 
 
 def test_a_flush_that_fails_on_one_rank_raises_on_all_and_leaves_the_state_before(two_ranks, tmp_path):
@@ -484,10 +486,10 @@ def kill_on_ranks(rank, _size, root, follows):
     train(bag, BATCHES[2:4])
     flushed = Contents.of(bag)
     with pytest.MonkeyPatch.context() as patch:
-        for cut in ("follow",) if follows else ("decide", "follow", "forget"):
-            patch.setattr(f"torchrec_embcache.publish.Mark.{cut}", lambda *_: None)
+        for cut in ("commit_as_participant",) if follows else ("commit_as_coordinator", "commit_as_participant", "forget_commits"):
+            patch.setattr(f"torchrec_embcache.publish.CommitParticipant.{cut}", lambda *_: None)
         flush(bag)
-    internals(bag.table).native.close()
+    shard_of(bag.table).native.close()
     torch.distributed.barrier()
     with bag_in(directory, reopen="resume", **settings) as bag:
         found = Contents.of(bag)
@@ -506,16 +508,16 @@ def flush_on_machines(rank, _size, root, action="always"):
 
     class OfOneMachine:
         def __init__(self, path, checks):
-            self.path, self.root = path, _native.FlushRoot(path, checks)
+            self.path, self.root = path, _native.CommitDirectory(path, checks)
 
         def __getattr__(self, name):
             return getattr(self.root, name)
 
-        def is_named(self, name):
-            return self.path == mine and self.root.is_named(name)
+        def has_id(self, name):
+            return self.path == mine and self.root.has_id(name)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        patch.setattr("torchrec_embcache.publish.FlushRoot", OfOneMachine)
+        patch.setattr("torchrec_embcache.publish.CommitDirectory", OfOneMachine)
         train(bag, BATCHES[:2])
         warnings.simplefilter(action)
         if action == "error":
@@ -524,7 +526,7 @@ def flush_on_machines(rank, _size, root, action="always"):
             return str(raised.value)
         flush(bag)
     flushed = Contents.of(bag)
-    internals(bag.table).native.close()
+    shard_of(bag.table).native.close()
     with bag_in(Path(root, f"disk{rank}"), name=f"shard{rank}", reopen="resume") as bag:
         same = Contents.of(bag) == flushed
     return [str(warning.message) for warning in caught if issubclass(warning.category, EmbCacheWarning)], same

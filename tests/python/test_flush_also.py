@@ -11,7 +11,7 @@ from torch import nn
 
 from tables import make_bag, ssd_tiers, step
 from torchrec_embcache import close_all, flush, lifetime
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import InUseError
 from world import Child
 
@@ -51,7 +51,7 @@ def test_nothing_is_flushed_where_the_dense_part_cannot_be_saved(tmp_path: Path)
     model = model_in(tmp_path)
     step(model["item"], [[1, 2, 3]])
     flush(model)
-    states = model["item"].table.published()
+    states = model["item"].table.commit_ids()
     step(model["item"], [[1, 2, 3]])
 
     def full_disk(_at: int) -> None:
@@ -59,9 +59,9 @@ def test_nothing_is_flushed_where_the_dense_part_cannot_be_saved(tmp_path: Path)
 
     with pytest.raises(OSError, match="the disk is full"):
         flush(model, also=full_disk)
-    assert model["item"].table.published() == states
+    assert model["item"].table.commit_ids() == states
     flush(model)
-    assert model["item"].table.published() != states
+    assert model["item"].table.commit_ids() != states
     model["item"].close()
 
 
@@ -89,5 +89,5 @@ def test_close_all_closes_every_table_though_one_cannot_be_flushed(tmp_path: Pat
     monkeypatch.setattr(lifetime.open_tables()[0], "flush", fails)
     with pytest.raises(OSError, match="the disk is full"):
         close_all()
-    assert internals(one.table).is_closed
-    assert internals(other.table).is_closed
+    assert shard_of(one.table).is_closed
+    assert shard_of(other.table).is_closed

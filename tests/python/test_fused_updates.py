@@ -20,7 +20,7 @@ from torch import nn
 
 from tables import OPTIMIZERS, jagged, make_bag, random_batches
 from torchrec_embcache import CacheTable, EmbCacheEmbedding, Saver, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.modules.optimizer_choice import choose_optimizer
@@ -130,7 +130,7 @@ def test_tables_of_one_lookup_have_limits_of_their_own(backend):
     ids = torch.arange(3).numpy()
     pooled, sequence = tables(), tables()
     for found, is_pooled in ((pooled, True), (sequence, False)):
-        group = LookupGroup([internals(table) for table in found], [0, 0, 1], lambda: groups)
+        group = LookupGroup([shard_of(table) for table in found], [0, 0, 1], lambda: groups)
         splits = torch.arange(4).numpy()
         if is_pooled:
             out = group.pooled(ids, splits, [False] * 3, train=True, anchor=anchor)

@@ -18,7 +18,7 @@ WARNING = (
 
 @pytest.fixture(autouse=True)
 def nothing_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_warned_of", 0)
+    monkeypatch.setattr(host_memory, "_warned_bytes", 0)
     # Tests before may have left tables open.
     monkeypatch.setattr(host_memory, "_tables", weakref.WeakSet())
 

@@ -15,7 +15,7 @@ import gc, itertools, os, signal, sys, threading
 import numpy as np
 import torch
 from torchrec_embcache import _native
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
 
@@ -66,8 +66,8 @@ def test_an_interpreter_can_end_with_plans_reads_and_graphs_in_flight(tmp_path: 
 
         # Torch's operators end the process when the interpreter ends under a daemon thread in them; the core's calls do not. With a
         # device tier these call torch.
-        lookup = _native.Lookup([internals(bag.table).native], [0])
-        reading = _native.PlanMode(train=False, ahead=False, unseen="initial")
+        lookup = _native.Lookup([shard_of(bag.table).native], [0])
+        reading = _native.PlanMode(train=False, is_prefetch=False, missing="initial")
         batches = [ids(step).numpy() for step in range(100, 200)]
         splits = np.array([0, len(batches[0])])
 

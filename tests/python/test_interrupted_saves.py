@@ -22,8 +22,8 @@ from torch import nn
 import torchrec_embcache
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets
-from torchrec_embcache.blocks.helpers import Helpers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.blocks.helpers import BoundedExecutor
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.exceptions import EmbCacheError, StateError
 from torchrec_embcache.saver import Saver
@@ -242,12 +242,12 @@ def interrupt_loads(say: Callable[[Any], None], name: str, base: str, turn: int)
                 now = Contents.of(bag)
             except StateError:
                 refused += 1
-                reason = internals(bag.table).unusable
+                reason = shard_of(bag.table).unusable
                 assert reason is not None, "it refuses use for another reason"
-                if internals(bag.table).native_or_none is not None and not internals(bag.table).native.is_closed():
-                    internals(bag.table).set_unusable(None)
+                if shard_of(bag.table).native_or_none is not None and not shard_of(bag.table).native.is_closed():
+                    shard_of(bag.table).set_unusable(None)
                     assert Contents.of(bag) != before, "it refuses use, and nothing was touched"
-                    internals(bag.table).set_unusable(reason)
+                    shard_of(bag.table).set_unusable(reason)
                 load(bag, str(folder / "ck"))
                 now = Contents.of(bag)
                 if name != "some slots":
@@ -314,7 +314,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_the_table_as_it_was_and_the_n
 def test_an_interrupt_at_any_line_of_the_threads_of_blocks_leaves_nobody_waiting_for_them() -> None:
     for stop_at in range(40):
         for _ in range(5):  # which thread is told first to end is not always the same one
-            helpers, go_on = Helpers(3, "helper"), threading.Event()
+            helpers, go_on = BoundedExecutor(3, "helper"), threading.Event()
             lines, _ = stopped(
                 lambda helpers=helpers, work=go_on.wait: [helpers.submit(work) for _ in range(4)], stop_at
             )  # type: ignore[misc]

@@ -70,7 +70,7 @@ def interrupt_sweeps(say: Callable[[Any], None], name: str, base: str, turn: int
             if name != "step" or now == before:
                 work(bag, str(folder / "ck"))
             assert Contents.of(bag) == swept
-            assert not bag.stats().eviction.under_way
+            assert not bag.stats().eviction.is_sweeping
             if name in SAVES and name not in ("blocks", "dcp", "dcp async"):
                 again = make_bag()
                 Saver(0).load(again, folder / "ck")

@@ -12,7 +12,7 @@ import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from torchrec_embcache import TierBudgets, cache_modules, flush
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_models import MIXED, Model, Rows, Settings, batches, rows_of, sharded
 from world import Child, process_group
 
@@ -65,7 +65,7 @@ def _resumed(_rank: int, _world: int, folder: str) -> tuple[int, Rows]:
         found = steps_done(model), rows_of(model)
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            internals(table).native.close()  # without a flush, so that the next process finds what this one did
+            shard_of(table).native.close()  # without a flush, so that the next process finds what this one did
     return found
 
 

@@ -27,15 +27,15 @@ from torchrec_embcache import (
 )
 from torchrec_embcache.eviction import All, L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
-from torchrec_embcache.lifecycle import Lifecycle
+from torchrec_embcache.lifecycle import LifecycleConfig
 from torchrec_embcache.lifecycle_configs import (
     AdmitAndEvictConfig,
     AdmitAndEvictPolicyType,
     ShowClickParams,
-    Translated,
+    TranslatedConfig,
 )
 from torchrec_embcache.modules.configs import lifecycle_of
-from torchrec_embcache.modules.virtual_tables import translated
+from torchrec_embcache.modules.virtual_tables import translate_policy
 
 CONFIG = {"name": "item", "embedding_dim": 4, "num_embeddings": 9, "feature_names": ["f"]}
 COUNTED = {"admission": admission.Count(3), "not_admitted": 0.25}
@@ -66,7 +66,7 @@ SHOW_CLICK = AdmitAndEvictPolicyType.POLICY_SHOWCLICK
     ],
 )
 def test_a_policy_of_torchrecs_becomes_ours_where_it_means_the_same(policy, meant):
-    found = translated(policy, "")
+    found = translate_policy(policy, "")
     assert found.eviction == (None if meant is None else Policy([meant]))
     if isinstance(policy, CountBasedEvictionPolicy | CountTimestampMixedEvictionPolicy):
         assert not found.scores_decay
@@ -150,15 +150,15 @@ class Later(TimestampBasedEvictionPolicy):
 
 def test_what_a_later_torchrec_adds_is_refused_and_not_passed_over(monkeypatch):
     with pytest.raises(UnsupportedError, match="virtual_table_eviction_policy=Later"):
-        translated(Later(), "")
+        translate_policy(Later(), "")
     from torchrec_embcache.modules import virtual_tables
 
-    monkeypatch.setitem(virtual_tables._RULES, Later, virtual_tables._timestamp)
-    assert translated(Later(), "").eviction == Policy([Ttl(seconds=86_400)])
+    monkeypatch.setitem(virtual_tables._RULES, Later, virtual_tables._timestamp_rule)
+    assert translate_policy(Later(), "").eviction == Policy([Ttl(seconds=86_400)])
     with pytest.raises(
         UnsupportedError, match=r"Later\(fresh=3\) is not supported: this package does not know the field"
     ):
-        translated(Later(fresh=3), "")
+        translate_policy(Later(fresh=3), "")
 
 
 @pytest.mark.parametrize("policy", [VirtualTableEvictionPolicy(), "count", 5])
@@ -183,7 +183,7 @@ def test_a_bound_out_of_range_says_whose_it_is():
 def test_counts_that_do_not_decay_give_scores_that_do_not():
     policy = CountBasedEvictionPolicy(eviction_threshold=15, decay_rate=1.0)
     config = EmbCacheEmbeddingBagConfig(**CONFIG, virtual_table_eviction_policy=policy)
-    expected = Lifecycle(eviction=Policy([Score(below=15)]), score_half_life_steps=NEVER)
+    expected = LifecycleConfig(eviction=Policy([Score(below=15)]), score_half_life_steps=NEVER)
     assert lifecycle_of(config) == expected
     assert lifecycle_of(dataclasses.replace(config, score_half_life_steps=NEVER)) == expected
     with pytest.raises(ConfigError, match="score_half_life_steps=9 .* contradict"):
@@ -191,7 +191,7 @@ def test_counts_that_do_not_decay_give_scores_that_do_not():
     none = CountBasedEvictionPolicy(eviction_threshold=0)
     assert lifecycle_of(
         EmbCacheEmbeddingBagConfig(**CONFIG, virtual_table_eviction_policy=none, score_half_life_steps=9)
-    ) == Lifecycle(score_half_life_steps=9)
+    ) == LifecycleConfig(score_half_life_steps=9)
 
 
 def test_a_config_of_torchrecs_own_brings_its_policy_to_the_table():
@@ -239,39 +239,39 @@ def show_click(**params: Any) -> AdmitAndEvictConfig:
 @pytest.mark.parametrize(
     ("config", "meant"),
     [
-        (AdmitAndEvictConfig(), Translated()),
-        (AdmitAndEvictConfig(admit_threshold=None, evict_threshold=None, evict_step_interval=None), Translated()),
-        (AdmitAndEvictConfig(admit_threshold=0, not_admitted_default_value=0.5), Translated()),
-        (AdmitAndEvictConfig(admit_threshold=2), Translated(admission.Count(2))),
+        (AdmitAndEvictConfig(), TranslatedConfig()),
+        (AdmitAndEvictConfig(admit_threshold=None, evict_threshold=None, evict_step_interval=None), TranslatedConfig()),
+        (AdmitAndEvictConfig(admit_threshold=0, not_admitted_default_value=0.5), TranslatedConfig()),
+        (AdmitAndEvictConfig(admit_threshold=2), TranslatedConfig(admission.Count(2))),
         (
             AdmitAndEvictConfig(admit_threshold=2, not_admitted_default_value=0.999),
-            Translated(admission.Count(2), not_admitted=0.999),
+            TranslatedConfig(admission.Count(2), not_admitted=0.999),
         ),
-        (AdmitAndEvictConfig(admit_threshold=2, not_admitted_default_value=None), Translated(admission.Count(2))),
-        (AdmitAndEvictConfig(evict_step_interval=300), Translated()),
+        (AdmitAndEvictConfig(admit_threshold=2, not_admitted_default_value=None), TranslatedConfig(admission.Count(2))),
+        (AdmitAndEvictConfig(evict_step_interval=300), TranslatedConfig()),
         (
             AdmitAndEvictConfig(evict_threshold=600, evict_step_interval=300),
-            Translated(eviction=Policy([Ttl(seconds=600)], every_steps=300)),
+            TranslatedConfig(eviction=Policy([Ttl(seconds=600)], every_steps=300)),
         ),
-        (AdmitAndEvictConfig(evict_threshold=600), Translated(eviction=Policy([Ttl(seconds=600)]))),
-        (show_click(), Translated()),
+        (AdmitAndEvictConfig(evict_threshold=600), TranslatedConfig(eviction=Policy([Ttl(seconds=600)]))),
+        (show_click(), TranslatedConfig()),
         (
             show_click(alpha=0.5, beta=2.0, admit_threshold=1.5, score_decay=0.9),
-            Translated(admission.ShowClick(0.5, 2.0, 1.5)),
+            TranslatedConfig(admission.ShowClick(0.5, 2.0, 1.5)),
         ),
-        (show_click(evict_percentage=0.1), Translated(eviction=Policy([Share(0.1)]))),
-        (AdmitAndEvictConfig(admit_threshold=2, evict_threshold=5, policy_type=SHOW_CLICK), Translated()),
+        (show_click(evict_percentage=0.1), TranslatedConfig(eviction=Policy([Share(0.1)]))),
+        (AdmitAndEvictConfig(admit_threshold=2, evict_threshold=5, policy_type=SHOW_CLICK), TranslatedConfig()),
         (
             AdmitAndEvictConfig(
                 admit_threshold=2, showclick_params=ShowClickParams(admit_threshold=9.0, evict_percentage=0.5)
             ),
-            Translated(admission.Count(2)),
+            TranslatedConfig(admission.Count(2)),
         ),
-        (AdmitAndEvictConfig(admit_threshold=2, policy_type=AdmitAndEvictPolicyType.NONE), Translated()),
+        (AdmitAndEvictConfig(admit_threshold=2, policy_type=AdmitAndEvictPolicyType.NONE), TranslatedConfig()),
     ],
 )
 def test_recsdks_configuration_becomes_ours_where_it_means_the_same(config, meant):
-    assert config.translated() == meant
+    assert config.translate() == meant
 
 
 @pytest.mark.parametrize(
@@ -318,24 +318,24 @@ def test_recsdks_configuration_reaches_the_table():
     config = EmbCacheEmbeddingConfig(
         **CONFIG, admit_and_evict_config=AdmitAndEvictConfig(admit_threshold=2, not_admitted_default_value=0.5)
     )
-    assert lifecycle_of(config) == Lifecycle(admission=admission.Count(2), not_admitted=0.5)
+    assert lifecycle_of(config) == LifecycleConfig(admission=admission.Count(2), not_admitted=0.5)
     shared = EmbCacheEmbeddingConfig(**CONFIG, admit_and_evict_config=show_click(evict_percentage=0.25))
-    assert lifecycle_of(shared) == Lifecycle(eviction=Policy([Share(0.25)]))
+    assert lifecycle_of(shared) == LifecycleConfig(eviction=Policy([Share(0.25)]))
     plain = EmbCacheEmbeddingConfig(
         **CONFIG, admit_and_evict_config=AdmitAndEvictConfig(), eviction=Policy([Ttl(steps=5)]), **COUNTED
     )
-    assert lifecycle_of(plain) == Lifecycle(eviction=Policy([Ttl(steps=5)]), **COUNTED)
+    assert lifecycle_of(plain) == LifecycleConfig(eviction=Policy([Ttl(steps=5)]), **COUNTED)
 
 
 def test_what_ids_read_that_get_no_row_is_refused_where_every_id_gets_one():
     """RecSDK's own configuration has that field always, and there it means nothing."""
     given = AdmitAndEvictConfig(not_admitted_default_value=0.5)
     config = EmbCacheEmbeddingConfig(**CONFIG, admit_and_evict_config=given)
-    assert lifecycle_of(config) == Lifecycle()
+    assert lifecycle_of(config) == LifecycleConfig()
     for more in ({}, {"admit_and_evict_config": given}):
         with pytest.raises(ConfigError, match="table 'item': not_admitted=0.25 without admission has no effect"):
             EmbCacheEmbeddingConfig(**CONFIG, not_admitted=0.25, **more)
-    assert lifecycle_of(EmbCacheEmbeddingConfig(**CONFIG, **COUNTED)) == Lifecycle(**COUNTED)
+    assert lifecycle_of(EmbCacheEmbeddingConfig(**CONFIG, **COUNTED)) == LifecycleConfig(**COUNTED)
 
 
 @pytest.mark.parametrize(

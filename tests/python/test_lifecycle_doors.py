@@ -24,7 +24,7 @@ from world import World, process_group
 
 pytestmark = lightnings_warnings
 BEGIN = 1_700_000_030
-SHARED = {"admission": admission.Count(4), "not_admitted": "shared"}
+SHARED = {"admission": admission.Count(4), "not_admitted": "oov"}
 
 
 def swept_after(seconds: float) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_megatrons_checkpoint_has_the_shared_row_and_its_slots(
     straight, again, without_slots = (embedding(optimizer=optimizer, **SHARED) for _ in range(3))
     for step in range(5):
         refused(straight, step)
-    weights, state = straight.table.shared_row(), state_of(straight)
+    weights, state = straight.table.oov_row(), state_of(straight)
     assert weights.all()
     assert len(straight) == 1
     if asynchronous:
@@ -91,16 +91,16 @@ def test_megatrons_checkpoint_has_the_shared_row_and_its_slots(
     refused(again, 50)  # the load replaces what is there
     assert state_of(again) != state
     dist_checkpointing.load(megatrons(again), str(path))
-    assert again.table.shared_row().tobytes() == weights.tobytes()
+    assert again.table.oov_row().tobytes() == weights.tobytes()
     assert state_of(again) == state
     refused(again, 5)
     assert state_of(again) == state_of(straight) != state
     assert Contents.of(again) == Contents.of(straight)
     # The slots are what makes the step the same.
     dist_checkpointing.load(megatron.sharded_tables(without_slots, slots=False), str(path))
-    assert without_slots.table.shared_row().tobytes() == weights.tobytes()
+    assert without_slots.table.oov_row().tobytes() == weights.tobytes()
     refused(without_slots, 5)
-    assert without_slots.table.shared_row().tobytes() != straight.table.shared_row().tobytes()
+    assert without_slots.table.oov_row().tobytes() != straight.table.oov_row().tobytes()
 
 
 def lives_on(table: EmbCacheEmbedding, first: int, last: int) -> list[list[int]]:
@@ -210,7 +210,7 @@ class Remembers(Recommender):
         self.begun = self.state()
 
     def state(self) -> Any:
-        return self.items.table.shared_row().tobytes(), state_of(self.items)
+        return self.items.table.oov_row().tobytes(), state_of(self.items)
 
 
 def test_a_run_that_goes_on_from_lightnings_file_trains_the_shared_row_of_then(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_run_that_goes_on_from_lightnings_file_trains_the_shared_row_of_then(t
     trainer(tmp_path, 4).fit(whole)
     trainer(tmp_path, 2, *callbacks(tmp_path)).fit(first)
     saved = first.state()
-    assert first.items.table.shared_row().all()
+    assert first.items.table.oov_row().all()
     trainer(tmp_path, 4, *callbacks(tmp_path)).fit(again, ckpt_path=str(tmp_path / "epoch=1.ckpt"))
     assert again.begun == saved != whole.begun
     assert again.state() == whole.state() != saved

@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tables import Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, cache_modules, flush, lifetime, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig
 from torchrec_models import MIXED, Model, Settings, batches, rows_of, sharded
@@ -42,7 +42,7 @@ def bag_in(directory: Path, *, name: str = "item", mode: str = "mean", **tiers: 
 def killed(*bags: EmbCacheEmbeddingBag) -> None:
     """End the process like a kill, so that what was not flushed is lost."""
     for bag in bags:
-        internals(bag.table).native.close()
+        shard_of(bag.table).native.close()
 
 
 def test_the_end_of_the_process_says_that_a_step_failed_half_way_and_flushes_nothing(tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def test_the_end_of_the_process_says_that_a_step_failed_half_way_and_flushes_not
     other = bag_in(tmp_path / "other", name="other", device_bytes="64KiB")
     for bag in (torn, other):
         train(bag, BATCHES[:2])
-    flushed = len(other.table.published())
+    flushed = len(other.table.commit_ids())
 
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("asked to fail")
@@ -62,7 +62,7 @@ def test_the_end_of_the_process_says_that_a_step_failed_half_way_and_flushes_not
             train(torn, BATCHES[:1])
     with pytest.warns(EmbCacheWarning, match="nothing is flushed.*'?torn.*failed half-way"):
         lifetime.flush_at_exit()
-    assert len(other.table.published()) == flushed
+    assert len(other.table.commit_ids()) == flushed
     killed(torn, other)
 
 
@@ -249,7 +249,7 @@ def test_a_forked_child_that_ends_flushes_nothing_of_its_parent(tmp_path: Path) 
     if os.fork() == 0:
         sys.exit(0)
     assert os.wait()[1] == 0
-    print(bag.table.published() == [bag.table.published()[0]])
+    print(bag.table.commit_ids() == [bag.table.commit_ids()[0]])
     os._exit(0)
     """
     assert run(program, tmp_path / "ssd")[:2] == (0, "True\n")
@@ -347,13 +347,13 @@ def test_a_table_that_did_not_change_is_not_flushed_again(tmp_path: Path, caplog
     bag = bag_in(tmp_path / "ssd")
     train(bag, BATCHES[:3])
     bag.flush()
-    published = bag.table.published()
+    published = bag.table.commit_ids()
     with caplog.at_level(logging.INFO):
         bag(torch.tensor([1, 2]), torch.tensor([0]))  # a forward alone trains nothing
         del bag
     assert not [record for record in caplog.records if "flush" in record.getMessage()]
     bag = bag_in(tmp_path / "ssd", reopen="resume")
-    assert bag.table.published() == published
+    assert bag.table.commit_ids() == published
     bag.close()
 
 
@@ -361,11 +361,11 @@ def test_only_open_tables_are_looked_after(tmp_path: Path) -> None:
     before = set(lifetime.open_tables())
     bag = bag_in(tmp_path / "ssd")
     table = bag.table
-    assert set(lifetime.open_tables()) - before == {internals(table)}
+    assert set(lifetime.open_tables()) - before == {shard_of(table)}
     step(bag, BATCHES[0])
-    assert internals(table).has_unflushed_rows
+    assert shard_of(table).has_unflushed_rows
     bag.close()
-    assert not internals(table).has_unflushed_rows
+    assert not shard_of(table).has_unflushed_rows
     assert set(lifetime.open_tables()) <= before
 
 
@@ -398,7 +398,7 @@ def test_auto_starts_anew_after_a_first_flush_of_a_model_that_never_finished(
     for bag in model.values():
         train(bag, BATCHES[:3])
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.Mark.decide", lambda *_: None)
+        patch.setattr("torchrec_embcache.publish.CommitParticipant.commit_as_coordinator", lambda *_: None)
         flush(model)
     killed(*model.values())
     for name in model:
@@ -414,7 +414,7 @@ def test_auto_never_discards_what_was_published_after_it_looked(
         whole = Contents.of(bag)
     with monkeypatch.context() as patch:
         # As if it had been published just now.
-        patch.setattr("torchrec_embcache.table_shard.TableShard.published", lambda _: [])
+        patch.setattr("torchrec_embcache.table_shard.TableShard.commit_ids", lambda _: [])
         with pytest.raises(OSError, match="published a state .* just now: open the table again"):
             bag_in(tmp_path / "ssd")
     with bag_in(tmp_path / "ssd") as bag:
@@ -449,7 +449,7 @@ def test_flush_every_so_long_flushes_at_the_first_step_after_it(
     published = []
     for place, bags in enumerate(BATCHES[:9]):
         step(bag, bags)
-        published.append(len(bag.table.published()))
+        published.append(len(bag.table.commit_ids()))
         now[0] += 150.0 if place != 6 else 0.0
     # A step takes 150 s. Before the fifth one 600 s have passed, and 450 s more before the last one.
     assert published == [0, 0, 0, 0, 1, 1, 1, 1, 1]
@@ -463,12 +463,12 @@ def test_evaluation_and_recomputed_activations_flush_nothing(tmp_path: Path) -> 
     for bags in BATCHES[1:5]:
         bag(*jagged(bags))
     bag.train()
-    assert not bag.table.published()
+    assert not bag.table.commit_ids()
     ids, offsets = jagged(BATCHES[1])
     checkpoint(bag, ids, offsets, use_reentrant=False).sum().backward()
-    assert not bag.table.published()
+    assert not bag.table.commit_ids()
     step(bag, BATCHES[2])
-    assert len(bag.table.published()) == 1
+    assert len(bag.table.commit_ids()) == 1
     bag.close()
 
 
@@ -482,7 +482,7 @@ def schedule_on_ranks(rank: int, _size: int, every: Any) -> list[int]:
         patch.setattr("torchrec_embcache.lifetime.flush_tables", lambda *_, **__: flushed.append(steps[0]))
         schedule = lifetime.FlushSchedule([every], collective=True)
         for steps[0] in range(60):
-            schedule.before_forward()
+            schedule.flush_if_due()
             now[0] += 1.0 if rank == 0 else 5.0
     return flushed
 
@@ -515,7 +515,7 @@ def flushed_in_turn(rank: int, world: int, folder: str) -> tuple[Any, Any]:
     train_model(model, iter(steps[6:]))
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            internals(table).native.close()  # like a kill
+            shard_of(table).native.close()  # like a kill
     return rows, rows_of(made("resume"))
 
 

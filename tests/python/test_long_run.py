@@ -30,7 +30,7 @@ def train_until_killed(say: Callable[[Any], None], rank: int, folder: str, store
             if run.expected.step < KILLED_AT:
                 run.after()
         stats = {name: table.stats() for name, table in run.tables.items()}
-        under_way = stats["old"].eviction.under_way
+        under_way = stats["old"].eviction.is_sweeping
         say((run.saves, under_way, stats["old"].eviction.evicted, {name: one.ssd.rows for name, one in stats.items()}))
         try:
             dist.barrier()

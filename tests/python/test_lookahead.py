@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from torchrec_embcache.exceptions import StorageError
-from torchrec_embcache.lookahead import IdBatch, Lookahead, PlanOptions
+from torchrec_embcache.lookahead import IdBatch, PlanOptions, PrefetchQueue
 
 WAIT_S = 600
 
@@ -23,7 +23,7 @@ class Plan:
         self.complete = complete
         self.released = False
 
-    def complete_ahead(self) -> bool:
+    def is_prefetched(self) -> bool:
         return self.complete
 
     def release(self) -> None:
@@ -59,32 +59,36 @@ def batch(first: int, clicks: int | None = None) -> IdBatch:
     return IdBatch(np.array([first, 7]), np.array([0, 2]), given)
 
 
-def beside(lookahead: Lookahead, lookup: Any, *firsts: int, failed: Callable[[Exception], None] = pytest.fail) -> None:
+def beside(
+    lookahead: PrefetchQueue, lookup: Any, *firsts: int, failed: Callable[[Exception], None] = pytest.fail
+) -> None:
     for first in firsts:
-        lookahead.announce_beside(lookup, batch(first), PlanOptions(train=True, unseen="initial", threads=1), failed)
+        lookahead.prefetch_in_background(
+            lookup, batch(first), PlanOptions(train=True, missing="initial", threads=1), failed
+        )
 
 
-def take(lookahead: Lookahead, first: int) -> Any:
-    return lookahead.take(batch(first), train=True, recomputed=False)
+def take(lookahead: PrefetchQueue, first: int) -> Any:
+    return lookahead.take_plan(batch(first), train=True, recomputed=False)
 
 
-def until_none_is_announced(lookahead: Lookahead) -> None:
+def until_none_is_announced(lookahead: PrefetchQueue) -> None:
     while lookahead._batches:
         os.sched_yield()
 
 
 def test_batches_are_planned_on_another_thread_in_the_order_they_were_announced():
-    lookahead, lookup = Lookahead(), Lookup()
+    lookahead, lookup = PrefetchQueue(), Lookup()
     beside(lookahead, lookup, 1, 2, 3)
     lookup.let.release(3)
-    lookahead.settle()
+    lookahead.wait_until_planned()
     assert [plan.first for plan in lookup.plans] == [1, 2, 3]
     assert threading.current_thread().name not in lookup.threads
     assert [take(lookahead, first) for first in (1, 2, 3)] == [(plan, 0) for plan in lookup.plans]
 
 
 def test_a_forward_waits_for_the_plan_of_its_batch_and_not_for_those_behind():
-    lookahead, lookup = Lookahead(), Lookup()
+    lookahead, lookup = PrefetchQueue(), Lookup()
     beside(lookahead, lookup, 1, 2)
     lookup.begins()
     with ThreadPoolExecutor(1) as forward:
@@ -94,43 +98,43 @@ def test_a_forward_waits_for_the_plan_of_its_batch_and_not_for_those_behind():
     assert (plan.first, dropped) == (1, 0)
     lookup.begins()  # the second batch, which nobody permitted
     lookup.let.release()
-    lookahead.settle()
+    lookahead.wait_until_planned()
     assert [plan.first for plan in lookup.plans] == [1, 2]
 
 
 def test_a_batch_whose_planning_has_not_begun_is_left_to_its_forward():
-    lookahead, lookup = Lookahead(), Lookup()
+    lookahead, lookup = PrefetchQueue(), Lookup()
     beside(lookahead, lookup, 1, 2)
     lookup.begins()
-    assert lookahead.take(batch(2), train=False, recomputed=False) == (None, 0), "another mode's"
+    assert lookahead.take_plan(batch(2), train=False, recomputed=False) == (None, 0), "another mode's"
     with ThreadPoolExecutor(1) as forward:
         taken = forward.submit(take, lookahead, 2)
         until_none_is_announced(lookahead)
         lookup.let.release()
         assert taken.result(WAIT_S) == (None, 1)
-    lookahead.settle()
+    lookahead.wait_until_planned()
     assert [(plan.first, plan.released) for plan in lookup.plans] == [(1, True)], "the first was no forward's"
 
 
 def test_dropping_waits_for_the_plan_under_way_and_releases_it():
-    lookahead, lookup = Lookahead(), Lookup()
+    lookahead, lookup = PrefetchQueue(), Lookup()
     beside(lookahead, lookup, 1, 2, 3)
     lookup.begins()
     with ThreadPoolExecutor(1) as other:
-        dropped = other.submit(lookahead.drop)
+        dropped = other.submit(lookahead.clear)
         until_none_is_announced(lookahead)
         lookup.let.release()
         dropped.result(WAIT_S)
-    lookahead.settle()
+    lookahead.wait_until_planned()
     assert [(plan.first, plan.released) for plan in lookup.plans] == [(1, True)]
 
 
 def test_an_error_is_told_and_holds_up_no_other_batch():
-    lookahead, lookup = Lookahead(), Lookup(bad=2)
+    lookahead, lookup = PrefetchQueue(), Lookup(bad=2)
     errors: list[Exception] = []
     beside(lookahead, lookup, 1, 2, 3, failed=errors.append)
     lookup.let.release(3)
-    lookahead.settle()
+    lookahead.wait_until_planned()
     assert [str(error) for error in errors] == ["the disk is gone"]
     assert [plan.first for plan in lookup.plans] == [1, 3]
     assert take(lookahead, 1) == (lookup.plans[0], 0)
@@ -139,12 +143,12 @@ def test_an_error_is_told_and_holds_up_no_other_batch():
 
 
 def test_batches_behind_one_that_the_budget_cuts_short_are_planned_once_it_is_gone():
-    lookahead, lookup = Lookahead(), Lookup(incomplete=1)
+    lookahead, lookup = PrefetchQueue(), Lookup(incomplete=1)
     lookup.let.release(4)
     beside(lookahead, lookup, 1, 2)
-    lookahead.settle()
+    lookahead.wait_until_planned()
     assert [plan.first for plan in lookup.plans] == [1]
     assert take(lookahead, 1) == (lookup.plans[0], 0)
     beside(lookahead, lookup, 3)
-    lookahead.settle()
+    lookahead.wait_until_planned()
     assert [plan.first for plan in lookup.plans] == [1, 2, 3]

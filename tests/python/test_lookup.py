@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import embedding_bag
 
 from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
 
@@ -58,7 +58,7 @@ def test_features_of_several_tables_pool_and_train_as_in_torch(features, mean, w
     mean = [False] * 3 if weighted else mean
     tables = make_tables([4, 8], SPECS, backend)
     groups = [spec.param_group() for spec in SPECS]
-    group = LookupGroup([internals(table) for table in tables], FEATURE_TABLES, lambda: groups)
+    group = LookupGroup([shard_of(table) for table in tables], FEATURE_TABLES, lambda: groups)
     parameters = dense(tables)
     bags = [bag for feature in features for bag in feature]
     ids = np.array([i for bag in bags for i in bag], np.int64)
@@ -112,7 +112,7 @@ def test_features_of_several_tables_pool_and_train_as_in_torch(features, mean, w
 def test_sequences_of_several_tables_are_rows_in_order_and_train_as_in_torch(backend):
     tables = make_tables([4, 4], SPECS, backend)
     groups = [spec.param_group() for spec in SPECS]
-    group = LookupGroup([internals(table) for table in tables], FEATURE_TABLES, lambda: groups)
+    group = LookupGroup([shard_of(table) for table in tables], FEATURE_TABLES, lambda: groups)
     parameters = dense(tables)
     ids, splits = np.array([1, 2, 1, 5, 1, 5, 5], np.int64), np.array([0, 2, 4, 7], np.int64)
     out = group.sequence(ids, splits, train=True, anchor=anchor)
@@ -132,7 +132,7 @@ def test_sequences_of_several_tables_are_rows_in_order_and_train_as_in_torch(bac
 def test_a_table_without_ids_in_the_batch_counts_the_step_too(backend):
     tables = make_tables([4, 4], SPECS, backend)
     group = LookupGroup(
-        [internals(table) for table in tables], FEATURE_TABLES, lambda: [spec.param_group() for spec in SPECS]
+        [shard_of(table) for table in tables], FEATURE_TABLES, lambda: [spec.param_group() for spec in SPECS]
     )
     group.sequence(np.array([1]), np.array([0, 1, 1, 1]), train=True, anchor=anchor).sum().backward()
     assert [(table.stats().step, len(table)) for table in tables] == [(1, 1), (1, 0)]
@@ -140,7 +140,7 @@ def test_a_table_without_ids_in_the_batch_counts_the_step_too(backend):
 
 def test_training_without_an_optimizer_is_refused_naming_both_ways():
     tables = make_tables([4], [None], {"tiers": TierBudgets(host_bytes="1MiB")})
-    group = LookupGroup([internals(table) for table in tables], [0], list)
+    group = LookupGroup([shard_of(table) for table in tables], [0], list)
     out = group.sequence(np.array([1]), np.array([0, 1]), train=True, anchor=anchor)
     with pytest.raises(StateError, match="apply_optimizer_in_backward.*fused_params"):
         out.sum().backward()
@@ -152,7 +152,7 @@ def test_training_without_an_optimizer_is_refused_naming_both_ways():
 def test_malformed_offsets_and_averages_of_weighted_bags_are_refused():
     tables = make_tables([4, 8], SPECS, {"tiers": TierBudgets(host_bytes="1MiB")})
     group = LookupGroup(
-        [internals(table) for table in tables], FEATURE_TABLES, lambda: [spec.param_group() for spec in SPECS]
+        [shard_of(table) for table in tables], FEATURE_TABLES, lambda: [spec.param_group() for spec in SPECS]
     )
     ids = np.array([1, 2], np.int64)
     for offsets, words in [
@@ -171,7 +171,7 @@ def test_malformed_offsets_and_averages_of_weighted_bags_are_refused():
 def test_an_error_of_the_hyperparameters_leaves_the_backward_to_be_tried_again():
     tables = make_tables([4], SPECS[:1], {"tiers": TierBudgets(host_bytes="1MiB")})
     groups = [{"lr": -1.0}]
-    group = LookupGroup([internals(table) for table in tables], [0], lambda: groups)
+    group = LookupGroup([shard_of(table) for table in tables], [0], lambda: groups)
     out = group.sequence(np.array([1]), np.array([0, 1]), train=True, anchor=anchor)
     with pytest.raises(ValueError, match="lr=-1.0"):
         out.sum().backward(retain_graph=True)

@@ -17,14 +17,14 @@ from torchrec_embcache import (
     initializers,
     optimizers,
 )
-from torchrec_embcache.config import Policy
+from torchrec_embcache.config import CachePolicy
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, StateError
 
 Ids = NDArray[np.int64]
 BATCH = 8192
 
 
-def bag_of(policy: Policy = "s3fifo", host: str = "64MiB", **more: object) -> EmbCacheEmbeddingBag:
+def bag_of(policy: CachePolicy = "s3fifo", host: str = "64MiB", **more: object) -> EmbCacheEmbeddingBag:
     return EmbCacheEmbeddingBag(
         name="item",
         embedding_dim=4,
@@ -63,7 +63,7 @@ def train(bag: EmbCacheEmbeddingBag, trace: Ids) -> Ids:
     return np.concatenate(lookups)
 
 
-def simulated(policy: Policy, sizes: list[int], lookups: Ids, folder: Path) -> list[float]:
+def simulated(policy: CachePolicy, sizes: list[int], lookups: Ids, folder: Path) -> list[float]:
     """The miss ratios of libCacheSim's caches of these sizes in rows."""
     path = folder / "lookups.oracleGeneral"
     record = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
@@ -135,7 +135,7 @@ def test_ids_that_get_no_row_are_no_lookups() -> None:
         assert bag.miss_ratio_curve().lookups in {
             1_500,
             2_000,
-        }  # by default an evaluation reads what unseen ids would be born as
+        }  # by default an evaluation reads what missing ids would be born as
 
 
 def test_measuring_changes_no_bit(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_a_curve_begins_anew_with_warm_caches() -> None:
         train(bag, np.arange(20_000))
         first = bag.miss_ratio_curve(reset=True)
         assert first.first_use_ratio == pytest.approx(1.0, abs=0.05)
-        assert first.birth_ratio == 1.0
+        assert first.new_row_ratio == 1.0
         train(bag, np.arange(20_000))
         again = bag.miss_ratio_curve()
-        assert again.birth_ratio == 0.0
+        assert again.new_row_ratio == 0.0
         assert again.lookups == 20_000
         assert again.first_use_ratio == 0.0
 

@@ -21,7 +21,7 @@ from torchrec_embcache import (
     serving,
 )
 from torchrec_embcache.cli import main
-from torchrec_embcache.cli.checkpoints import Opened
+from torchrec_embcache.cli.checkpoints import OpenCheckpoint
 from torchrec_embcache.exceptions import ConfigError, MismatchError
 from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
 from torchrec_embcache.saver import Saver
@@ -32,17 +32,17 @@ COUNTED = {"admission": admission.Count(2)}
 # Settings of a table, and what its manifest says.
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "default": ({}, "initial"),
-    "unseen zeros": ({"unseen": "zeros"}, "zeros"),
-    "unseen initial": ({"unseen": "initial"}, "initial"),
+    "missing zeros": ({"missing": "zeros"}, "zeros"),
+    "missing initial": ({"missing": "initial"}, "initial"),
     "admission": (COUNTED, "zeros"),
     "not admitted 0.5": ({**COUNTED, "not_admitted": 0.5}, {"value": 0.5}),
     "not admitted 0.1": ({**COUNTED, "not_admitted": 0.1}, {"value": 0.1}),
     "not admitted initial": ({**COUNTED, "not_admitted": "initial"}, "initial"),
-    "not admitted 0.5, unseen initial": ({**COUNTED, "not_admitted": 0.5, "unseen": "initial"}, "initial"),
-    "not admitted 0.5, unseen zeros": ({**COUNTED, "not_admitted": 0.5, "unseen": "zeros"}, "zeros"),
-    "shared": ({**COUNTED, "not_admitted": "shared"}, "oov_row"),
-    "shared, unseen initial": ({**COUNTED, "not_admitted": "shared", "unseen": "initial"}, "initial"),
-    "shared, unseen zeros": ({**COUNTED, "not_admitted": "shared", "unseen": "zeros"}, "zeros"),
+    "not admitted 0.5, missing initial": ({**COUNTED, "not_admitted": 0.5, "missing": "initial"}, "initial"),
+    "not admitted 0.5, missing zeros": ({**COUNTED, "not_admitted": 0.5, "missing": "zeros"}, "zeros"),
+    "shared": ({**COUNTED, "not_admitted": "oov"}, "oov_row"),
+    "shared, missing initial": ({**COUNTED, "not_admitted": "oov", "missing": "initial"}, "initial"),
+    "shared, missing zeros": ({**COUNTED, "not_admitted": "oov", "missing": "zeros"}, "zeros"),
 }
 #: An id that no batch has.
 MISSING = 999
@@ -50,7 +50,7 @@ MISSING = 999
 
 def manifest_of(path: Path) -> dict[str, Any]:
     """The entry of the one table in the newest checkpoint."""
-    (table,) = Opened.at(str(path)).tables
+    (table,) = OpenCheckpoint.open(str(path)).tables
     return table
 
 
@@ -125,7 +125,7 @@ def test_megatrons_checkpoint_says_it(path: Path, *, beside: bool) -> None:
 
 @pytest.mark.parametrize("door", [*DOORS, "blocks"])
 def test_a_table_that_is_loaded_goes_on_as_it_is_configured(tmp_path: Path, door: str) -> None:
-    saved, loaded = trained(unseen="zeros"), trained(**COUNTED, not_admitted=0.5)
+    saved, loaded = trained(missing="zeros"), trained(**COUNTED, not_admitted=0.5)
     if door in ("delta", "async delta", "compact"):
         Saver(0).save(saved, tmp_path)
         update(saved(torch.tensor([4])))
@@ -147,9 +147,9 @@ def test_the_tables_of_a_collection_say_it(tmp_path: Path) -> None:
         [config("a", admit_and_evict_config=recsdks), config("b"), config("c", **COUNTED)], tiers=TIERS
     )
     Saver(0).save(module, tmp_path)
-    tables = {table["table"]: table["missing_read"] for table in Opened.at(str(tmp_path)).tables}
+    tables = {table["table"]: table["missing_read"] for table in OpenCheckpoint.open(str(tmp_path)).tables}
     assert tables == {"a": {"value": 0.5}, "b": "initial", "c": "zeros"}
-    module = EmbCacheEmbeddingBagCollection([config("a", unseen="zeros")], tiers=TIERS)
+    module = EmbCacheEmbeddingBagCollection([config("a", missing="zeros")], tiers=TIERS)
     Saver(0).save(module, tmp_path)
     assert manifest_of(tmp_path)["missing_read"] == "zeros"
 
@@ -176,7 +176,7 @@ def test_reshard_and_convert_keep_it(tmp_path: Path) -> None:
             (said, "missing_read: expected")
             for said in (
                 "Zeros",
-                "shared",
+                "oov",
                 0.5,
                 True,
                 None,
@@ -194,7 +194,7 @@ def test_reshard_and_convert_keep_it(tmp_path: Path) -> None:
 def test_what_a_table_json_says_of_it_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], said: Any, message: str
 ) -> None:
-    Saver(0).save(trained(unseen="zeros"), tmp_path / "saved")
+    Saver(0).save(trained(missing="zeros"), tmp_path / "saved")
     assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "files"), "--to", "npy"]) == 0
     (description,) = (tmp_path / "files").rglob("table.json")
     described = json.loads(description.read_text())
@@ -206,7 +206,7 @@ def test_what_a_table_json_says_of_it_is_checked(
 
 
 def test_inspect_and_diff_speak_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Saver(0).save(trained(unseen="zeros"), tmp_path / "zeros")
+    Saver(0).save(trained(missing="zeros"), tmp_path / "zeros")
     Saver(0).save(trained(), tmp_path / "plain")
     assert main(["inspect", str(tmp_path / "zeros")]) == 0
     shown = capsys.readouterr().out
@@ -236,20 +236,20 @@ def test_a_table_cannot_evaluate_a_shared_row_that_it_has_not() -> None:
         "ssd_dir": None,
         "ssd_bytes": 0,
         "reopen": None,
-        "resume_token": None,
+        "resume_commit_id": None,
         "policy": "lru",
         "on_full": "error",
     }
     with pytest.raises(ConfigError, match="cannot read a shared row"):
-        _native.Table(**settings, missing_read="shared")
+        _native.Table(**settings, missing_read="oov")
     with pytest.raises(ConfigError, match="missing_read=inf: give a finite number"):
         _native.Table(**settings, missing_read=float("inf"))
-    with pytest.raises(ConfigError, match="unseen='ones'"):
-        embedding(unseen="ones", optimizer=optimizers.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match="missing='ones'"):
+        embedding(missing="ones", optimizer=optimizers.SGD(lr=0.1))
 
 
 def test_a_table_json_with_the_shared_row_and_no_word_of_missing_reads_reads_that_row(tmp_path: Path) -> None:
-    Saver(0).save(trained(**COUNTED, not_admitted="shared", unseen="zeros"), tmp_path / "saved")
+    Saver(0).save(trained(**COUNTED, not_admitted="oov", missing="zeros"), tmp_path / "saved")
     assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "files"), "--to", "npy"]) == 0
     (description,) = (tmp_path / "files").rglob("table.json")
     described = json.loads(description.read_text())
@@ -269,7 +269,7 @@ def test_a_table_json_with_the_shared_row_and_no_word_of_missing_reads_reads_tha
 def test_a_shared_row_of_another_dim_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str | None, dim: int | None
 ) -> None:
-    Saver(0).save(trained(**COUNTED, not_admitted="shared"), tmp_path / "saved")
+    Saver(0).save(trained(**COUNTED, not_admitted="oov"), tmp_path / "saved")
     assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "files"), "--to", "npy"]) == 0
     (description,) = (tmp_path / "files").rglob("table.json")
     described = {**json.loads(description.read_text()), "dim": dim, "missing_read": said}

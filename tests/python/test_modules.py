@@ -30,7 +30,7 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import (
     CapacityError,
     ConfigError,
@@ -102,7 +102,7 @@ def rows(module: Any) -> dict[tuple[str, int], list[float]]:
         ({"tiers": "8GiB"}, ConfigError, "tiers='8GiB'"),
         ({"policy": "random"}, ConfigError, "policy='random'"),
         ({"on_full": "drop"}, ConfigError, "on_full='drop'"),
-        ({"unseen": "nan"}, ConfigError, "unseen='nan'"),
+        ({"missing": "nan"}, ConfigError, "missing='nan'"),
         ({"data_type": DataType.FP16}, UnsupportedError, "float32"),
         ({"init_fn": torch.nn.init.ones_}, UnsupportedError, "initializer="),
         ({"need_pos": True}, UnsupportedError, "need_pos=True"),
@@ -177,10 +177,10 @@ def test_means_of_weighted_features_and_mixed_unseen_are_refused_with_the_reason
     with pytest.raises(UnsupportedError, match="MEAN"):
         bags(is_weighted=True)
     tables = [
-        EmbCacheEmbeddingBagConfig(**{**FIELDS, "name": name, "unseen": unseen})
-        for name, unseen in (("t", "zeros"), ("u", "initial"))
+        EmbCacheEmbeddingBagConfig(**{**FIELDS, "name": name, "missing": missing})
+        for name, missing in (("t", "zeros"), ("u", "initial"))
     ]
-    with pytest.raises(UnsupportedError, match="unseen"):
+    with pytest.raises(UnsupportedError, match="missing"):
         bags(tables)
 
 
@@ -321,7 +321,7 @@ def test_an_optimizer_whose_slots_do_not_fit_leaves_the_imported_rows_as_they_we
     table = module.tables["t1"]
     known = RowMetadata(*(torch.arange(1700) for _ in range(2)), torch.rand(1700), torch.ones(1700, dtype=torch.int64))
     table.import_rows(torch.arange(1700), torch.rand(1700, 6), metadata=known)
-    internals(table).native.set_step(5)
+    shard_of(table).native.set_step(5)
     before = table.export().to_numpy()
     apply_optimizer_in_backward(trec_optim.Adam, module.parameters(), {"lr": 0.1})
     for _ in range(2):  # the second time too: rows that were lost would be born anew without a word
@@ -370,8 +370,8 @@ def test_evaluation_no_grad_and_frozen_tables_change_nothing():
         module(features())
 
 
-def test_unseen_ids_read_zeros_on_demand():
-    module = bags([EmbCacheEmbeddingBagConfig(**FIELDS, unseen="zeros", initializer=initializers.Constant(1.0))])
+def test_missing_ids_read_zeros_on_demand():
+    module = bags([EmbCacheEmbeddingBagConfig(**FIELDS, missing="zeros", initializer=initializers.Constant(1.0))])
     batch = Kjt(["f"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
     assert module.eval()(batch).values().tolist() == [[0.0] * 4]
 
@@ -514,7 +514,7 @@ def test_a_model_of_several_modules_is_found_and_flushed(tmp_path):
     flush(model)
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            internals(table).native.close()  # like a kill, without a flush
+            shard_of(table).native.close()  # like a kill, without a flush
     again = bags(tiers=dataclasses.replace(tiers, reopen="resume"), name="one")
     assert rows(again) == {("t1", 7): [1.0] * 6}
     again.close()

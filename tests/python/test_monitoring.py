@@ -32,9 +32,9 @@ from torchrec_embcache.monitoring import (
     TensorBoardLogger,
     scalars,
 )
-from torchrec_embcache.monitoring.jsonl import sample_of
+from torchrec_embcache.monitoring.jsonl import sample_from_line
 from torchrec_embcache.monitoring.prometheus import BOUNDS_NS
-from torchrec_embcache.monitoring.sampling import flat
+from torchrec_embcache.monitoring.sampling import flatten_stats
 from world import World
 
 BY_PATH = {metric.path: metric for metric in METRICS}
@@ -127,7 +127,7 @@ def test_a_sample_has_every_number_of_a_table_that_has_all_parts(tmp_path: Path)
             assert isinstance(value, Histogram) == (kinds[path] == "histogram"), path
             assert isinstance(value, bool) == (kinds[path] == "flag"), path
             assert isinstance(value, str) == (kinds[path] == "text"), path
-        same = dict(flat(stats))
+        same = dict(flatten_stats(stats))
         moving = {"lock_held"}  # the sample takes the lock itself
         assert {path: value for path, value in table.values.items() if path not in moving} == {
             path: value for path, value in same.items() if path not in moving
@@ -165,7 +165,7 @@ def test_a_scrape_has_the_numbers_of_stats_and_nothing_else(tmp_path: Path) -> N
         found = scraped(exporter.url)
     wanted: dict[tuple[str, Any], float] = {}
     for own, bag in {("users", "user"): model.users, ("items.inner", "item"): model.items["inner"]}.items():
-        for path, value in flat(bag.stats()):
+        for path, value in flatten_stats(bag.stats()):
             if path != "lock_held":
                 wanted |= expected(BY_PATH[path], value, own)
     held = {key for key in found if key[0].startswith("embcache_table_lock_held_seconds_")}
@@ -297,9 +297,9 @@ def test_json_lines_are_read_back_as_they_were_sampled(tmp_path: Path) -> None:
         for number in range(3):
             trained(bag, number)
             logger.sample(number * 100)
-            samples.append(dict(flat(bag.stats())))
+            samples.append(dict(flatten_stats(bag.stats())))
     lines = path.read_text().splitlines()
-    found = [sample_of(line) for line in lines]
+    found = [sample_from_line(line) for line in lines]
     assert [sample.step for sample in found] == [0, 100, 200]
     assert found[0].time < found[1].time < found[2].time
     for sample, wanted in zip(found, samples, strict=True):
@@ -321,7 +321,7 @@ def test_lines_of_several_threads_are_whole(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [sample_of(line).step for line in path.read_text().splitlines()] == [7] * 150
+    assert [sample_from_line(line).step for line in path.read_text().splitlines()] == [7] * 150
 
 
 def test_a_thread_samples_at_its_interval_and_ends_with_the_logger(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_thread_samples_at_its_interval_and_ends_with_the_logger(tmp_path: Pat
     size = path.stat().st_size
     logger.sample()
     assert path.stat().st_size == size
-    assert sample_of(path.read_text().splitlines()[0]).step == 1
+    assert sample_from_line(path.read_text().splitlines()[0]).step == 1
     assert not [thread for thread in threading.enumerate() if thread.name == "embcache-monitor"]
 
 
@@ -352,7 +352,7 @@ def test_a_rotated_file_is_made_anew(tmp_path: Path) -> None:
         logger.sample(1)
         path.rename(tmp_path / "metrics.jsonl.1")
         logger.sample(2)
-    assert [sample_of(text.read_text()).step for text in (tmp_path / "metrics.jsonl.1", path)] == [1, 2]
+    assert [sample_from_line(text.read_text()).step for text in (tmp_path / "metrics.jsonl.1", path)] == [1, 2]
 
 
 def test_an_error_of_writing_is_a_warning_once_and_never_raised(
@@ -484,7 +484,7 @@ def test_a_process_ends_with_exporters_open(tmp_path: Path) -> None:
     assert run(script, tmp_path) == "0 100\n"
     assert run(script, tmp_path) == "100 100\n"
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert sum(sample_of(line).step == 7 for line in lines) == 2
+    assert sum(sample_from_line(line).step == 7 for line in lines) == 2
 
 
 def test_a_forked_child_samples_nothing_of_its_parent(tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ def test_a_forked_child_samples_nothing_of_its_parent(tmp_path: Path) -> None:
     logger.sample(2)
     """
     assert run(script, tmp_path) == "0\n"
-    assert [sample_of(line).step for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2]
+    assert [sample_from_line(line).step for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2]
 
 
 def test_importing_the_package_imports_no_exporter_and_exporters_no_library_before_they_are_made(

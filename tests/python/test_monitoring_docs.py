@@ -1,4 +1,4 @@
-"""The page docs/monitoring.md: its programs run, its list is that of the code, and every metric that it names exists."""
+"""docs/monitoring.md and metrics.md: their programs run, and their metrics are those of the code."""
 
 import re
 import subprocess

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, _native, initializers, optimizers, serving
-from torchrec_embcache.cache import CacheTable, internals
+from torchrec_embcache.cache import CacheTable, shard_of
 from torchrec_embcache.exceptions import InputError
 
 DIM = 4
@@ -36,12 +36,12 @@ def native() -> _native.Table:
         initializer=initializers.Constant(1.0),
         optimizer=optimizers.SGD(lr=0.5),
     )
-    return internals(table).native
+    return shard_of(table).native
 
 
 def plan_of(native: _native.Table) -> _native.Plan:
     """A plan whose rows are in their slots."""
-    mode = _native.PlanMode(train=True, ahead=False, unseen="initial")
+    mode = _native.PlanMode(train=True, is_prefetch=False, missing="initial")
     plan = _native.Lookup([native], [0]).plan(IDS, np.array([0, len(IDS)]), mode, 1)
     plan.wait()
     return plan

@@ -20,10 +20,10 @@ from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, _native, serialize
 from torchrec_embcache.blocks import loader, saver
 from torchrec_embcache.cli.checkpoints import compact, reshard, verify
-from torchrec_embcache.cli.convert import Settings, convert
+from torchrec_embcache.cli.convert import ConvertSettings, convert
 from torchrec_embcache.exceptions import CorruptionError, PathError, StateError, StorageError, StoragePermissionError
 from torchrec_embcache.saver import Saver
-from torchrec_embcache.sessions.blocks import BlockSession
+from torchrec_embcache.sessions.blocks import RecisSession
 from torchrec_embcache.table_shard import TableShard
 
 BATCHES = random_batches(3, bags=8, ids=60, seed=3)
@@ -61,7 +61,7 @@ def save_by_command(bag: Any, path: Path) -> None:
 
 def load_by_command(bag: Any, path: Path) -> None:
     report = verify(str(path))
-    if report.code:
+    if report.exit_code:
         raise CorruptionError("\n".join(report.lines))
     load_basic(bag, path)
 
@@ -78,14 +78,14 @@ def compact_and_load(bag: Any, path: Path) -> None:
 def save_by_conversion(bag: Any, path: Path) -> None:
     with tempfile.TemporaryDirectory() as base:
         save(bag, Path(base, "saved"))
-        convert(f"{base}/saved", f"{base}/plain", "embcache", "npy", Settings())
-        convert(f"{base}/plain", str(path), "npy", "embcache", Settings())
+        convert(f"{base}/saved", f"{base}/plain", "embcache", "npy", ConvertSettings())
+        convert(f"{base}/plain", str(path), "npy", "embcache", ConvertSettings())
 
 
 def load_by_conversion(bag: Any, path: Path) -> None:
     with tempfile.TemporaryDirectory() as base:
-        convert(str(path), f"{base}/plain", "embcache", "safetensors", Settings())
-        convert(f"{base}/plain", f"{base}/saved", "safetensors", "embcache", Settings())
+        convert(str(path), f"{base}/plain", "embcache", "safetensors", ConvertSettings())
+        convert(f"{base}/plain", f"{base}/saved", "safetensors", "embcache", ConvertSettings())
         load(bag, Path(base, "saved"))
 
 
@@ -209,9 +209,9 @@ def works_while_swapped(door: Any, bag: Any, place: Place, owner: Any, name: str
 
 
 SAVE_STAGES = [
-    (save, _native, "Directory.to_save"), (save, _native, "CheckpointSave"), (save, _native, "CheckpointWriter"),
-    (save_blocks, _native, "Directory.to_save"), (save_blocks, BlockSession, "begin"), (save_blocks, BlockSession, "open_files"),
-    (save_blocks, saver, "write_shard"), (save_blocks, BlockSession, "publish"),
+    (save, _native, "CheckpointDirectory.open_to_save"), (save, _native, "CheckpointSave"), (save, _native, "CheckpointWriter"),
+    (save_blocks, _native, "CheckpointDirectory.open_to_save"), (save_blocks, RecisSession, "begin"), (save_blocks, RecisSession, "open_files"),
+    (save_blocks, saver, "write_shard"), (save_blocks, RecisSession, "publish"),
 ]  # fmt: skip
 
 
@@ -231,8 +231,8 @@ def test_a_directory_swapped_for_a_link_at_any_step_of_a_save_gets_nothing_writt
 
 
 LOAD_STAGES = [
-    (load, _native, "Directory.to_load"), (load, _native, "latest_checkpoint"), (load, _native, "CheckpointReader"),
-    (load_blocks, _native, "Directory.to_load"), (load_blocks, _native, "BlockReader"), (load_blocks, loader, "SavedBlocks"),
+    (load, _native, "CheckpointDirectory.open_to_load"), (load, _native, "latest_checkpoint"), (load, _native, "CheckpointReader"),
+    (load_blocks, _native, "CheckpointDirectory.open_to_load"), (load_blocks, _native, "RecisReader"), (load_blocks, loader, "RecisCheckpoint"),
 ]  # fmt: skip
 
 

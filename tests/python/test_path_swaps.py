@@ -33,10 +33,10 @@ from test_path_attacks import (
 )
 from torchrec_embcache import EmbCacheError, _native
 from torchrec_embcache.cli import checkpoints, main
-from torchrec_embcache.cli.convert import Settings, convert
-from torchrec_embcache.cli.report import FAILED, FOUND
+from torchrec_embcache.cli.convert import ConvertSettings, convert
+from torchrec_embcache.cli.report import EXIT_FAILED, EXIT_FOUND
 from torchrec_embcache.exceptions import PathError, StoragePermissionError
-from torchrec_embcache.folder import Folder
+from torchrec_embcache.folder import DirectoryHandle
 from torchrec_embcache.saver import Saver
 
 CONVERT = importlib.import_module("torchrec_embcache.cli.convert")
@@ -103,9 +103,9 @@ def test_exchanging_the_directory_for_a_link_all_the_time_leads_no_door_elsewher
 
 
 DCP_STAGES = [
-    (save_by_dcp, "Directory.to_save"), (save_by_dcp, "sweep_parts"), (save_by_dcp, "CheckpointPart"),
+    (save_by_dcp, "CheckpointDirectory.open_to_save"), (save_by_dcp, "remove_stale_parts"), (save_by_dcp, "CheckpointPart"),
     (save_by_dcp, "CheckpointSave"),
-    (save_beside_by_dcp, "Directory.to_save"), (save_beside_by_dcp, "CheckpointPart"), (save_beside_by_dcp, "CheckpointSave"),
+    (save_beside_by_dcp, "CheckpointDirectory.open_to_save"), (save_beside_by_dcp, "CheckpointPart"), (save_beside_by_dcp, "CheckpointSave"),
 ]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_a_directory_swapped_at_any_step_of_a_save_by_dcp_gets_nothing_written_t
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("name", ["Directory.to_load", "latest_checkpoint", "CheckpointReader"])
+@pytest.mark.parametrize("name", ["CheckpointDirectory.open_to_load", "latest_checkpoint", "CheckpointReader"])
 def test_a_directory_swapped_at_any_step_of_a_load_by_dcp_is_not_read_from(
     name: str, after: bool, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,22 +158,22 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Contents, Path, Pat
     save(bag := trained(), base / "saved")
     train(bag, random_batches(1, bags=8, ids=60, seed=9))
     Saver(0).save(bag, base / "saved", incremental=True)
-    convert(str(base / "saved"), str(base / "plain"), "embcache", "npy", Settings())
+    convert(str(base / "saved"), str(base / "plain"), "embcache", "npy", ConvertSettings())
     return Contents.of(bag), base / "saved", base / "plain"
 
 
 COMMANDS = [
     ("compact {root}", _native, "latest_checkpoint"), ("compact {root}", _native, "CheckpointSave"),
     ("verify {root}", _native, "latest_checkpoint"), ("verify {root}", _native, "CheckpointRows"),
-    ("reshard {source} {root} --world-size 2", checkpoints.Opened, "at"),
-    ("reshard {source} {root} --world-size 2", _native, "Directory.to_save"),
+    ("reshard {source} {root} --world-size 2", checkpoints.OpenCheckpoint, "open"),
+    ("reshard {source} {root} --world-size 2", _native, "CheckpointDirectory.open_to_save"),
     ("reshard {root} {base}/made --world-size 2", _native, "latest_checkpoint"),
     ("reshard {root} {base}/made --world-size 2", _native, "CheckpointRows"),
-    ("convert {plain} {root}", _native, "Directory.to_save"), ("convert {plain} {root}", _native, "CheckpointSave"),
+    ("convert {plain} {root}", _native, "CheckpointDirectory.open_to_save"), ("convert {plain} {root}", _native, "CheckpointSave"),
     ("convert {plain} {root}", _native, "CheckpointWriter"),
-    ("convert {source} {empty} --to npy", Folder, "to_save"), ("convert {source} {empty} --to npy", Folder, "create"),
-    ("convert {source} {empty} --to npy", Folder, "below"), ("convert {source} {empty} --to safetensors", Folder, "below"),
-    ("convert {source} {empty} --to safetensors", CONVERT, "_export"),
+    ("convert {source} {empty} --to npy", DirectoryHandle, "to_save"), ("convert {source} {empty} --to npy", DirectoryHandle,
+    "create"), ("convert {source} {empty} --to npy", DirectoryHandle, "below"), ("convert {source} {empty} --to safetensors",
+    DirectoryHandle, "below"), ("convert {source} {empty} --to safetensors", CONVERT, "_export"),
 ]  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_a_directory_swapped_at_any_step_of_a_command_is_an_exit_status_and_noth
         swapping(patched, place, owner, name, after)
         code = main(given)
     error = capsys.readouterr().err
-    assert code in (0, FAILED), error
+    assert code in (0, EXIT_FAILED), error
     assert code == 0 or "PathError" in error or "StoragePermissionError" in error
     assert place.moved.exists(), "the step was not reached"
     assert not list(place.victim.iterdir()), "something was made elsewhere"
@@ -210,7 +210,7 @@ def test_a_directory_swapped_at_any_step_of_a_command_is_an_exit_status_and_noth
         load(other := make_bag(), place.root)
         assert Contents.of(other) == expected
     elif code == 0:
-        convert(str(place.root), str(tmp_path / "back"), "auto", "embcache", Settings())
+        convert(str(place.root), str(tmp_path / "back"), "auto", "embcache", ConvertSettings())
         load(other := make_bag(), tmp_path / "back")
         assert Contents.of(other) == expected
 
@@ -230,7 +230,7 @@ def test_a_file_replaced_after_a_command_opened_the_checkpoint_is_an_exit_status
         pytest.skip("only root can make a device")
     shutil.copytree(chain[1], place.root, dirs_exist_ok=True)
     data, kept = next(place.root.rglob("*.safetensors")), tmp_path / "kept"
-    owner = _native.CheckpointCompaction if "compact" in command else checkpoints.Opened
+    owner = _native.ChainCompaction if "compact" in command else checkpoints.OpenCheckpoint
 
     class Opening:
         @staticmethod
@@ -248,13 +248,13 @@ def test_a_file_replaced_after_a_command_opened_the_checkpoint_is_an_exit_status
     if "compact" in command:
         plain = owner.open
         Opening.open = Opening.replace  # type: ignore[attr-defined]
-        monkeypatch.setattr(_native, "CheckpointCompaction", Opening)
+        monkeypatch.setattr(_native, "ChainCompaction", Opening)
     else:
-        plain = owner.at  # type: ignore[attr-defined]
-        monkeypatch.setattr(owner, "at", Opening.replace)
+        plain = owner.open  # type: ignore[attr-defined]
+        monkeypatch.setattr(owner, "open", Opening.replace)
     code = main([part.format(root=place.root, base=tmp_path) for part in command.split()])
     shown = capsys.readouterr()
-    assert code in (FOUND, FAILED)
+    assert code in (EXIT_FOUND, EXIT_FAILED)
     assert str(data) in shown.out + shown.err
     data.unlink()
     kept.rename(data)
@@ -281,7 +281,7 @@ def test_what_is_no_file_in_a_layout_that_is_converted_is_refused_and_not_waited
             np.array(numbers).tofile(source / "item" / folder / "slice.attribute")
     else:
         save(trained(), tmp_path / "saved")
-        convert(str(tmp_path / "saved"), str(source), "embcache", layout, Settings())
+        convert(str(tmp_path / "saved"), str(source), "embcache", layout, ConvertSettings())
     target = str(tmp_path / "made")
     assert main(["convert", str(source), target, "--from", layout, "--step", "1"]) == 0
     capsys.readouterr()
@@ -293,6 +293,6 @@ def test_what_is_no_file_in_a_layout_that_is_converted_is_refused_and_not_waited
             os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))
         else:
             path.mkdir()
-        assert main(["convert", str(source), f"{target}-{path.name}", "--from", layout]) == FAILED, path
+        assert main(["convert", str(source), f"{target}-{path.name}", "--from", layout]) == EXIT_FAILED, path
         path.rmdir() if what == "directory" else path.unlink()
         kept.rename(path)

@@ -20,7 +20,7 @@ from torchrec_embcache import EmbCacheEmbeddingBag, EmbCacheError, TierBudgets, 
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.cli import main
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.dcp.paths import holds_checkpoint
+from torchrec_embcache.dcp.paths import has_checkpoint
 from torchrec_embcache.exceptions import (
     ConfigError,
     PathError,
@@ -28,7 +28,7 @@ from torchrec_embcache.exceptions import (
     StoragePermissionError,
 )
 from torchrec_embcache.monitoring import JsonlLogger
-from torchrec_embcache.paths import PathChecks, is_there, open_to_save
+from torchrec_embcache.paths import PathChecks, open_to_save, path_exists
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.sizing import read_traffic, write_traffic
 
@@ -385,20 +385,20 @@ def test_a_path_that_cannot_be_looked_at_is_an_error_and_not_absent(tmp_path: Pa
     (tmp_path / "file").write_text("")
     (tmp_path / "round").symlink_to("round")
     for absent in ("nothing", "nothing/below", "file/below"):
-        assert not is_there(tmp_path / absent)
+        assert not path_exists(tmp_path / absent)
     for present in ("file", "round"):
-        assert is_there(tmp_path / present)
+        assert path_exists(tmp_path / present)
     for unknown in ("round/below", "x" * 300):
         with pytest.raises(StorageError, match="cannot look at") as caught:
-            is_there(tmp_path / unknown)
+            path_exists(tmp_path / unknown)
         assert caught.value.errno is not None
     tmp_path.chmod(0o750)
     directory = open_to_save(tmp_path)
-    assert not directory.has("nothing")
-    assert not holds_checkpoint(directory)
-    assert directory.has("round")
+    assert not directory.contains("nothing")
+    assert not has_checkpoint(directory)
+    assert directory.contains("round")
     with pytest.raises(StorageError, match="cannot look at"):
-        directory.has("x" * 300)
+        directory.contains("x" * 300)
 
 
 class Two(nn.Module):

@@ -21,7 +21,7 @@ from torchrec_embcache import EmbCacheEmbeddingBag
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, StorageError
 from torchrec_embcache.monitoring import JsonlLogger, Sample, TableSample, scalars
-from torchrec_embcache.monitoring.jsonl import line_of, sample_of
+from torchrec_embcache.monitoring.jsonl import sample_from_line, sample_to_line
 from torchrec_embcache.plotting import (
     Line,
     Panel,
@@ -33,7 +33,7 @@ from torchrec_embcache.plotting import (
     read_panels,
     svg,
 )
-from torchrec_embcache.plotting.colors import DARK, LIGHT, Theme
+from torchrec_embcache.plotting.colors import DARK, LIGHT, ColorTheme
 from torchrec_embcache.sizing import TableTraffic, advise, read_traffic, traffic_of, write_traffic
 
 ITEM = TableTraffic.assumed("m/item", rows=200_000, dim=64, ids_per_batch=8_192)
@@ -62,7 +62,7 @@ def trained(bag: EmbCacheEmbeddingBag, seed: int) -> None:
 
 
 def samples_of(path: Path) -> list[Sample]:
-    return [sample_of(line) for line in path.read_text().splitlines()]
+    return [sample_from_line(line) for line in path.read_text().splitlines()]
 
 
 def texts(picture: str) -> list[str]:
@@ -103,7 +103,7 @@ def test_advised_budgets_are_marked_on_the_curves_of_their_tables() -> None:
     tables = [replace(table, host_bytes=16 << 20, ssd_bytes=1 << 30) for table in (ITEM, USER)]
     advice = advise(tables, ram="64MiB", ssd="2GiB")
     by_share, _ = curve_panels(tables, advice)
-    marks = {(mark.label, mark.of): (mark.x, mark.y) for mark in by_share.marks}
+    marks = {(mark.label, mark.table): (mark.x, mark.y) for mark in by_share.marks}
     assert len(marks) == 4
     for table in tables:
         made = advice.tables[table.name]
@@ -250,7 +250,7 @@ def test_other_and_damaged_files_are_typed_errors_that_say_what_was_expected(tmp
 
 def test_a_counter_that_no_number_can_hold_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = [line_of(sample) for sample in history([0, 10, 20])]
+    lines = [sample_to_line(sample) for sample in history([0, 10, 20])]
     path.write_text("\n".join([*lines[:2], lines[2].replace('"host.hits":20', f'"host.hits":{10**400}')]) + "\n")
     assert read_panels([path])
     assert "metrics.jsonl: 1 of 3 lines are no whole samples" in caplog.text
@@ -304,8 +304,8 @@ def test_what_is_drawn_in_both_grounds_is_the_same_but_for_colours() -> None:
     # The name of a shape is made of all that it looks like.
     bare = [re.sub(r"#[0-9a-f]{6}\b|\bm[0-9a-f]{10}\b", "", one) for one in (light, dark)]
     assert bare[0] == bare[1]
-    assert LIGHT.ground in light
-    assert DARK.ground in dark
+    assert LIGHT.background in light
+    assert DARK.background in dark
 
 
 def test_the_same_picture_has_the_same_bytes() -> None:
@@ -400,15 +400,15 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 @pytest.mark.parametrize("eyes", SEEN_BY)
-def test_colours_of_lines_are_told_apart_by_people_without_a_kind_of_cone(theme: Theme, eyes: str) -> None:
+def test_colours_of_lines_are_told_apart_by_people_without_a_kind_of_cone(theme: ColorTheme, eyes: str) -> None:
     seen = [lab(SEEN_BY[eyes] @ linear(color)) for color in theme.lines]
     assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 15
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_lines_and_texts_stand_out_from_the_ground(theme: Theme) -> None:
-    assert min(contrast(color, theme.ground) for color in theme.lines) >= 3
-    assert min(contrast(color, theme.ground) for color in (theme.ink, theme.quiet)) >= 4.5
+def test_lines_and_texts_stand_out_from_the_ground(theme: ColorTheme) -> None:
+    assert min(contrast(color, theme.background) for color in theme.lines) >= 3
+    assert min(contrast(color, theme.background) for color in (theme.foreground, theme.muted)) >= 4.5
 
 
 def test_gaps_single_points_and_zeros_on_a_logarithmic_axis_can_be_drawn() -> None:
@@ -441,7 +441,7 @@ def test_the_command_writes_svg_and_png(folder: Path, tmp_path: Path, capsys: py
     assert main(["plot", str(folder / "traffic.json"), "-o", str(picture), "--dark"]) == 0
     assert "curves.svg: 2 diagrams of 1 files" in capsys.readouterr().out
     assert "Miss ratio by the share of rows in RAM" in texts(picture.read_text())
-    assert DARK.ground in picture.read_text()
+    assert DARK.background in picture.read_text()
     picture = tmp_path / "history.PNG"
     assert main(["plot", str(folder / "metrics.jsonl"), "-o", str(picture)]) == 0
     data = picture.read_bytes()
@@ -479,7 +479,7 @@ def test_more_tables_than_a_picture_can_show_are_to_be_chosen_from(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     samples = [sample for number in range(73) for sample in history([0, 10], name=f"t{number}")]
-    path.write_text("".join(line_of(sample) + "\n" for sample in samples))
+    path.write_text("".join(sample_to_line(sample) + "\n" for sample in samples))
     assert main(["plot", str(path), "-o", str(tmp_path / "a.svg")]) == 3
     assert "73 diagrams are too many for one picture: choose some tables by --table" in capsys.readouterr().err
     assert main(["plot", str(path), "-o", str(tmp_path / "a.svg"), "--table", "t3", "--table", "m/t4"]) == 0

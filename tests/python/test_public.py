@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 import torchrec_embcache
 from tables import AMPLE, make_bag, step
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheEmbeddingBag, TierBudgets, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, StateError
 
@@ -201,7 +201,7 @@ def test_a_printed_collection_shows_rows_budgets_and_optimizer_and_opens_nothing
 
 def test_a_table_whose_tiers_are_closed_or_torn_can_be_printed(monkeypatch):
     bag = make_bag(tiers=AMPLE)
-    internals(bag.table).native.close()
+    shard_of(bag.table).native.close()
     assert "rows=closed" in repr(bag)
     monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
     torn = make_bag(tiers=TierBudgets(device_bytes="64KiB", host_bytes="1MiB"), optimizer=optimizers.Adam(lr=0.1))
@@ -221,5 +221,5 @@ def test_a_table_whose_tiers_are_closed_or_torn_can_be_printed(monkeypatch):
 
 def test_a_table_that_cannot_be_used_can_be_printed():
     with make_bag(tiers=AMPLE) as bag:
-        internals(bag.table).set_unusable("a load did not succeed")
+        shard_of(bag.table).set_unusable("a load did not succeed")
         assert "rows=unusable" in repr(bag)

@@ -12,7 +12,7 @@ BEFORE = """
 import gc, os, signal, sys, threading
 import torch
 from torchrec_embcache import _native, EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.device_tier import DeviceTier
 from torchrec_embcache.kernels import TorchBackend
@@ -182,8 +182,8 @@ def test_a_destructor_that_uses_rows_of_the_table_while_some_are_read_gets_a_typ
                 works(lambda: len(bag))
                 works(bag.stats)
                 tried(bag.flush)
-                tried(internals(bag.table).native.clear)
-                tried(internals(bag.table).native.close)
+                tried(shard_of(bag.table).native.clear)
+                tried(shard_of(bag.table).native.close)
                 tried(lambda: bag.read_rows(torch.arange(2)))
                 tried(lambda: bag(ids(0)))
                 tried(lambda: next(bag.export()))
@@ -331,17 +331,17 @@ def test_snapshots_and_parts_of_checkpoints_that_are_dropped_while_device_rows_a
         bag = make()
         for step in range(10):
             train(bag, step)
-        native = internals(bag.table).native
-        root, name = _native.Directory.to_save(directory + "/checkpoints", "strict"), "0000000001-0000000000000001"
+        native = shard_of(bag.table).native
+        root, name = _native.CheckpointDirectory.open_to_save(directory + "/checkpoints", "strict"), "0000000001-0000000000000001"
         os.mkdir(root.path + "/" + name, 0o750)
 
         def part():
             made = _native.CheckpointPart(root, 7, 0)
-            made.hold_tables([_native.TableToSave("m", native, {})], native.epoch() + 1)
+            made.snapshot_tables([_native.AsyncSaveTable("m", native, {})], native.epoch() + 1)
             return made
 
         def snapshot():
-            return _native.CheckpointMoment(root, name, 0, 1, [_native.TableToSave("m", native, {})], native.epoch() + 1, None)
+            return _native.CheckpointSnapshot(root, name, 0, 1, [_native.AsyncSaveTable("m", native, {})], native.epoch() + 1, None)
 
         for make_one in (part, snapshot):
             held.append(make_one())

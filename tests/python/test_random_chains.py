@@ -66,7 +66,7 @@ class OneRank(CacheModule, nn.Module):
     def tables(self) -> Mapping[str, CacheTable]:
         return {"item": self.table}
 
-    def buckets_changed(self) -> None:
+    def refresh_buckets(self) -> None:
         """Nothing was derived from them."""
 
 

@@ -103,13 +103,13 @@ CHANGED_WHILE_READ = """
 import threading
 import numpy as np
 from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import InputError
 
 table = CacheTable(name="t", dim=4, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1),
                    initializer=initializers.Constant(1.0))
-lookup = _native.Lookup([internals(table).native], [0, 0])
-reading = _native.PlanMode(train=False, ahead=False, unseen="initial")
+lookup = _native.Lookup([shard_of(table).native], [0, 0])
+reading = _native.PlanMode(train=False, is_prefetch=False, missing="initial")
 
 def made():
     plan = lookup.plan(np.arange(8), np.array([0, 4, 8]), reading, 1)
@@ -133,7 +133,7 @@ def change():
     reading.join(timeout=0.5)  # it waits by then
     offsets[3] = 1 << 40
 
-other.exclusively(change)
+other.run_exclusively(change)
 reading.join()
 assert refused or (out == 2.0).all(), out
 print("right or refused")

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tables import OPTIMIZERS, Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbedding, RowMetadata, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StateError
 
 
@@ -89,7 +89,7 @@ def test_rows_move_from_table_to_table_bit_by_bit(kind, tiers):
             target.import_rows(chunk.ids, chunk.weights, chunk.slots, chunk.metadata)
         assert target.remove_rows(torch.tensor([424242, 434343])) == 1
         assert Contents.of(target).rows == Contents.of(source).rows
-        internals(target.table).native.set_step(source.stats().step)
+        shard_of(target.table).native.set_step(source.stats().step)
         for module in (source, target):
             train(module, BATCHES[6:])
         assert Contents.of(target) == Contents.of(source)
@@ -106,7 +106,7 @@ def test_an_import_without_slots_starts_them_at_zero_over_what_was_there():
         assert found.metadata.count.tolist() == [0, 0]
 
 
-def test_a_removed_row_is_unseen_again(tiers):
+def test_a_removed_row_is_missing_again(tiers):
     with make_bag(tiers=tiers) as bag:
         born = bag.read_rows(torch.tensor([1])).weights
         step(bag, [[1, 2]])
@@ -323,7 +323,7 @@ def test_stats_count_rows_bytes_hits_and_misses_of_each_tier(tmp_path):
         assert stats.host.bytes - stats.ssd.index_bytes <= stats.host.capacity_bytes == 8192
         assert stats.host.evictions >= 300
         assert stats.ssd.rows + stats.host.rows >= 400
-        assert stats.ssd.row_bytes_given > 0
+        assert stats.ssd.logical_written_bytes > 0
         hits = stats.host.hits
         step(bag, [list(range(390, 400))])
         assert bag.stats().host.hits == hits + 10

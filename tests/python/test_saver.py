@@ -23,7 +23,7 @@ from torchrec_embcache import (
     initializers,
     optimizers,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import (
     ConfigError,
     CorruptionError,
@@ -224,12 +224,12 @@ def test_the_number_of_buckets_and_the_key_come_from_the_file(tmp_path: Path, ro
     train(saved)
     Saver(0).save(saved, root)
     loaded = make_bag(total_num_buckets=4093, tiers=tiered(tmp_path, "ssd", host_bytes="64KiB"))
-    internals(loaded.table).key = 12345  # as if the table had been made under another name
+    shard_of(loaded.table).key = 12345  # as if the table had been made under another name
     train(loaded)
     Saver(0).load(loaded, root)
     assert rows(loaded) == rows(saved)
     assert (loaded.table.total_num_buckets, loaded.table.buckets) == (5, (0, 5))
-    assert internals(loaded.table).native.key == internals(saved.table).native.key
+    assert shard_of(loaded.table).native.key == shard_of(saved.table).native.key
     train(saved, seed=2)
     train(loaded, seed=2)
     assert {row_id: row[:2] for row_id, row in rows(loaded).items()} == {
@@ -266,7 +266,7 @@ def test_rows_trained_after_a_save_carry_a_newer_epoch(root: Path) -> None:
     assert after[0] > after[1]
     loaded = make_bag()
     Saver(0).load(loaded, root)
-    assert internals(loaded.table).native.epoch() == internals(bag.table).native.epoch()
+    assert shard_of(loaded.table).native.epoch() == shard_of(bag.table).native.epoch()
 
 
 # ---- what does not fit
@@ -478,7 +478,7 @@ def test_the_manifest_says_what_a_table_is(root: Path) -> None:
         5,
         7,
     )
-    assert spec["key"] == internals(bag.table).native.key
+    assert spec["key"] == shard_of(bag.table).native.key
     assert spec["initializer"] == {"name": "uniform", "low": -1.0, "high": 1.0}
     assert spec["optimizer"] == {
         "name": "adam",

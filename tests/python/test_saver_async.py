@@ -24,12 +24,12 @@ from test_saver import OPTIMIZERS, make_bag, root, rows, train
 from test_saver_delta import loaded, tiers
 from test_saver_ranks import IDS, Shards, weights_of
 from torchrec_embcache import _native, beside, optimizers, under_way
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, PathError, StateError, StorageError
 from torchrec_embcache.paths import open_to_save
 from torchrec_embcache.saver import Progress, Saver, SaveReport
-from torchrec_embcache.sessions.moment import HeldTables
-from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.moment import TableSnapshots
+from torchrec_embcache.sessions.ranks import SingleRank
 from world import Child, World
 
 __all__ = ["root"]  # the fixture
@@ -41,7 +41,7 @@ SECONDS = 600.0
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Make saves beside training wait, before they write anything, until this is set."""
     go = threading.Event()
-    monkeypatch.setattr(beside._native, "work_behind", lambda: go.wait(SECONDS))
+    monkeypatch.setattr(beside._native, "work_in_background", lambda: go.wait(SECONDS))
     yield go
     go.set()
 
@@ -157,7 +157,7 @@ def test_saves_loads_and_closing_wait_for_the_one_under_way(root: Path, held: th
     calls = [
         note("save", lambda: Saver(0).save(bag, root)),
         note("save_async", lambda: Saver(0).save_async(other, root.parent / "elsewhere").result(SECONDS)),
-        note("close", internals(other.table).native.epoch),
+        note("close", shard_of(other.table).native.epoch),
     ]
     calls[2].join(SECONDS)
     assert ended == [("close", False)], "the others wait"
@@ -240,18 +240,18 @@ def test_tables_that_could_not_all_be_held_keep_nothing_for_a_delta(root: Path) 
     directory = open_to_save(root, "strict")
     begun = _native.CheckpointSave(directory, 1)
     both = [
-        (internals(bag.table), _native.TableToSave(name, internals(bag.table).native, {}))
+        (shard_of(bag.table), _native.AsyncSaveTable(name, shard_of(bag.table).native, {}))
         for name, bag in (("one", one), ("two", two))
     ]
-    first = HeldTables(directory, begun.name, OneRank(), both[1:], 3)
+    first = TableSnapshots(directory, begun.name, SingleRank(), both[1:], 3)
     with pytest.raises(StateError, match="beside training"):
-        HeldTables(directory, begun.name, OneRank(), both, 4)
+        TableSnapshots(directory, begun.name, SingleRank(), both, 4)
     for bag in (one, two):
         bag.import_rows(torch.tensor([7]), torch.ones(1, 4))
     # For a checkpoint that comes later, an import is a modification.
     epochs = [next(bag.table.export()).metadata.modified_epoch.tolist() for bag in (one, two)]
     assert epochs == [[0], [3]]
-    first.given_up()
+    first.discarded()
 
 
 def test_another_process_that_saves_meanwhile_fails_a_delta(
@@ -349,7 +349,7 @@ def test_a_process_ends_when_its_save_has_also_of_a_model_that_is_gone(how: str,
 
 def save_beside_training(rank: int, size: int, path: str) -> list[str]:
     go = threading.Event()
-    behind, beside._native.work_behind = beside._native.work_behind, lambda: go.wait(SECONDS)  # type: ignore[assignment]
+    behind, beside._native.work_in_background = beside._native.work_in_background, lambda: go.wait(SECONDS)  # type: ignore[assignment]
     try:
         shards = Shards(rank, size)
         model = nn.ModuleDict({"shards": shards})
@@ -372,11 +372,11 @@ def save_beside_training(rank: int, size: int, path: str) -> list[str]:
         dist.barrier()
         go.set()
         report = future.result(SECONDS)
-        group = beside.own_group()
+        group = beside.save_group()
         # The changes of each rank are in the delta, which builds on a checkpoint that all ranks know.
         delta = Saver().save_async(model, path, incremental=True, keep=9).result(SECONDS)
         assert (delta.kind, delta.parent) == ("delta", report.checkpoint)
-        assert beside.own_group() is group, "one process group for all saves"
+        assert beside.save_group() is group, "one process group for all saves"
         for checkpoint, expected in ((report.checkpoint, before), (delta.checkpoint, shards.contents())):
             again = Shards(rank, size)
             Saver().load(nn.ModuleDict({"shards": again}), path, checkpoint=checkpoint)
@@ -394,7 +394,7 @@ def save_beside_training(rank: int, size: int, path: str) -> list[str]:
         assert "on one rank" in str(error)
         return [report.checkpoint, delta.checkpoint]
     finally:
-        beside._native.work_behind = behind
+        beside._native.work_in_background = behind
 
 
 def test_ranks_save_beside_training_and_tell_each_other_of_errors(two_ranks: World, root: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from tables import ssd_tiers
 from test_saver import make_bag, root, rows
 from torchrec_embcache import EmbCacheEmbeddingBag, Saver, TierBudgets, evict, eviction, saver
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, StateError
 from torchrec_embcache.saver import Progress
 
@@ -56,13 +56,13 @@ def test_a_delta_that_could_not_be_loaded_is_saved_in_full_with_a_warning(
     report = Saver(0).save(saved, root)
     train(other, range(40))
     # An error in the bookkeeping: the table says that it descends from the checkpoint, and does not have most of its rows.
-    native = internals(other.table).native
-    (ancestor,) = internals(saved.table).native.ancestors()
+    native = shard_of(other.table).native
+    (ancestor,) = shard_of(saved.table).native.base_checkpoints()
     native.set_epoch(ancestor.next_epoch)
-    native.saved_as(ancestor)
+    native.record_base(ancestor)
     train(other, range(4))
     counts = native.count_changes(ancestor)
-    assert (counts.rows, counts.left, counts.swept, counts.doomed) == (40, 0, 0, 0)
+    assert (counts.rows, counts.tombstones, counts.swept, counts.expiring) == (40, 0, 0, 0)
     with caplog.at_level(logging.WARNING, "torchrec_embcache"):
         again = Saver(0).save(other, root, incremental=True)
     assert again.kind == "full"
@@ -80,14 +80,14 @@ def test_rows_that_left_do_not_keep_a_save_from_being_a_delta(root: Path) -> Non
         bag.remove_rows(torch.tensor([first]))
         Saver(0).save(bag, root, incremental=True)
         if first:
-            (*_, ancestor) = internals(bag.table).native.ancestors()
-            assert internals(bag.table).native.count_changes(ancestor).left == 0
+            (*_, ancestor) = shard_of(bag.table).native.base_checkpoints()
+            assert shard_of(bag.table).native.count_changes(ancestor).tombstones == 0
     train(bag, range(80, 88))
     bag.remove_rows(torch.tensor([80, 81]))
-    (*_, ancestor) = internals(bag.table).native.ancestors()
+    (*_, ancestor) = shard_of(bag.table).native.base_checkpoints()
     evict(bag)
-    counts = internals(bag.table).native.count_changes(ancestor)
-    assert (counts.rows, counts.left, counts.swept, counts.doomed) == (len(bag), 2 + 7, 0, 0), (
+    counts = shard_of(bag.table).native.count_changes(ancestor)
+    assert (counts.rows, counts.tombstones, counts.swept, counts.expiring) == (len(bag), 2 + 7, 0, 0), (
         "rows of the last four are listed"
     )
     assert Saver(0).save(bag, root, incremental=True).kind == "delta"

@@ -13,7 +13,7 @@ from tables import bucket_of
 from test_saver import OPTIMIZERS, make_bag, root, rows, train
 from test_saver_ranks import IDS, Shards, weights_of
 from torchrec_embcache import TierBudgets, _native, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import (
     ConfigError,
     CorruptionError,
@@ -159,7 +159,7 @@ def test_a_flush_keeps_what_a_delta_needs(root: Path, tmp_path: Path) -> None:
     train(bag, 1, seed=3)
     Saver(0).save(bag, root, incremental=True)
     newest = rows(bag)
-    internals(bag.table).native.close()  # like a kill: the flush before the last save is resumed
+    shard_of(bag.table).native.close()  # like a kill: the flush before the last save is resumed
     with make_bag(**settings) as bag:
         report = Saver(0).save(bag, root, incremental=True)
         assert report.kind == "full", "what the newest has is not known here"

@@ -19,7 +19,7 @@ from test_saver import OPTIMIZERS, data_files, make_bag, root, rows, train
 from test_saver_delta import loaded, tiers
 from test_saver_ranks import IDS, Shards
 from torchrec_embcache import EmbCacheStorageReader, TierBudgets, optimizers, serialize
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
 from torchrec_embcache.saver import Saver
 from world import World
@@ -82,7 +82,7 @@ def test_a_restart_from_a_linked_checkpoint_goes_on_bit_for_bit_and_writes_no_ro
     assert set(links(tmp_path / "restarted")) <= {2, 3}
     straight = make_bag(optimizer=optimizer)
     train(straight, 10)
-    internals(straight.table).native.set_epoch(internals(other.table).native.epoch())
+    shard_of(straight.table).native.set_epoch(shard_of(other.table).native.epoch())
     for module in (straight, other):
         train(module, 10, seed=1, ids=200)
     assert rows(other) == rows(straight)
@@ -274,7 +274,7 @@ class OnSsd(Shards):
     def __init__(self, rank: int, size: int, place: str) -> None:
         super().__init__(rank, size)
         for table in self._tables.values():
-            internals(table).tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="4MiB", ssd_dir=place)
+            shard_of(table).tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="4MiB", ssd_dir=place)
 
 
 def save_and_restart(rank: int, size: int, path: str, place: str) -> list[Any]:
@@ -313,7 +313,7 @@ def test_a_load_that_fails_half_way_leaves_tables_that_refuse_until_one_succeeds
     (tmp_path / "other").mkdir()
     other = make_bag(tiers=tiers("ssd", tmp_path / "other"))
     train(other, seed=4)
-    adopt = type(internals(other.table)).adopt
+    adopt = type(shard_of(other.table)).adopt
 
     def fail(self: Any, *given: Any) -> bool:
         path = segments(root)[0]
@@ -324,7 +324,7 @@ def test_a_load_that_fails_half_way_leaves_tables_that_refuse_until_one_succeeds
             path.with_suffix(".away").rename(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(internals(other.table)), "adopt", fail)
+        patch.setattr(type(shard_of(other.table)), "adopt", fail)
         with pytest.raises(Exception, match="seg"):
             Saver(0).load(other, root)
     with pytest.raises(StateError, match="load one that is whole"):

@@ -200,13 +200,13 @@ def test_a_load_needs_no_write_permission_and_a_save_does(tmp_path: Path, root: 
             folder.chmod(folder.stat().st_mode | 0o005)
 
     def load() -> None:
-        directory = _native.Directory.to_load(str(root), "strict")
+        directory = _native.CheckpointDirectory.open_to_load(str(root), "strict")
         reader = _native.CheckpointReader(directory, _native.latest_checkpoint(directory))
         assert reader.tables()[0].table == "item"
 
     def save() -> None:
         with pytest.raises(StoragePermissionError):
-            _native.Directory.to_save(str(root), "strict")
+            _native.CheckpointDirectory.open_to_save(str(root), "strict")
 
     assert as_another_user(load) == 0
     assert as_another_user(save) == 0

@@ -11,7 +11,7 @@ from torch import nn
 
 from tables import bucket_of
 from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.whole_model import CacheModule
@@ -48,7 +48,7 @@ class Shards(CacheModule, nn.Module):
     def tables(self) -> Mapping[str, CacheTable]:
         return self._tables
 
-    def buckets_changed(self) -> None:
+    def refresh_buckets(self) -> None:
         self.changed += 1
 
     def fill(self, ids: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class Shards(CacheModule, nn.Module):
             begin, end = table.buckets
             mine = torch.tensor([begin <= bucket_of(row_id, BUCKETS) < end for row_id in ids.tolist()])
             table.import_rows(ids[mine], weights_of(ids[mine]), {"sum": ids[mine].to(torch.float32)})
-            internals(table).native.set_step(42)
+            shard_of(table).native.set_step(42)
 
     def contents(self) -> list[tuple[str, int, list[float], float]]:
         return [
@@ -130,7 +130,7 @@ def refusals(rank: int, size: int, path: str, damaged: str) -> None:
     shards.fill(IDS[:3])  # type: ignore[operator]
     before = shards.contents()  # type: ignore[operator]
     if rank == 1:
-        internals(shards.tables["spread"]).native.set_step(9)  # type: ignore[index, union-attr]
+        shard_of(shards.tables["spread"]).native.set_step(9)  # type: ignore[index, union-attr]
     with pytest.raises(StateError, match="different settings or steps"):
         Saver().save(model, path)
     assert shards.contents() == before  # type: ignore[operator]

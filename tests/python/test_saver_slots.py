@@ -211,6 +211,6 @@ def test_an_optimizer_that_does_not_fit_is_called_as_the_user_called_it(optimize
 def test_optimizers_of_plain_pytorch_and_of_fused_params_are_called_as_given():
     chosen = choose_optimizer("t", None, {"optimizer": EmbOptimType.EXACT_ADAGRAD})
     assert chosen is not None
-    assert chosen.given_as == "EmbOptimType.EXACT_ADAGRAD"
+    assert chosen.display_name == "EmbOptimType.EXACT_ADAGRAD"
     assert chosen == optimizers.Adagrad(lr=0.01, eps=1e-8)
-    assert optimizers.RowWiseAdagrad().given_as == "optimizers.RowWiseAdagrad"
+    assert optimizers.RowWiseAdagrad().display_name == "optimizers.RowWiseAdagrad"

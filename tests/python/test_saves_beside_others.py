@@ -15,7 +15,7 @@ from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
 from test_saver import root
 from torchrec_embcache import _native, optimizers
 from torchrec_embcache.blocks import writer
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import CorruptionError, PathError, StateError
 from torchrec_embcache.saver import Progress, Saver
 from torchrec_embcache.serialize import Loader
@@ -82,7 +82,7 @@ def test_a_load_whose_checkpoint_is_replaced_before_it_is_open_takes_the_next(
     saves.clear()
     with pytest.raises(PathError, match="there is no checkpoint .*keep="):
         Saver(0).load(other, root, checkpoint=report.checkpoint)
-    assert internals(other.table).unusable is None
+    assert shard_of(other.table).unusable is None
 
 
 def save_again_and_again(say: Callable[[Any], None], path: str, times: int) -> None:
@@ -135,10 +135,10 @@ def test_a_table_whose_rows_cannot_be_read_while_blocks_are_loaded_over_them_ref
     def some_slots(info: Any) -> Any:
         return {to: {name: ["id", "embedding"] for name in sources} for to, sources in info.items()}
 
-    version = internals(bag.table).native.version()
+    version = shard_of(bag.table).native.version()
     with pytest.raises(CorruptionError):
         Loader(str(tmp_path / "blocks"), {"item": bag}, filter_func=some_slots, strict=False).load()
-    assert internals(bag.table).native.version() != version, "rows were loaded before"
+    assert shard_of(bag.table).native.version() != version, "rows were loaded before"
     with pytest.raises(StateError, match="did not succeed"):
         bag.read_rows(ids[:1])
     with pytest.raises(StateError, match="did not succeed"):
@@ -205,7 +205,7 @@ def test_ctrl_c_ends_the_wait_of_close_for_a_save_and_the_table_can_be_closed(tm
     out = run(
         """
         go = threading.Event()
-        _native.work_behind = go.wait  # the save writes nothing until then
+        _native.work_in_background = go.wait  # the save writes nothing until then
         armed = True
 
         def interrupt(_signal, _frame):
@@ -255,7 +255,7 @@ def test_a_save_that_an_atexit_function_begins_is_completed(how: str, tmp_path: 
 def test_a_worker_forked_amid_a_save_of_blocks_does_not_hold_the_saves_after_it(tmp_path: Path) -> None:
     out = run(
         """
-        from torchrec_embcache.sessions.blocks import BlockSession
+        from torchrec_embcache.sessions.blocks import RecisSession
 
         children = []
 
@@ -271,7 +271,7 @@ def test_a_worker_forked_amid_a_save_of_blocks_does_not_hold_the_saves_after_it(
             fork()
             open_files(session, *given)
 
-        open_files, BlockSession.open_files = BlockSession.open_files, forking
+        open_files, RecisSession.open_files = RecisSession.open_files, forking
         for _ in range(3):
             BlockSaver(0, 1, 2, path + "/blocks", {"item": bag}).save()
         assert all(os.waitpid(child, os.WNOHANG) == (0, 0) for child in children), "they live"

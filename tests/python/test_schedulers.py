@@ -75,7 +75,7 @@ def test_a_step_that_is_set_is_the_one_that_adam_corrects_by() -> None:
     for _ in range(3):
         step(long_run)
     found = long_run.tables["t0"].read_rows([1])
-    fresh.settle()
+    fresh.sync_optimizers()
     fresh.tables["t0"].import_rows([1], found.weights, found.slots)
     CombinedOptimizer([fresh.fused_optimizer]).set_optimizer_step(3)
     assert fresh.tables["t0"].step() == 3

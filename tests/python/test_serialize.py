@@ -23,8 +23,8 @@ from torchrec_embcache import (
     tensor_bytes,
 )
 from torchrec_embcache.blocks import reader, writer
-from torchrec_embcache.blocks.helpers import Helpers
-from torchrec_embcache.cache import CacheTable, internals
+from torchrec_embcache.blocks.helpers import BoundedExecutor
+from torchrec_embcache.cache import CacheTable, shard_of
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import (
     CapacityError,
@@ -57,7 +57,7 @@ def trained(**settings: Any) -> Any:
     return bag
 
 
-def shard_of(rank: int, world: int, **settings: Any) -> CacheTable:
+def rank_shard(rank: int, world: int, **settings: Any) -> CacheTable:
     """The table of `make_bag()` as one of several ranks has it, without rows."""
     defaults: dict[str, Any] = {
         "name": "item", "dim": 4, "tiers": TierBudgets(host_bytes="1MiB"), "seed": 7, "rank": rank, "world_size": world,
@@ -70,7 +70,7 @@ def rows_of(*tables: CacheTable) -> dict[int, tuple[bytes, ...]]:
     """Every bit of every row of the shards of a table."""
     found: dict[int, tuple[bytes, ...]] = {}
     for table in tables:
-        for rows in internals(table).native.export(50):
+        for rows in shard_of(table).native.export(50):
             known = rows.metadata
             columns = (rows.vectors, rows.scalars, known.count, known.last_step, known.score, known.modified_epoch)
             for n, row_id in enumerate(rows.ids.tolist()):
@@ -186,13 +186,13 @@ def test_any_number_of_shards_loads_what_any_number_saved(
     bag = trained()
     whole = rows_of(bag.table)
     Saver(path=str(path / "one"), hashtables={"item": bag}).save()
-    shards = [shard_of(rank, saved) for rank in range(saved)]
+    shards = [rank_shard(rank, saved) for rank in range(saved)]
     for shard in shards:
         Loader(str(path / "one"), hashtables={"item": shard}).load()
     for rank in (*range(1, saved), 0):  # in any order
         tensors = {"dense": torch.arange(9)}
         Saver(rank, saved, path=str(path / "many"), hashtables={"item": shards[rank]}, tensors=tensors).save()
-    into = [shard_of(rank, loading) for rank in range(loading)]
+    into = [rank_shard(rank, loading) for rank in range(loading)]
     for rank, table in enumerate(into):
         dense = torch.zeros(9, dtype=torch.int64)
         loaded = Loader(str(path / "many"), hashtables={"item": table}, tensors={"dense": dense}).load()
@@ -233,7 +233,7 @@ def test_a_table_that_holds_as_many_rows_as_it_can_loads_its_own_blocks(path: Pa
 
 def test_without_threads_blocks_are_read_and_written_by_the_caller() -> None:
     here = threading.get_ident()
-    with Helpers(0, "none") as none, Helpers(2, "some") as some:
+    with BoundedExecutor(0, "none") as none, BoundedExecutor(2, "some") as some:
         assert none.submit(threading.get_ident).result() == here
         assert isinstance(none.submit(int, "no number").exception(), ValueError)
         assert here not in {future.result() for future in [some.submit(threading.get_ident) for _ in range(20)]}
@@ -244,7 +244,7 @@ def test_without_threads_blocks_are_read_and_written_by_the_caller() -> None:
 def test_a_table_with_another_number_of_buckets_takes_its_rows(path: Path) -> None:
     bag = trained()
     Saver(path=str(path), hashtables={"item": bag}).save()
-    into = [shard_of(rank, 3, total_num_buckets=17) for rank in range(3)]
+    into = [rank_shard(rank, 3, total_num_buckets=17) for rank in range(3)]
     for table in into:
         Loader(str(path), hashtables={"item": table}).load()
     assert rows_of(*into) == rows_of(bag.table)
@@ -254,9 +254,9 @@ def test_a_shard_reads_only_what_it_owns(path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(writer, "RUN_BYTES", 900)
     read = 0
 
-    plain = reader.SavedRun._column
+    plain = reader.RecisRunReader._column
 
-    def counted(run: reader.SavedRun, slot: str) -> Any:
+    def counted(run: reader.RecisRunReader, slot: str) -> Any:
         nonlocal read
         column = plain(run, slot)
         read += column.nbytes
@@ -264,10 +264,10 @@ def test_a_shard_reads_only_what_it_owns(path: Path, monkeypatch: pytest.MonkeyP
 
     bag = trained()
     Saver(path=str(path), hashtables={"item": bag}).save()
-    monkeypatch.setattr(reader.SavedRun, "_column", counted)
-    Loader(str(path), hashtables={"item": shard_of(0, 1)}).load()
+    monkeypatch.setattr(reader.RecisRunReader, "_column", counted)
+    Loader(str(path), hashtables={"item": rank_shard(0, 1)}).load()
     whole, read = read, 0
-    Loader(str(path), hashtables={"item": shard_of(1, 4)}).load()
+    Loader(str(path), hashtables={"item": rank_shard(1, 4)}).load()
     assert read < whole * 0.5
 
 
@@ -276,7 +276,7 @@ def test_any_program_can_read_the_files_by_the_indexes_of_recis(path: Path, monk
     monkeypatch.setattr(writer, "RUN_BYTES", 900)
     bag = trained()
     Saver(path=str(path / "one"), hashtables={"item": bag}).save()
-    shards = [shard_of(rank, 2) for rank in range(2)]
+    shards = [rank_shard(rank, 2) for rank in range(2)]
     for rank, shard in enumerate(shards):
         Loader(str(path / "one"), hashtables={"item": shard}).load()
         Saver(rank, 2, 3, str(path / "two"), {"item": shard}, {"w": torch.eye(3)}).save()
@@ -434,10 +434,10 @@ def test_other_widths_optimizers_types_and_shapes_are_refused_before_anything_is
 def test_until_every_shard_has_saved_the_checkpoint_before_is_loaded(path: Path) -> None:
     old = trained()
     Saver(path=str(path), hashtables={"item": old}).save()
-    shards = [shard_of(rank, 2) for rank in range(2)]
+    shards = [rank_shard(rank, 2) for rank in range(2)]
     for shard in shards:
         Loader(str(path), {"item": shard}).load()
-        internals(shard).native.set_step(99)
+        shard_of(shard).native.set_step(99)
     Saver(1, 2, path=str(path), hashtables={"item": shards[1]}).save()
     between = make_bag()
     Loader(str(path), {"item": between}).load()
@@ -450,10 +450,10 @@ def test_until_every_shard_has_saved_the_checkpoint_before_is_loaded(path: Path)
 
 
 def test_a_shard_that_was_killed_in_one_save_does_not_complete_it_with_the_rows_of_the_next(path: Path) -> None:
-    shards = [shard_of(rank, 2) for rank in range(2)]
+    shards = [rank_shard(rank, 2) for rank in range(2)]
     Saver(0, 2, path=str(path), hashtables={"item": shards[0]}).save()  # shard 1 was killed here
     for shard in shards:
-        internals(shard).native.set_step(7)
+        shard_of(shard).native.set_step(7)
     Saver(1, 2, path=str(path), hashtables={"item": shards[1]}).save()
     with pytest.raises(PathError, match="no block-level checkpoint"):
         Loader(str(path), {"item": make_bag()}).load()
@@ -478,12 +478,12 @@ def test_training_while_a_save_runs_ends_it(path: Path, monkeypatch: pytest.Monk
 
 
 def test_shards_that_do_not_make_one_table_are_refused_by_the_last(path: Path) -> None:
-    Saver(0, 2, path=str(path), hashtables={"item": shard_of(0, 2)}).save()
+    Saver(0, 2, path=str(path), hashtables={"item": rank_shard(0, 2)}).save()
     with pytest.raises(MismatchError, match="bucket 2047 is followed by 0"):
-        Saver(1, 2, path=str(path), hashtables={"item": shard_of(0, 2)}).save()
-    Saver(0, 2, path=str(path), hashtables={"item": shard_of(0, 2)}).save()
+        Saver(1, 2, path=str(path), hashtables={"item": rank_shard(0, 2)}).save()
+    Saver(0, 2, path=str(path), hashtables={"item": rank_shard(0, 2)}).save()
     with pytest.raises(MismatchError, match="slots"):
-        Saver(1, 2, path=str(path), hashtables={"item": shard_of(1, 2)}, filter_func=lambda blocks: blocks[:2]).save()
+        Saver(1, 2, path=str(path), hashtables={"item": rank_shard(1, 2)}, filter_func=lambda blocks: blocks[:2]).save()
 
 
 class _Pair(CacheModule, nn.Module):
@@ -548,7 +548,7 @@ def test_wrong_arguments_are_refused(path: Path) -> None:
 
 
 def _save_and_load_together(rank: int, size: int, where: str, wrong: int | None) -> str:
-    table = shard_of(rank, size)
+    table = rank_shard(rank, size)
     begin, end = table.buckets
     owned = torch.tensor([i for i in range(-300, 300) if begin <= bucket_of(i, 4093) < end])
     table.import_rows(owned, torch.full((len(owned), 4), float(rank)))
@@ -563,7 +563,7 @@ def _save_and_load_together(rank: int, size: int, where: str, wrong: int | None)
         saver.save()
     except Exception as error:
         return str(error)
-    other, weight = shard_of(rank, size), torch.zeros(3)
+    other, weight = rank_shard(rank, size), torch.zeros(3)
     Loader(where, {"item": other}, {"w": weight}).load()
     assert rows_of(other) == rows_of(table)
     assert weight.all()

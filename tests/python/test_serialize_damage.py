@@ -14,11 +14,11 @@ import torch
 from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import _native
 from torchrec_embcache.blocks import loader, writer
-from torchrec_embcache.blocks.reader import SavedBlocks
+from torchrec_embcache.blocks.reader import RecisCheckpoint
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError, StateError, UnsupportedError
 from torchrec_embcache.paths import open_to_load
 from torchrec_embcache.serialize import Loader, Saver
-from torchrec_embcache.sessions.blocks import BlockSession
+from torchrec_embcache.sessions.blocks import RecisSession
 
 BATCHES = random_batches(6, bags=8, ids=90, seed=3)
 
@@ -132,8 +132,8 @@ def test_a_save_that_fails_leaves_the_one_before_and_no_files(path: Path, monkey
     before, content = saved_folder(path), Contents.of(bag)
     train(bag, BATCHES[:2])
     stages: list[tuple[Any, str]] = [
-        (BlockSession, "open_files"), (writer._ShardWriter, "_append"), (writer._ShardWriter, "_write_table"),
-        (BlockSession, "publish"),
+        (RecisSession, "open_files"), (writer._ShardWriter, "_append"), (writer._ShardWriter, "_write_table"),
+        (RecisSession, "publish"),
     ]  # fmt: skip
     for module, name in stages:
 
@@ -155,14 +155,14 @@ def test_a_checkpoint_stays_while_it_is_loaded(path: Path, monkeypatch: pytest.M
     Saver(path=str(path), hashtables={"item": bag}).save()
     content = Contents.of(bag)
 
-    plain = loader._compare
+    plain = loader._find_differences
 
     def compare(*args: Any) -> Any:
         train(bag, BATCHES[:1])
         Saver(path=str(path), hashtables={"item": bag}).save()
         return plain(*args)
 
-    monkeypatch.setattr(loader, "_compare", compare)
+    monkeypatch.setattr(loader, "_find_differences", compare)
     other = make_bag()
     Loader(str(path), {"item": other}).load()
     assert Contents.of(other) == content
@@ -212,7 +212,7 @@ def test_no_value_of_a_manifest_makes_a_load_end_untyped(wrong: object, path: Pa
         shard.write_text(json.dumps(bad))
         reseal(path)
         try:
-            with SavedBlocks() as saved:
+            with RecisCheckpoint() as saved:
                 saved.open(open_to_load(path))
         except (CorruptionError, UnsupportedError):
             refused += 1

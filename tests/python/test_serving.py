@@ -310,13 +310,13 @@ def test_what_ids_without_a_row_read_is_chosen(ckpt: Path) -> None:
     with pytest.raises(ConfigError, match="missing="):
         serving.open(ckpt, missing="nothing")  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match="shared row"):
-        serving.open(ckpt, missing="shared")
+        serving.open(ckpt, missing="oov")
 
 
 @pytest.mark.parametrize(
     ("settings", "value"),
     [
-        ({"unseen": "zeros"}, 0.0),
+        ({"missing": "zeros"}, 0.0),
         ({"admission": admission.Count(3), "not_admitted": 0.25}, 0.25),
         ({"admission": admission.Count(3)}, 0.0),
     ],
@@ -335,14 +335,14 @@ def test_ids_without_a_row_read_what_the_trainers_evaluation_reads(
 
 
 def test_ids_that_were_refused_a_row_read_the_shared_one(ckpt: Path) -> None:
-    table = embedding(admission=admission.Count(3), not_admitted="shared")
+    table = embedding(admission=admission.Count(3), not_admitted="oov")
     for _ in range(3):
         update(table(torch.tensor([7])))
     update(table(torch.tensor([8, 9])))
     Saver(0).save(table, ckpt)
     table.eval()
     asked = torch.tensor([7, 8, 4711])
-    for missing in (None, "shared"):
+    for missing in (None, "oov"):
         with serving.open(ckpt, missing=missing) as tables, tables.pin() as version:  # type: ignore[arg-type]
             rows = version["item"].lookup(asked)
             assert rows.found.tolist() == [True, False, False]
@@ -362,7 +362,7 @@ def test_what_was_published_long_ago_is_told_or_raises(ckpt: Path) -> None:
         assert value_of(tables.pin()) == 1.0
         assert tables.stats().staleness_seconds > 1e8
         assert tables.stats().is_stale
-        assert tables.pin().published == 1e9
+        assert tables.pin().published_at == 1e9
     refused = serving.Follow(poll_seconds=3600, max_staleness_seconds=300, on_stale="raise")
     with serving.open(ckpt, follow=refused) as tables:
         with pytest.raises(StaleError, match=first):

@@ -44,7 +44,7 @@ def test_a_preloaded_checkpoint_reads_the_same(ckpt: Path) -> None:
         publish(table, saver, ckpt, 6.0, full=True)
         tables.poll()
         assert value_of(tables.pin()) == 6.0
-        assert tables.stats().far_rows == 0
+        assert tables.stats().cold_rows == 0
     with pytest.raises(ConfigError, match="preload='yes': give True or False"):
         serving.open(ckpt, preload="yes")  # type: ignore[arg-type]
 
@@ -235,7 +235,7 @@ def in_stub(name: str) -> set[str]:
     return {inner.target.id for inner in found.body if isinstance(inner, ast.AnnAssign)}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["IndexMade", "ServedTable", "ServedVersion", "ServingStats"])
+@pytest.mark.parametrize("name", ["ServeIndexReport", "ServedTable", "ServedVersion", "ServingStats"])
 def test_what_the_stub_says_of_a_class_is_there(name: str) -> None:
     kind = getattr(_native, name)
     assert {member for member, value in vars(kind).items() if inspect.isdatadescriptor(value)} == in_stub(name)

@@ -310,8 +310,8 @@ def test_a_version_that_is_let_go_amid_lookups_gives_rows_or_says_that_it_was_le
 
             def of_with(version: serving.Version = version) -> object:
                 # What a thread enters it also ends, so that it is entered only where it was let go.
-                if version.is_held:
-                    return version.published > 0 and ROWS
+                if version.is_pinned:
+                    return version.published_at > 0 and ROWS
                 with version:
                     return "a version that was let go was entered"
 

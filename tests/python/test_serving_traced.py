@@ -1,4 +1,4 @@
-"""What traces and compiles a model does with modules that are served, beside TorchRec's own: what docs/serving.md says, tried."""
+"""Tracing and compiling of models with served modules, as docs/serving-models.md describes them."""
 
 import copy
 import gc

@@ -275,17 +275,17 @@ def test_a_row_that_a_sweep_took_is_gone_at_the_next_version_and_still_there_in_
         second, gone = tables.pin(), contents(table)
         assert (sorted(old), sorted(gone)) == ([7, 8], [8, 9])
         born = table.read_rows([7]).weights[0]
-        unseen = {None: born, "initial": born, "zeros": torch.zeros(4), 0.25: torch.full((4,), 0.25)}[missing]
+        missing_row = {None: born, "initial": born, "zeros": torch.zeros(4), 0.25: torch.full((4,), 0.25)}[missing]
         # The id is trained again, twice as often as before, and is born anew.
         for _ in range(2):
             update(table(torch.tensor([7])))
         again = saver.save(table, ckpt, incremental=True, keep=9)
         assert (again.kind, tables.poll()) == ("delta", again.checkpoint)
         third, new = tables.pin(), contents(table)
-        assert new[7] not in (old[7], unseen.tolist())
+        assert new[7] not in (old[7], missing_row.tolist())
         for version, rows in ((first, old), (second, gone), (third, new), (first, old)):
             assert served(version, [7, 8, 9]) == rows
-            wanted = torch.tensor(rows[7]) if 7 in rows else unseen
+            wanted = torch.tensor(rows[7]) if 7 in rows else missing_row
             read = version["item"].lookup([7])
             assert (read.found.tolist(), read.tolist()) == ([7 in rows], [wanted.tolist()])
             pooled = version["item"].lookup_pooled([7, 7], [0, 1, 2])

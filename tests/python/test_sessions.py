@@ -18,22 +18,22 @@ import torch.distributed.checkpoint as dcp
 import torchrec_embcache
 from tables import Contents, make_bag, random_batches, step, train
 from torchrec_embcache import _native
-from torchrec_embcache.cli.checkpoints import Opened
-from torchrec_embcache.cli.convert import Settings, convert
+from torchrec_embcache.cli.checkpoints import OpenCheckpoint
+from torchrec_embcache.cli.convert import ConvertSettings, convert
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.exceptions import InputError, StateError
 from torchrec_embcache.optimizers import RowWiseAdagrad
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import BlockSaver
-from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.ranks import SingleRank
 from torchrec_embcache.sessions.save import RankPart, SaveSession
 
 PACKAGE = Path(torchrec_embcache.__file__).parent
 SECONDS = 600.0
 # What begins a save or a load in the core, and what ends it.
 BEGINS = {
-    "CheckpointSave", "CheckpointWriter", "CheckpointPart", "CheckpointMoment", "CheckpointReader", "CheckpointCompaction",
-    "BlockSave",
+    "CheckpointSave", "CheckpointWriter", "CheckpointPart", "CheckpointSnapshot", "CheckpointReader", "ChainCompaction",
+    "RecisSave",
 }  # fmt: skip
 ENDS = {"publish", "abandon", "adopt"}
 
@@ -64,7 +64,7 @@ def test_whatever_saves_tables_sweeps_them_first() -> None:
             ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
         }
         module = path.relative_to(PACKAGE).as_posix()
-        if called & {"SaveSession", "MomentSession", "PartSession", "BlockSession"} and not module.startswith(
+        if called & {"SaveSession", "AsyncSaveSession", "PartSession", "RecisSession"} and not module.startswith(
             "sessions/"
         ):
             begins.add(module)
@@ -92,8 +92,8 @@ def doors(path: Path) -> dict[str, Callable[[Any], object]]:
 
     def by_conversion(bag: Any) -> None:
         Saver(0).save(bag, path / "saved")
-        convert(str(path / "saved"), str(path / "plain"), "embcache", "npy", Settings())
-        convert(str(path / "plain"), str(path / "back"), "auto", "embcache", Settings())
+        convert(str(path / "saved"), str(path / "plain"), "embcache", "npy", ConvertSettings())
+        convert(str(path / "plain"), str(path / "back"), "auto", "embcache", ConvertSettings())
 
     return {
         "save": lambda bag: Saver(0).save(bag, path / "save"),
@@ -134,25 +134,25 @@ def test_whatever_is_begun_is_ended_by_a_session(door: str, tmp_path: Path) -> N
 def test_what_ranks_send_each_other_is_pickled_and_compared_by_value() -> None:
     identity = _native.CheckpointId("0000000001-0000000000000001", 7)
     values = [
-        _native.Digest(1, 2),
+        _native.ManifestDigest(1, 2),
         identity,
-        _native.Ancestor(identity, 3),
+        _native.BaseCheckpoint(identity, 3),
     ]
     for value in values:
         again = pickle.loads(pickle.dumps(value))
         assert again == value
         assert hash(again) == hash(value)
         assert repr(again) == repr(value)
-    part = pickle.loads(pickle.dumps(_native.WrittenPart("/a", "part-0000000000000001", _native.Digest(1, 2))))
-    assert (part.directory, part.name, part.digest) == ("/a", "part-0000000000000001", _native.Digest(1, 2))
-    assert _native.Digest(1, 2) != _native.Digest(1, 3)
+    part = pickle.loads(pickle.dumps(_native.WrittenPart("/a", "part-0000000000000001", _native.ManifestDigest(1, 2))))
+    assert (part.directory, part.name, part.digest) == ("/a", "part-0000000000000001", _native.ManifestDigest(1, 2))
+    assert _native.ManifestDigest(1, 2) != _native.ManifestDigest(1, 3)
     with pytest.raises(AttributeError):
         identity.name = "another"
 
 
 def read_blocks(path: Path) -> tuple[dict[str, Any], list[_native.RowBlock]]:
     """The manifest's `spec` of the only table of the newest checkpoint in `path`, and the rows of that table."""
-    opened = Opened.at(str(path))
+    opened = OpenCheckpoint.open(str(path))
     (spec,) = opened.tables
     blocks: list[_native.RowBlock] = []
     count = opened.rows.read(spec["module"], spec["table"], 0, spec["total_num_buckets"], blocks.append)
@@ -160,9 +160,9 @@ def read_blocks(path: Path) -> tuple[dict[str, Any], list[_native.RowBlock]]:
     return spec, blocks
 
 
-def write_chunks(path: Path, spec: dict[str, Any], chunks: Iterable[_native.RowsToWrite]) -> None:
+def write_chunks(path: Path, spec: dict[str, Any], chunks: Iterable[_native.RowWriteBatch]) -> None:
     """Save `chunks` to `path` as the table that `spec` describes."""
-    with SaveSession(_native.Directory.to_save(str(path), "strict"), OneRank()) as session:
+    with SaveSession(_native.CheckpointDirectory.open_to_save(str(path), "strict"), SingleRank()) as session:
         session.begin()
         writer = session.writer()
         writer.write_rows(json.dumps(spec), 0, spec["total_num_buckets"], chunks)
@@ -182,13 +182,13 @@ def test_rows_cross_the_border_with_names_and_keep_every_part(tmp_path: Path) ->
         assert np.array_equal(found.slots["sum"], block.scalars)
         for part in ("count", "last_step", "score", "modified_epoch"):
             assert np.array_equal(getattr(found.metadata, part), getattr(block.metadata, part))
-    whole = [_native.RowsToWrite(block.ids, block.vectors, block.scalars, block.metadata) for block in blocks]
+    whole = [_native.RowWriteBatch(block.ids, block.vectors, block.scalars, block.metadata) for block in blocks]
     write_chunks(tmp_path / "whole", spec, whole)
     loaded = make_bag(optimizer=RowWiseAdagrad())
     Saver(0).load(loaded, tmp_path / "whole")
     assert Contents.of(loaded) == Contents.of(bag)
 
-    write_chunks(tmp_path / "bare", spec, (_native.RowsToWrite(block.ids, block.vectors) for block in blocks))
+    write_chunks(tmp_path / "bare", spec, (_native.RowWriteBatch(block.ids, block.vectors) for block in blocks))
     for bare in read_blocks(tmp_path / "bare")[1]:
         assert np.array_equal(bag.read_rows(bare.ids).weights, bare.vectors)
         known = bare.metadata
@@ -203,18 +203,18 @@ def test_a_chunk_that_does_not_fit_ends_the_save(tmp_path: Path) -> None:
     spec, (block, *_) = read_blocks(tmp_path / "saved")
     few = _native.RowMetadata(*(np.zeros(1, kind) for kind in (np.uint32, np.uint64, np.float32, np.uint32)))
     cases: list[tuple[Any, type[Exception], str]] = [
-        ((block.ids, block.vectors, block.scalars, None), TypeError, "RowsToWrite"),
-        (_native.RowsToWrite(block.ids, block.vectors[:, :1].copy()), InputError, "vectors is an array"),
-        (_native.RowsToWrite(block.ids, np.asfortranarray(block.vectors)), InputError, "not one after another"),
-        (_native.RowsToWrite(block.ids, block.vectors[:-1]), InputError, "vectors has"),
-        (_native.RowsToWrite(block.ids, block.vectors, block.scalars[:1]), InputError, "scalars has 1 entries"),
-        (_native.RowsToWrite(block.ids, block.vectors, None, few), InputError, "count has 1 entries"),
+        ((block.ids, block.vectors, block.scalars, None), TypeError, "RowWriteBatch"),
+        (_native.RowWriteBatch(block.ids, block.vectors[:, :1].copy()), InputError, "vectors is an array"),
+        (_native.RowWriteBatch(block.ids, np.asfortranarray(block.vectors)), InputError, "not one after another"),
+        (_native.RowWriteBatch(block.ids, block.vectors[:-1]), InputError, "vectors has"),
+        (_native.RowWriteBatch(block.ids, block.vectors, block.scalars[:1]), InputError, "scalars has 1 entries"),
+        (_native.RowWriteBatch(block.ids, block.vectors, None, few), InputError, "count has 1 entries"),
     ]
     for chunk, error, message in cases:
         with pytest.raises(error, match=message):
             write_chunks(tmp_path / "made", spec, [chunk])
         assert not any(path.is_dir() for path in (tmp_path / "made").iterdir())
-    chunk = _native.RowsToWrite(block.ids, block.vectors)
+    chunk = _native.RowWriteBatch(block.ids, block.vectors)
     with pytest.raises(AttributeError):
         chunk.scalars = block.scalars
 
@@ -222,9 +222,9 @@ def test_a_chunk_that_does_not_fit_ends_the_save(tmp_path: Path) -> None:
 def test_a_directory_that_was_opened_to_load_from_is_not_saved_to(tmp_path: Path) -> None:
     bag = make_bag()
     Saver(0).save(bag, tmp_path / "saved")
-    directory = _native.Directory.to_load(str(tmp_path / "saved"), "strict")
-    assert directory.has("LATEST")
-    assert not directory.has("missing")
+    directory = _native.CheckpointDirectory.open_to_load(str(tmp_path / "saved"), "strict")
+    assert directory.contains("LATEST")
+    assert not directory.contains("missing")
     assert str(directory) == directory.path == str(tmp_path / "saved")
     with pytest.raises(StateError, match="opened to load from"):
         _native.CheckpointSave(directory, 1)

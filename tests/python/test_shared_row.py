@@ -1,4 +1,4 @@
-"""`not_admitted="shared"`: one row for all ids of a table that are refused one, which their gradients train."""
+"""`not_admitted="oov"`: one row for all ids of a table that are refused one, which their gradients train."""
 
 import copy
 import random
@@ -30,7 +30,7 @@ from torchrec_embcache.lookup import IdBatch, LookupGroup
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.shared_rows import exact_sums
 
-SHARED = {"admission": admission.Count(3), "not_admitted": "shared"}
+SHARED = {"admission": admission.Count(3), "not_admitted": "oov"}
 # An id of a table without admission that takes the part of the shared row.
 STAND_IN = 2**50
 
@@ -41,11 +41,11 @@ def bag(**settings: Any) -> EmbCacheEmbeddingBag:
 
 def state_of(table: Any) -> bytes:
     """Every bit of the shared row and its slots."""
-    return table.table._shard.native.shared_row().tobytes()
+    return table.table._shard.native.oov_row().tobytes()
 
 
 def shared_row(table: Any) -> torch.Tensor:
-    return torch.from_numpy(table.table.shared_row())
+    return torch.from_numpy(table.table.oov_row())
 
 
 class Plain(nn.Module):
@@ -147,7 +147,7 @@ def test_every_optimizer_trains_it_as_it_trains_a_row(backend, kind):
         update(want)
         rows = other.read_rows([STAND_IN])
         slots = [slot[0].reshape(-1) for slot in rows.slots.values()]
-        state = torch.from_numpy(made.table._shard.native.shared_row())
+        state = torch.from_numpy(made.table._shard.native.oov_row())
         torch.testing.assert_close(state, torch.cat([rows.weights[0], *slots]))
     assert len(made) == 6
 
@@ -156,7 +156,7 @@ def test_max_gradient_clamps_what_it_is_trained_by(backend):
     made = bag(mode="sum", optimizer=optimizers.SGD(lr=1.0, max_gradient=0.5), **SHARED, **backend)
     out = made(torch.tensor([1, 2]), torch.tensor([0, 1]))
     (out * 100).sum().backward()
-    assert made.table.shared_row().tolist() == [-1.0] * DIM
+    assert made.table.oov_row().tolist() == [-1.0] * DIM
 
 
 def run(table: EmbCacheEmbedding, steps: list[list[int]], lookahead: int) -> tuple[bytes, Contents]:
@@ -194,7 +194,7 @@ def test_sums_are_exact_and_the_same_in_torch_and_in_the_core():
         ids = np.arange(300)
         planned = group.plan(IdBatch(ids, np.array([0, len(ids)]), None), train=True)
         planned.wait()
-        sums = torch.from_numpy(planned.plan.refused_sums_sequence(rows.numpy(), 1))
+        sums = torch.from_numpy(planned.plan.oov_gradient_sums_sequence(rows.numpy(), 1))
         planned.release()
     assert torch.equal(sums, exact_sums(rows))
     assert torch.equal(sums, exact_sums(rows[:100]) + exact_sums(rows[100:]))
@@ -215,7 +215,7 @@ def test_a_forward_that_no_backward_follows_and_an_evaluation_leave_it():
     assert torch.equal(made(torch.tensor([5]))[0], shared_row(made))
     assert state_of(made) == before
     assert made.stats().step == 1
-    assert embedding(**SHARED, unseen="zeros").eval()(torch.tensor([5])).tolist() == [[0.0] * DIM]
+    assert embedding(**SHARED, missing="zeros").eval()(torch.tensor([5])).tolist() == [[0.0] * DIM]
 
 
 def test_a_batch_reads_it_as_it_was_at_its_forward():
@@ -225,10 +225,10 @@ def test_a_batch_reads_it_as_it_was_at_its_forward():
     ids, offsets = torch.tensor([1]), torch.tensor([0])
     first, second = made(ids, offsets), made(torch.tensor([2]), offsets, weights)
     first.sum().backward()
-    assert made.table.shared_row().tolist() == [-1.0] * DIM
+    assert made.table.oov_row().tolist() == [-1.0] * DIM
     second.sum().backward()
     assert weights.grad.tolist() == [0.0], "of the row as the forward read it"
-    assert made.table.shared_row().tolist() == [-3.0] * DIM
+    assert made.table.oov_row().tolist() == [-3.0] * DIM
 
 
 def test_a_backward_that_is_refused_leaves_it():
@@ -349,7 +349,7 @@ def test_resharding_and_converting_keep_it(tmp_path, capsys):
     some(1, 20, made)
     Saver(0).save(made, tmp_path / "saved")
     assert main(["inspect", str(tmp_path / "saved")]) == 0
-    assert "shared row" in capsys.readouterr().out
+    assert "OOV row" in capsys.readouterr().out
     assert main(["reshard", str(tmp_path / "saved"), str(tmp_path / "again"), "--world-size", "3"]) == 0
     Saver(0).load(other, tmp_path / "again")
     assert state_of(other) == state_of(made)
@@ -369,14 +369,14 @@ def test_tables_of_other_settings_leave_it_and_begin_anew_without_it(tmp_path, c
     Saver(0).load(plain, tmp_path / "with")
     assert Contents.of(plain) == Contents.of(made)
     with pytest.raises(StateError, match="has no shared row"):
-        plain.table.shared_row()
+        plain.table.oov_row()
     with caplog.at_level("INFO", logger="torchrec_embcache"):
         # Each of these calls reads the levels of the loggers and hands over what the core has logged. Without the first one the
         # core may leave the line out, and without the second one the log's thread may hand it over too late.
         _native.drain_log()
         Saver(0).load(made, tmp_path / "without")
         _native.drain_log()
-    assert made.table.shared_row().tolist() == [0.0] * DIM
+    assert made.table.oov_row().tolist() == [0.0] * DIM
     assert "it begins with zeros" in caplog.text
 
 
@@ -385,19 +385,19 @@ def test_a_load_without_slots_keeps_its_weights(tmp_path):
     some(1, 20, made)
     Saver(0).save(made, tmp_path)
     Saver(0).load(other, tmp_path, slots=False)
-    state = other.table._shard.native.shared_row()
-    assert state[:DIM].tolist() == made.table.shared_row().tolist()
+    state = other.table._shard.native.oov_row()
+    assert state[:DIM].tolist() == made.table.oov_row().tolist()
     assert not state[DIM:].any()
 
 
-@pytest.mark.parametrize("given", ["initial", "shared"])
+@pytest.mark.parametrize("given", ["initial", "oov"])
 def test_only_the_checkpoint_of_a_table_with_it_has_it(tmp_path, given):
     made = embedding(admission=admission.ReadOnly(), not_admitted=given)
     Saver(0).save(made, tmp_path)
     manifests = [manifest.read_text().replace(" ", "") for manifest in tmp_path.rglob("*.json")]
     assert manifests
     for manifest in manifests:
-        assert ("oov_row" in manifest) == (given == "shared")
+        assert ("oov_row" in manifest) == (given == "oov")
 
 
 def test_a_copy_takes_it_over():
@@ -418,14 +418,14 @@ def test_an_optimizer_that_is_set_after_a_load_leaves_its_weights(tmp_path):
             num_embeddings=9,
             feature_names=["f"],
             admission=admission.ReadOnly(),
-            not_admitted="shared",
+            not_admitted="oov",
         )
         return EmbCacheEmbeddingCollection([config], tiers=TIERS)
 
     first, second = collection(), collection()
     apply_optimizer_in_backward(torch.optim.SGD, first.parameters(), {"lr": 0.1})
     update(first(features([1, 2], None))["f"].values())
-    trained = first.tables["s"].shared_row()
+    trained = first.tables["s"].oov_row()
     assert trained.all()
     Saver(0).save(first, tmp_path)
     Saver(0).load(second, tmp_path, slots=False)
@@ -433,19 +433,19 @@ def test_an_optimizer_that_is_set_after_a_load_leaves_its_weights(tmp_path):
     none = KeyedJaggedTensor(["f"], torch.empty(0, dtype=torch.int64), lengths=torch.tensor([0]))
     update(second(none)["f"].values())
     assert second.tables["s"].stats().step == 1
-    assert second.tables["s"].shared_row().tolist() == trained.tolist()
+    assert second.tables["s"].oov_row().tolist() == trained.tolist()
 
 
 # ---- bad settings
 
 
 def test_settings_that_mean_nothing_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="not_admitted='shared' without admission"):
-        embedding(not_admitted="shared")
+    with pytest.raises(ConfigError, match="not_admitted='oov' without admission"):
+        embedding(not_admitted="oov")
     tiers = ssd_tiers(tmp_path, ssd_bytes="1MiB")
     with pytest.raises(ConfigError, match="no room in a flush for the shared row.*set it to .* lower embedding_dim"):
         embedding(embedding_dim=512, tiers=tiers, **SHARED)
     with pytest.raises(StateError, match="not_admitted"):
-        embedding().table.shared_row()
+        embedding().table.oov_row()
     with pytest.raises(InputError, match="has 5 numbers and 3"):
-        embedding(**SHARED).table._shard.native.set_shared_row(np.zeros(3, np.float32))
+        embedding(**SHARED).table._shard.native.set_oov_row(np.zeros(3, np.float32))

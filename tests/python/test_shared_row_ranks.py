@@ -35,14 +35,14 @@ from torchrec_models import (
 from world import process_group
 
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
-OPTIONS = {"admission": admission.Count(4), "not_admitted": "shared"}
+OPTIONS = {"admission": admission.Count(4), "not_admitted": "oov"}
 Shared = dict[tuple[str, str], list[float]]
 
 
 def shared_of(model: Any) -> Shared:
     """The shared row and its slots of each table of this rank."""
     return {
-        (path, name): table._shard.native.shared_row().tolist()
+        (path, name): table._shard.native.oov_row().tolist()
         for path, module in cache_modules(model).items()
         for name, table in module.tables.items()
     }
@@ -129,7 +129,7 @@ def test_two_ranks_have_the_bits_of_one_where_their_gradients_have(two_ranks):
 
 def alone_refused(rank: int, world: int) -> Any:
     """One rank alone has refused ids, and then none has any."""
-    rule = {"admission": admission.ReadOnly(), "not_admitted": "shared"}
+    rule = {"admission": admission.ReadOnly(), "not_admitted": "oov"}
     model = made(Settings(options=rule, pooling=PoolingType.SUM), ROW_WISE)
     found = []
     for ids in ([], [100]) if rank else ([], []):

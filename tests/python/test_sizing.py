@@ -25,8 +25,8 @@ from torchrec_embcache import (
 from torchrec_embcache.cli import main
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, StateError
 from torchrec_embcache.sharded import offload_stats, planner_constraints
-from torchrec_embcache.sizing import Advice, TableTraffic, advise, read_traffic, traffic_of, write_traffic
-from torchrec_embcache.sizing.split import Share, divide
+from torchrec_embcache.sizing import BudgetAdvice, TableTraffic, advise, read_traffic, traffic_of, write_traffic
+from torchrec_embcache.sizing.split import BudgetRequest, divide_budget
 
 
 def curve(rows: list[int], ratios: list[float], births: float = 0.0) -> MissRatioCurve:
@@ -35,7 +35,7 @@ def curve(rows: list[int], ratios: list[float], births: float = 0.0) -> MissRati
         rows=np.array(rows),
         miss_ratios=np.array(ratios),
         first_use_ratio=births,
-        birth_ratio=births,
+        new_row_ratio=births,
         lookups=1000,
         batches=10,
         largest_batch=100,
@@ -89,20 +89,20 @@ def test_the_curve_of_a_zipf_distribution_agrees_with_draws_from_it():
 # ---- the division
 
 
-def cost_of(shares: list[Share], sizes: list[int]) -> float:
+def cost_of(shares: list[BudgetRequest], sizes: list[int]) -> float:
     return sum(share.cost(size) for share, size in zip(shares, sizes, strict=True))
 
 
 def test_no_division_of_the_whole_on_a_grid_is_better():
     shares = [
-        Share(1_000, 90_000, 100, 500, 0.0, curve([10, 100, 900], [0.9, 0.3, 0.0]), 3.0),
-        Share(2_000, 90_000, 100, 0, 50.0, curve([10, 400, 900], [0.8, 0.5, 0.0]), 10.0),
-        Share(500, 50_000, 50, 0, 0.0, curve([30, 200, 1000], [0.6, 0.1, 0.0]), 5.0),
+        BudgetRequest(1_000, 90_000, 100, 500, 0.0, curve([10, 100, 900], [0.9, 0.3, 0.0]), 3.0),
+        BudgetRequest(2_000, 90_000, 100, 0, 50.0, curve([10, 400, 900], [0.8, 0.5, 0.0]), 10.0),
+        BudgetRequest(500, 50_000, 50, 0, 0.0, curve([30, 200, 1000], [0.6, 0.1, 0.0]), 5.0),
     ]
     for budget in (5_000, 20_000, 60_000, 120_000):
-        given = divide(budget, shares, "ram")
+        given = divide_budget(budget, shares, "ram")
         assert sum(given) == budget or cost_of(shares, given) == 0.0
-        assert all(size >= share.least for size, share in zip(given, shares, strict=True))
+        assert all(size >= share.min_bytes for size, share in zip(given, shares, strict=True))
         step = budget // 60
         grid = [
             cost_of(shares, [a, b, budget - a - b])
@@ -114,8 +114,11 @@ def test_no_division_of_the_whole_on_a_grid_is_better():
 
 
 def test_more_than_all_can_use_is_divided_by_what_they_can_use():
-    shares = [Share(0, 100, 1, 0, 0.0, curve([100], [0.0]), 1.0), Share(0, 300, 1, 0, 0.0, curve([300], [0.0]), 1.0)]
-    assert divide(4_000, shares, "ram") == [1_000, 3_000]
+    shares = [
+        BudgetRequest(0, 100, 1, 0, 0.0, curve([100], [0.0]), 1.0),
+        BudgetRequest(0, 300, 1, 0, 0.0, curve([300], [0.0]), 1.0),
+    ]
+    assert divide_budget(4_000, shares, "ram") == [1_000, 3_000]
 
 
 def test_a_budget_below_what_batches_need_is_refused():
@@ -200,7 +203,7 @@ def test_the_traffic_of_a_model_is_that_of_its_tables(tmp_path: Path):
     write_traffic(traffic, tmp_path / "traffic.json")
     again = read_traffic(tmp_path / "traffic.json")
     assert [table.as_dict() for table in again] == [table.as_dict() for table in traffic]
-    assert isinstance(advise(trained_model(), ram="8MiB"), Advice)
+    assert isinstance(advise(trained_model(), ram="8MiB"), BudgetAdvice)
 
 
 def test_traffic_that_cannot_be_written_leaves_the_file_of_before(small_disk: str):
@@ -243,7 +246,7 @@ def test_tables_that_measure_nothing_are_refused():
         (("tables", 0, "curve", "miss_ratios"), [0.5]),
         (("tables", 0, "curve", "miss_ratios"), [7.0] * 64),
         (("tables", 0, "curve", "first_use_ratio"), "nan"),
-        (("tables", 0, "curve", "birth_ratio"), 2.0),
+        (("tables", 0, "curve", "new_row_ratio"), 2.0),
         (("tables", 0, "curve", "lookups"), 1e400),
     ],
 )

@@ -18,12 +18,12 @@ from torchrec_embcache import (
     optimizers,
     stream_order,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.device_tier import DeviceTier
 from torchrec_embcache.host_copies import host_copies
 from torchrec_embcache.lookup import IdBatch
-from torchrec_embcache.pinned_memory import queued_to_device, to_fill
-from torchrec_embcache.stream_order import Stream, StreamOrder
+from torchrec_embcache.pinned_memory import copy_staged_to_device, staging_empty
+from torchrec_embcache.stream_order import DeviceStream, StreamOrder
 
 SLOTS = (None, (0,), (0, 1), (1,), ())
 OPERATIONS = list(itertools.product(range(3), (False, True), SLOTS))
@@ -38,7 +38,7 @@ def races(program, order: StreamOrder) -> list[tuple[int, int]]:
     clock = Clock()
     queues = [Queue(clock) for _ in range(3)]
     for place, writes, slots in program:
-        queue: Stream = queues[place]
+        queue: DeviceStream = queues[place]
         with (order.writing if writes else order.reading)(queue, array(slots)):
             queues[place].put("rows", slots, writes)
     return clock.races()
@@ -71,7 +71,7 @@ def test_the_model_finds_races():
 
     class OfNoSlot(StreamOrder):
         def _last_write(self, _slots):
-            return self._all
+            return self._min_write
 
     program = ((0, True, None), (1, False, None), (2, False, (0,)), (1, True, (0,)))
     assert not races(program, StreamOrder())
@@ -150,7 +150,7 @@ def test_two_threads_that_read_on_one_stream_are_both_waited_for():
 
 
 def test_the_order_holds_when_the_numbers_of_writes_begin_anew(monkeypatch):
-    monkeypatch.setattr(stream_order, "_MOST_WRITES", 4)
+    monkeypatch.setattr(stream_order, "_MAX_WRITES", 4)
     dice, anew = random.Random(6), 0
     for _ in range(2_000):
         program = dice.choices(OPERATIONS, k=16)
@@ -170,11 +170,11 @@ def test_a_device_without_streams_needs_no_order():
 @pytest.fixture
 def model(monkeypatch):
     """The CPU as a device with streams, whose uses of memory are noted."""
-    stream_order.side_streams.cache_clear()
+    stream_order.transfer_streams.cache_clear()
     made = Model()
     install(made, monkeypatch)
     yield made
-    stream_order.side_streams.cache_clear()
+    stream_order.transfer_streams.cache_clear()
 
 
 def races_of(model):
@@ -220,7 +220,7 @@ def test_training_through_a_small_device_tier_has_no_race(model, monkeypatch, ke
             coming = batches[(step + 1) % len(batches)]
             bag.prefetch(coming)
             bag._group.place_next(IdBatch(coming.view(-1).numpy(), np.array([0, 16])), pytest.fail)
-            assert bag._group.lookahead._batches[0].is_placed
+            assert bag._group.prefetch_queue._batches[0].is_placed
         if step % 4 == 3:
             bag.read_rows(torch.arange(60))
     bag.close()
@@ -260,12 +260,12 @@ def test_rows_are_read_rightly_where_another_thread_lets_the_tier_grow_amid_a_fo
     ids = torch.arange(16).view(4, 4)
     bag(ids).sum().backward()
     want = bag.eval()(ids)
-    tier, reads, before = internals(bag.table).tier, DeviceTier.reads, model.names.count("grown")
+    tier, reads, before = shard_of(bag.table).tier, DeviceTier.reading, model.names.count("grown")
     for grows_before in (True, False):
 
         def grow(wanted=tier.weights.shape[0] + 9):
             with model.on(model.other):
-                tier.ensure(wanted)
+                tier.ensure_capacity(wanted)
 
         @contextmanager
         def amid(tier, grow=grow, grows_before=grows_before):
@@ -276,7 +276,7 @@ def test_rows_are_read_rightly_where_another_thread_lets_the_tier_grow_amid_a_fo
                     grow()
                 yield weights
 
-        monkeypatch.setattr(DeviceTier, "reads", amid)
+        monkeypatch.setattr(DeviceTier, "reading", amid)
         with torch.no_grad():
             assert torch.equal(bag(ids), want)
     assert model.names.count("grown") == before + 4
@@ -286,9 +286,9 @@ def test_rows_are_read_rightly_where_another_thread_lets_the_tier_grow_amid_a_fo
 
 def test_rows_leave_and_arrive_on_two_streams_that_all_tables_share(model):
     device = torch.device("cpu")
-    sides = stream_order.side_streams(device)
-    assert sides is stream_order.side_streams(device)
-    assert len({sides.down, sides.up, model.compute}) == 3
+    sides = stream_order.transfer_streams(device)
+    assert sides is stream_order.transfer_streams(device)
+    assert len({sides.to_host, sides.to_device, model.compute}) == 3
 
 
 def test_the_cpu_waits_for_what_came_before_the_ids_on_their_stream_and_for_nothing_else(model):
@@ -314,9 +314,9 @@ def test_the_cpu_waits_for_what_came_before_the_ids_on_their_stream_and_for_noth
 
 def test_pinned_memory_is_given_away_when_the_copies_are_done_that_torch_knows_of(model):
     def send(*, known):
-        filled = to_fill((3, 4), torch.float32, torch.device("cpu"))
+        filled = staging_empty((3, 4), torch.float32, torch.device("cpu"))
         model.use_by_cpu(filled.numpy(), writes=True)
-        sent = queued_to_device(filled, torch.device("cpu"))
+        sent = copy_staged_to_device(filled, torch.device("cpu"))
         assert sent.data_ptr() != filled.data_ptr()
         memory = model.memory_of(filled)
         if not known:

@@ -10,9 +10,9 @@ import pytest
 
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, ReadOnlyError, StateError, StorageError
-from torchrec_embcache.lifecycle import Lifecycle
+from torchrec_embcache.lifecycle import LifecycleConfig
 from torchrec_embcache.sessions import sweep
-from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.ranks import SingleRank
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _tables_that_only_say_what_they_are_asked(monkeypatch):
         for table, rule in zip(tables, rules, strict=True):
             table.sweep(rule)
 
-    monkeypatch.setattr(sweep, "sweep_together", sweep_together)
+    monkeypatch.setattr(sweep, "sweep_prepared", sweep_together)
 
 
 AT_SAVES = Policy([Ttl(steps=5)])
@@ -36,7 +36,7 @@ class Table:
     at: int = 7
     world_size: int = 1
     optimizer: object = "sgd"
-    read_only: bool = False
+    no_new_rows: bool = False
     error: Exception | None = None
     sweeps: int = field(default=0, init=False)
 
@@ -45,12 +45,12 @@ class Table:
 
     @property
     def settings(self) -> Any:
-        return SimpleNamespace(lifecycle=Lifecycle(eviction=self.policy))
+        return SimpleNamespace(lifecycle=LifecycleConfig(eviction=self.policy))
 
     @property
     def native(self) -> Any:
         return SimpleNamespace(
-            is_read_only=lambda: self.read_only, check_writable=self.check_writable, prepare_sweep=lambda _rule: None
+            is_read_only=lambda: self.no_new_rows, check_writable=self.check_writable, prepare_sweep=lambda _rule: None
         )
 
     def check_writable(self) -> None:
@@ -69,7 +69,7 @@ class Table:
 class TwoRanks:
     """Two ranks, each a thread, which meet where real ones would."""
 
-    sees_all = True
+    has_all_ranks = True
     world_size = 2
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class TwoRanks:
     def rank(self) -> int:
         return int(self._own.rank)
 
-    def together(self, work: Callable[[], Any]) -> list[Any]:
+    def gather(self, work: Callable[[], Any]) -> list[Any]:
         try:
             mine = (work(), None)
         except EmbCacheError as error:
@@ -115,7 +115,7 @@ class TwoRanks:
 
 
 def swept(tables: dict[str, Any], *, at_save: bool = True) -> list[int]:
-    sweep._sweep(tables, OneRank(), at_save=at_save)
+    sweep._sweep(tables, SingleRank(), at_save=at_save)
     return [table.sweeps for table in tables.values()]
 
 
@@ -126,7 +126,7 @@ def test_a_save_sweeps_the_tables_that_are_trained_and_say_so():
         "no policy": Table(None),
         "no optimizer": Table(optimizer=None),
         "no step": Table(at=0),
-        "read only": Table(read_only=True),
+        "read only": Table(no_new_rows=True),
     }
     assert swept(tables) == [1, 0, 0, 0, 0, 0]
 
@@ -137,7 +137,7 @@ def test_a_call_sweeps_every_table_that_has_a_policy():
 
 
 def test_a_save_of_a_table_whose_disk_failed_says_that_it_was_not_swept(caplog):
-    swept({"item": Table(read_only=True)})
+    swept({"item": Table(no_new_rows=True)})
     assert "table item is saved without a sweep" in caplog.text
 
 
@@ -180,13 +180,13 @@ def test_shards_that_agree_are_swept_on_both_ranks():
 
 
 def test_a_shard_whose_disk_failed_on_one_rank_is_left_out_on_both():
-    first, second = Table(world_size=2), Table(world_size=2, read_only=True)
+    first, second = Table(world_size=2), Table(world_size=2, no_new_rows=True)
     assert two(first, second) == [None, None]
     assert (first.sweeps, second.sweeps) == (0, 0)
 
 
 def test_a_call_sweeps_no_table_of_any_rank_where_one_of_a_rank_could_not_be_written():
-    ranks, healthy, failed = TwoRanks(), Table(world_size=2), Table(world_size=2, read_only=True)
+    ranks, healthy, failed = TwoRanks(), Table(world_size=2), Table(world_size=2, no_new_rows=True)
     tables = ({"a": Table(world_size=2), "b": healthy}, {"a": Table(world_size=2), "b": failed})
     said = ranks.run(lambda rank: sweep._sweep(tables[rank], ranks, at_save=False))  # type: ignore[arg-type]
     assert said == ["ReadOnlyError: it could not be written"] * 2

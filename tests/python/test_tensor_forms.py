@@ -42,7 +42,7 @@ from torchrec_embcache import (
     serialize,
     serving,
 )
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.optimizers import native_hyperparameters
 from torchrec_models import ROW_WISE, TABLE_WISE, rows_of, sharded
@@ -61,7 +61,7 @@ def assert_same(got: list[Tensor], want: list[Tensor], seed: int) -> None:
 
 
 def some_ids(dice: random.Random, count: int) -> Tensor:
-    """Ids, small ones or any, and sometimes the same one only."""
+    """IdsLike, small ones or any, and sometimes the same one only."""
     pool = dice.choice([IDS, IDS[3:], [dice.choice(IDS)]])
     return torch.tensor(dice.choices(pool, k=count), dtype=torch.int64)
 
@@ -388,10 +388,10 @@ def _native_calls(seed: int, shaped: int | None, shape: Callable[[F32], F32]) ->
     """What each call that takes a matrix gives, and the rows after it. Call `shaped` gets it by `shape`; None: it is refused."""
     dice = random.Random(seed)
     module = EmbCacheEmbedding(name="item", embedding_dim=DIM, tiers=TIERS, optimizer=optimizers.SGD(lr=0.5))
-    native, ids = internals(module.table).native, np.array(dice.sample(IDS[3:], dice.choice([1, 2, 5])))
+    native, ids = shard_of(module.table).native, np.array(dice.sample(IDS[3:], dice.choice([1, 2, 5])))
     others = ids + 100  # no plan uses them
     rows, numbers = some_weights(dice, len(ids), DIM).numpy(), native_hyperparameters(module.optimizer.param_groups)
-    mode = _native.PlanMode(train=True, ahead=False, unseen="initial")
+    mode = _native.PlanMode(train=True, is_prefetch=False, missing="initial")
     plan = _native.Lookup([native], [0]).plan(ids, np.array([0, len(ids)]), mode, 1, None)
     plan.wait()
 
@@ -402,7 +402,7 @@ def _native_calls(seed: int, shaped: int | None, shape: Callable[[F32], F32]) ->
     calls: list[Callable[[F32], object]] = [
         lambda given: native.import_rows(others, given, None, None),
         read,
-        lambda given: plan.refused_sums_sequence(given, 1).tolist(),
+        lambda given: plan.oov_gradient_sums_sequence(given, 1).tolist(),
         lambda given: plan.backward_sequence(given, numbers, None, 1),
     ]
     found: list[object] = []

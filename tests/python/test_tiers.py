@@ -21,7 +21,7 @@ from tables import (
 )
 from torchrec_embcache import EmbCacheWarning, TierBudgets
 from torchrec_embcache.exceptions import DeviceMemoryError
-from torchrec_embcache.lookahead import MOST_ANNOUNCED
+from torchrec_embcache.lookahead import MAX_PREFETCHED
 
 POLICIES = ["lru", "lfu", "s3fifo"]
 BATCHES = random_batches(24, 6, 160, seed=1)
@@ -238,7 +238,7 @@ def test_a_batch_that_is_read_in_another_mode_than_it_was_prefetched_in_is_given
             bag(*ids)
         assert bag.stats().pinned_rows == 0
         assert bag.remove_rows(list(range(200))) == 200
-        assert len(bag._group.lookahead._batches) <= MOST_ANNOUNCED
+        assert len(bag._group.prefetch_queue._batches) <= MAX_PREFETCHED
         bag.train()
         bag(*jagged([[1]])).sum().backward()
     assert not recwarn.list
@@ -249,7 +249,7 @@ def test_a_prefetched_batch_of_evaluation_that_never_comes_is_dropped_with_a_war
         bag.eval()
         bag.prefetch(*jagged([[1, 2]]))
         bag.train()
-        for _ in range(MOST_ANNOUNCED):
+        for _ in range(MAX_PREFETCHED):
             step(bag, [[1]])
         assert bag.stats().pinned_rows == 2
         with pytest.warns(EmbCacheWarning, match="1 prefetched batch"):
@@ -262,13 +262,13 @@ def test_more_prefetched_batches_than_come_are_dropped_with_a_warning(trained):
     with make_bag() as bag:
         step(bag, [list(range(100))])
         bag.train(trained)
-        for first in range(MOST_ANNOUNCED):
+        for first in range(MAX_PREFETCHED):
             bag.prefetch(*jagged([[first]]))
-        for first in range(MOST_ANNOUNCED, 90):
+        for first in range(MAX_PREFETCHED, 90):
             with pytest.warns(EmbCacheWarning, match="1 prefetched batch"):
                 bag.prefetch(*jagged([[first]]))
-            assert bag.stats().pinned_rows == MOST_ANNOUNCED
-        bag(*jagged([[90 - MOST_ANNOUNCED]])).sum()
+            assert bag.stats().pinned_rows == MAX_PREFETCHED
+        bag(*jagged([[90 - MAX_PREFETCHED]])).sum()
 
 
 def test_a_training_batch_that_was_evaluated_too_keeps_those_behind_it(recwarn):
@@ -281,7 +281,7 @@ def test_a_training_batch_that_was_evaluated_too_keeps_those_behind_it(recwarn):
         bag.train()
         for left, ids in zip([3, 2, 1, 0], batches, strict=True):
             bag(*ids).sum().backward()
-            assert len(bag._group.lookahead._batches) == left
+            assert len(bag._group.prefetch_queue._batches) == left
     assert not recwarn.list
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tables import Contents, make_bag, ssd_tiers, step
 from torchrec_embcache import EmbCacheEmbeddingBag, flush, publish
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.config import SsdRoot
 from torchrec_embcache.exceptions import EmbCacheError, StateError
 
@@ -33,18 +33,18 @@ def test_a_flush_follows_another_that_left_no_state_though_the_clock_went_back(t
         step(bag, [[1, 2]])
         bag.flush()
         flush(bag)
-        last = max(bag.table.published())
+        last = max(bag.table.commit_ids())
         # This is as where room is short, when states are given up.
-        for token in bag.table.published():
-            internals(bag.table).native.forget_published(token)
+        for token in bag.table.commit_ids():
+            shard_of(bag.table).native.forget_commit(token)
         monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
         monkeypatch.setattr(time, "time", lambda: now / 1e9 - 3600)
         step(bag, [[3, 4]])
         bag.flush()
-        (token,) = bag.table.published()
+        (token,) = bag.table.commit_ids()
         assert token > last
         flush(bag)
-        assert max(bag.table.published()) > token
+        assert max(bag.table.commit_ids()) > token
         held = Contents.of(bag)
     with bag_in(tmp_path / "ssd", reopen="resume") as bag:
         assert Contents.of(bag) == held
@@ -75,7 +75,7 @@ def test_threads_that_flush_one_table_or_its_model_take_turns(tmp_path):
     flush(model)
     held = [Contents.of(bag) for bag in model]
     for bag in model:
-        internals(bag.table).native.close()  # like a kill: nothing is flushed
+        shard_of(bag.table).native.close()  # like a kill: nothing is flushed
     model = model_in(tmp_path / "ssd", reopen="resume")
     assert [Contents.of(bag) for bag in model] == held
     close(model)
@@ -87,25 +87,25 @@ def test_a_mark_that_an_earlier_run_left_is_no_mark_of_a_new_flush(tmp_path):
     for bag in model:
         step(bag, [[1]])
     flush(model)
-    marked = max(publish.known_to(publish.known_roots([SsdRoot(str(root), "strict")])))
+    marked = max(publish.commit_ids_of_roots(publish.identify_roots([SsdRoot(str(root), "strict")])))
     close(model)
     model = model_in(root, reopen="discard")
     for bag in model:
         step(bag, [[2]])
     flush(model)
-    tokens = [max(bag.table.published()) for bag in model]
+    tokens = [max(bag.table.commit_ids()) for bag in model]
     assert tokens[0] == tokens[1] > marked
     close(model)
 
 
 def test_jobs_that_share_a_root_and_flush_at_once_take_tokens_of_their_own():
     known = [4, 9, 7]
-    tokens = [publish.new_token(known) for _ in range(8)]
-    assert all(token > 9 and publish.is_shared(token) for token in tokens)
+    tokens = [publish.new_commit_id(known) for _ in range(8)]
+    assert all(token > 9 and publish.is_multi_table(token) for token in tokens)
     assert len(set(tokens)) == len(tokens)
 
 
 def test_where_no_token_is_left_the_error_says_what_to_do():
     with pytest.raises(StateError, match="Saver") as caught:
-        publish.new_token([2**64 - 3])
+        publish.new_commit_id([2**64 - 3])
     assert isinstance(caught.value, EmbCacheError)

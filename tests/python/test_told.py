@@ -322,10 +322,10 @@ def test_while_the_hook_does_not_keep_up_sweeps_wait_and_whoever_counts_does_not
             left.append(now)
             for _ in range(3):
                 update(table(torch.tensor([-1])))
-        assert 4 * 65_536 <= table.stats().eviction.untold < rows / 2
-        assert table.stats().eviction.under_way
+        assert 4 * 65_536 <= table.stats().eviction.undelivered < rows / 2
+        assert table.stats().eviction.is_sweeping
         assert len(table) == 1
-        assert table.stats().eviction.untold >= rows - 2 * 65_536, (
+        assert table.stats().eviction.undelivered >= rows - 2 * 65_536, (
             "beyond the bound, because len() does not wait for the hook"
         )
         gate.set()
@@ -341,15 +341,15 @@ def test_without_on_evict_nothing_is_kept_and_kept_rows_can_be_drained_in_parts(
         for row_id in range(5):
             update(table(torch.tensor([row_id])))
             len(table)
-        assert table.stats().eviction.untold == 4
+        assert table.stats().eviction.undelivered == 4
         assert next(table.drain_evicted()).ids.tolist() == [0]
-        assert table.stats().eviction.untold == 3
+        assert table.stats().eviction.undelivered == 3
         assert [chunk.ids.tolist() for chunk in table.drain_evicted()] == [[1], [2], [3]]
         assert not list(table.drain_evicted())
     with embedding(on_full="evict", on_evict="keep", tiers=TierBudgets(host_bytes="4KiB")) as full:
         for first in range(0, 400, 40):
             update(full(torch.arange(first, first + 40)))
-        assert full.stats().eviction.untold == full.stats().dropped_rows > 0
+        assert full.stats().eviction.undelivered == full.stats().dropped_rows > 0
         assert full.stats().eviction.evicted == 0
 
 

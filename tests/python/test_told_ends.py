@@ -19,7 +19,7 @@ from lives import embedding, update
 from tables import ssd_tiers
 from test_interrupted_saves import Lines, is_interrupt, stopped
 from torchrec_embcache import EmbCacheEmbedding, EvictedRows, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import EvictionHookError, StateError
 from torchrec_embcache.saver import Saver
@@ -66,7 +66,7 @@ def waits_in_a_join(thread: threading.Thread) -> bool:
     while frame is not None:
         names.append((os.path.basename(frame.f_code.co_filename), frame.f_code.co_name))
         frame = frame.f_back
-    return ("threading.py", "join") in names and ("telling.py", "ending") in names
+    return ("threading.py", "join") in names and ("telling.py", "closing") in names
 
 
 def interrupt_once(_signal: int, _frame: object) -> None:
@@ -147,7 +147,7 @@ def test_an_interrupt_at_any_line_of_a_close_leaves_a_table_that_tells_or_one_th
         table, hook = made()
         at, error = stopped(table.close, stop_at)
         assert is_interrupt(error), (at.stopped_at, error)
-        native = internals(table.table).native
+        native = shard_of(table.table).native
         was_open.add(not native.is_closed())
         if native.is_closed():
             table.close()
@@ -223,8 +223,8 @@ def drop_amid_another_optimizer(say: Callable[[Any], None]) -> None:
     assert hook.began.wait(MOST_S)
     table.remove_rows([3])
     # The core's table is closed, and the next one is opened at the next use, which does not come.
-    internals(table.table).optimizer = optimizers.SGD(lr=0.1)
-    assert internals(table.table).native_or_none is None
+    shard_of(table.table).optimizer = optimizers.SGD(lr=0.1)
+    assert shard_of(table.table).native_or_none is None
     del table
     gc.collect()
     hook.gate.set()
@@ -238,7 +238,7 @@ def test_a_table_that_is_dropped_while_the_core_has_none_of_it_tells_and_lets_th
 FORKED = """
 import os, sys, threading, torch
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import StateError
 fails, end = sys.argv[1] == "fails", sys.argv[2]
 gate, began, parent = threading.Event(), threading.Event(), os.getpid()
@@ -258,7 +258,7 @@ def train(table, ids):
 table = table_of("parent")
 train(table, [0, 1])
 assert began.wait(60)
-while fails and not internals(table.table).telling._errors:
+while fails and not shard_of(table.table).evict_notifier._errors:
     pass
 if not fails:
     train(table, [2])
@@ -324,7 +324,7 @@ def test_ctrl_c_ends_the_wait_at_the_end_of_a_process():
     # before the wait.
     body = """print("in", threading.current_thread() is main, flush=True)
     names = set()
-    while not {"_tell_at_exit", "join"} <= names:
+    while not {"_notify_at_exit", "join"} <= names:
         time.sleep(0.01)
         frame, names = sys._current_frames()[main.ident], set()
         while frame is not None:
@@ -370,9 +370,9 @@ def test_a_table_that_is_closed_and_dropped_is_freed_at_once(how: str):
     if how == "hook that raises":
         with pytest.raises(EvictionHookError):
             train_until_told(table)
-    shard = weakref.ref(internals(table.table))
-    native = internals(table.table).native
-    queue_of = weakref.ref(internals(table.table).telling)
+    shard = weakref.ref(shard_of(table.table))
+    native = shard_of(table.table).native
+    queue_of = weakref.ref(shard_of(table.table).evict_notifier)
     gc.collect()
     gc.disable()
     try:
@@ -415,5 +415,5 @@ def test_queues_that_were_told_go_with_the_next_load(tmp_path: Path):
         table.optimizer = other if turn % 2 else optimizers.SGD(lr=0.1)
         Saver(0).load(table, tmp_path, slots=False)
     hook.told(4)
-    assert len(internals(table.table).telling._sources) <= 2
+    assert len(shard_of(table.table).evict_notifier._sources) <= 2
     table.close()

@@ -17,13 +17,13 @@ from rich.console import Console
 from tables import make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, Histogram, admission, eviction
 from torchrec_embcache.cli import main
-from torchrec_embcache.cli.top import read
-from torchrec_embcache.cli.top_drawing import drawn
-from torchrec_embcache.cli.top_frames import ALL, Frame, TableFrame, frame_of
-from torchrec_embcache.cli.top_sources import Reading, source_of, tables_of
+from torchrec_embcache.cli.top import read_frame
+from torchrec_embcache.cli.top_drawing import draw_frame
+from torchrec_embcache.cli.top_frames import ALL_TABLES, TableFrame, TopFrame, build_frame
+from torchrec_embcache.cli.top_sources import SourceReading, open_source, parse_tables
 from torchrec_embcache.exceptions import CorruptionError, InputError
 from torchrec_embcache.monitoring import JsonlLogger, PrometheusExporter, Sampler, TableSample
-from torchrec_embcache.monitoring.jsonl import line_of
+from torchrec_embcache.monitoring.jsonl import sample_to_line
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def lines(text: str) -> list[list[str]]:
 
 def test_an_endpoint_is_read_back_as_the_tables_were_sampled(bag: EmbCacheEmbeddingBag) -> None:
     with PrometheusExporter(bag, 0, host="127.0.0.1") as exporter:
-        (pair,) = source_of(exporter.url).read().values()
+        (pair,) = open_source(exporter.url).read().values()
     (sampled,) = Sampler(bag).sample().tables
     before, reading = pair
     assert before is None
@@ -80,7 +80,7 @@ def test_an_endpoint_is_read_back_as_the_tables_were_sampled(bag: EmbCacheEmbedd
 @pytest.mark.parametrize("given", ["http://127.0.0.1:{}", "http://127.0.0.1:{}/metrics", ":{}", "127.0.0.1:{}"])
 def test_an_endpoint_may_be_named_in_short(given: str, bag: EmbCacheEmbeddingBag) -> None:
     with PrometheusExporter(bag, 0, host="127.0.0.1") as exporter:
-        source = source_of(given.format(exporter.port))
+        source = open_source(given.format(exporter.port))
         assert source.name == exporter.url
         assert [key[1] for key in source.read()] == ["item"]
 
@@ -88,7 +88,7 @@ def test_an_endpoint_may_be_named_in_short(given: str, bag: EmbCacheEmbeddingBag
 @pytest.mark.parametrize("given", ["file:///etc/passwd", "ftp://127.0.0.1/metrics"])
 def test_other_urls_are_refused(given: str) -> None:
     with pytest.raises(InputError, match="is no address of metrics"):
-        source_of(given)
+        open_source(given)
 
 
 def test_a_file_gives_its_last_two_samples_and_a_line_that_is_not_whole_is_left_out(
@@ -101,7 +101,7 @@ def test_a_file_gives_its_last_two_samples_and_a_line_that_is_not_whole_is_left_
             logger.sample(number)
     whole = path.read_text()
     path.write_text(whole + '{"time":1.0,"step"\n' + whole.splitlines()[-1][:100])
-    ((before, after),) = source_of(str(path)).read().values()
+    ((before, after),) = open_source(str(path)).read().values()
     assert before is not None
     assert before.time < after.time
     steps = [reading.table.values["step"] for reading in (before, after)]
@@ -114,12 +114,12 @@ def test_two_ranks_may_share_a_file(tmp_path: Path, bag: EmbCacheEmbeddingBag) -
     path = tmp_path / "metrics.jsonl"
     ranks = [TableSample(table.module, table.table, rank, table.values) for rank in (0, 1)]
     made = [type(sample)(sample.time + seconds, 1, (one,)) for seconds in (0, 1) for one in ranks]
-    path.write_text("".join(line_of(one) + "\n" for one in made))
-    frame = read([source_of(str(path))])
+    path.write_text("".join(sample_to_line(one) + "\n" for one in made))
+    frame = read_frame([open_source(str(path))])
     assert [(one.title, one.rank, one.seconds) for one in frame.tables] == [
         ("item", "0", 1.0),
         ("item", "1", 1.0),
-        (ALL, "", 0.0),
+        (ALL_TABLES, "", 0.0),
     ]
     rows = bag.stats().rows
     assert [one.numbers["rows"] for one in frame.tables] == [rows, rows, 2 * rows]
@@ -141,7 +141,7 @@ def test_what_is_no_endpoint_and_no_file_of_samples_is_a_typed_error(tmp_path: P
     thread.start()
     try:
         with pytest.raises(CorruptionError, match="is no endpoint of PrometheusExporter"):
-            source_of(f"127.0.0.1:{server.server_port}").read()
+            open_source(f"127.0.0.1:{server.server_port}").read()
     finally:
         server.shutdown()
         thread.join()
@@ -150,9 +150,9 @@ def test_what_is_no_endpoint_and_no_file_of_samples_is_a_typed_error(tmp_path: P
     for text in ('{"loss": 1}\n', "step,loss\n1,2\n", "[]\n"):
         path.write_text(text)
         with pytest.raises(CorruptionError, match="is no sample of JsonlLogger"):
-            source_of(str(path)).read()
+            open_source(str(path)).read()
     path.write_text("")
-    assert source_of(str(path)).read() == {}
+    assert open_source(str(path)).read() == {}
 
 
 def test_metrics_of_other_programs_at_the_endpoint_are_left_out() -> None:
@@ -160,23 +160,23 @@ def test_metrics_of_other_programs_at_the_endpoint_are_left_out() -> None:
 
     registry = CollectorRegistry()
     Counter("python_gc", "Of another program.", registry=registry).inc()
-    assert tables_of(generate_latest(registry).decode(), "here") == []
+    assert parse_tables(generate_latest(registry).decode(), "here") == []
 
 
 # ---- what a frame says
 
 
 def test_a_frame_has_the_rates_between_two_readings() -> None:
-    def at(time: float, rank: int, hits: int, misses: int, waits: Histogram) -> Reading:
+    def at(time: float, rank: int, hits: int, misses: int, waits: Histogram) -> SourceReading:
         values = {"step": hits, "rows": 10, "host.hits": hits, "host.misses": misses, "row_wait": waits}
-        return Reading(time, TableSample("tables", "item", rank, values))
+        return SourceReading(time, TableSample("tables", "item", rank, values))
 
     fast, slow = Histogram(10, 10_000, ((1_024, 10),)), Histogram(10, 10**7, ((1 << 20, 10),))
     readings = [
         {("tables", "item", 0): (at(10.0, 0, 100, 100, slow), at(12.0, 0, 130, 110, slow + fast))},
         {("tables", "item", 1): (at(20.0, 1, 0, 0, Histogram()), at(24.0, 1, 10, 30, slow))},
     ]
-    frame = frame_of(["a", "b"], readings, ["c cannot be read"])
+    frame = build_frame(["a", "b"], readings, ["c cannot be read"])
     first, second, both = frame.tables
     assert (frame.time, frame.problems) == (24.0, ("c cannot be read",))
     assert (first.title, first.rank, first.seconds) == ("tables/item", "0", 2.0)
@@ -185,7 +185,7 @@ def test_a_frame_has_the_rates_between_two_readings() -> None:
     assert first.numbers["row_wait/p99_ms"] == 1_024 / 1e6
     assert first.numbers["steps_per_second"] == 15.0
     assert second.numbers["host/hit_rate"] == 0.25
-    assert (both.title, both.rank) == (ALL, "")
+    assert (both.title, both.rank) == (ALL_TABLES, "")
     assert both.numbers["host/hit_rate"] == 40 / 80
     assert both.numbers["host/hits_per_second"] == 15.0 + 2.5
     assert both.numbers["rows"] == 20
@@ -194,8 +194,8 @@ def test_a_frame_has_the_rates_between_two_readings() -> None:
 
 
 def test_tables_of_one_name_and_rank_are_told_apart_by_their_source() -> None:
-    reading = Reading(1.0, TableSample("", "item", 0, {"rows": 1}))
-    frame = frame_of(["left", "right"], [{("", "item", 0): (None, reading)}] * 2)
+    reading = SourceReading(1.0, TableSample("", "item", 0, {"rows": 1}))
+    frame = build_frame(["left", "right"], [{("", "item", 0): (None, reading)}] * 2)
     assert [table.rank for table in frame.tables] == ["0 of left", "0 of right", ""]
 
 
@@ -356,9 +356,9 @@ def test_numbers_are_not_cut_in_a_terminal_that_is_wide_enough() -> None:
         "ssd/capacity_bytes": 1.0 * 2**40,
         "ssd/read_only": 1.0,
     }
-    frame = Frame(0.0, ("here",), (TableFrame("model.sparse.tables/item", "0", 1.0, numbers),))
+    frame = TopFrame(0.0, ("here",), (TableFrame("model.sparse.tables/item", "0", 1.0, numbers),))
     console = Console(file=io.StringIO(), width=140, record=True, color_system=None)
-    console.print(drawn(frame))
+    console.print(draw_frame(frame))
     text = console.export_text()
     for shown in (
         "1.2 G",
@@ -379,7 +379,7 @@ def test_numbers_are_not_cut_in_a_terminal_that_is_wide_enough() -> None:
 
 def test_a_frame_of_no_table_says_so() -> None:
     console = Console(file=io.StringIO(), width=100, record=True)
-    console.print(drawn(Frame(None, ("here",), ())))
+    console.print(draw_frame(TopFrame(None, ("here",), ())))
     assert "no samples yet" in console.export_text()
 
 
@@ -394,8 +394,8 @@ def test_frames_are_drawn_while_a_table_is_trained_in_another_thread(bag: EmbCac
     thread.start()
     try:
         with PrometheusExporter(bag, 0, host="127.0.0.1") as exporter:
-            source = source_of(exporter.url)
-            frames = [read([source]) for _ in range(5)]
+            source = open_source(exporter.url)
+            frames = [read_frame([source]) for _ in range(5)]
     finally:
         done.set()
         thread.join()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tables import EXTREME_IDS, OPTIMIZERS, Contents, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheWarning, TierBudgets, initializers, optimizers
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
 
@@ -65,7 +65,7 @@ class Tables:
         ]
         self.features = [0, 0, *range(1, len(widths))]
         self.group = LookupGroup(
-            [internals(bag.table) for bag in self.bags],
+            [shard_of(bag.table) for bag in self.bags],
             self.features,
             lambda: [group for bag in self.bags for group in bag._group.param_groups()],
         )
@@ -154,7 +154,7 @@ def test_many_rows_at_once_as_on_a_gpu_have_the_bits_of_the_core(at_once, monkey
     """The interpreter is given 2, because it takes as long for what is masked."""
     from torchrec_embcache.triton_kernels import launch
 
-    monkeypatch.setattr(launch.Columns, "at_once", at_once)
+    monkeypatch.setattr(launch.ColumnLayout, "rows_in_flight", at_once)
 
     def run():
         tables = Tables([5, 9, 5], [DECAYED["adam"], DECAYED["lamb"], DECAYED["sgd"]])
@@ -189,12 +189,12 @@ def test_an_optimizer_that_the_kernels_do_not_have_is_refused(by, monkeypatch):
     weights, slot = torch.ones(1, 4), torch.zeros(1, 4)
     tiers = torch.tensor([weights.data_ptr(), slot.data_ptr(), slot.data_ptr(), slot.data_ptr()], device=DEVICE)
     one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    rows = launch.Rows(one, one, torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), one)
-    gradients = launch.Gradients(torch.ones(1, 4, device=DEVICE))
+    rows = launch.DistinctRows(one, one, torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), one)
+    gradients = launch.DeviceGradients(torch.ones(1, 4, device=DEVICE))
     # The compiler wraps what a static assertion of a kernel raises.
     error, words = (UnsupportedError, "'radam': give one of sgd") if by == "host" else (Exception, "of this kind")
     with pytest.raises(error, match=words):
-        launch.update("radam", 4, tiers, torch.zeros(9, device=DEVICE), rows, gradients, count=1)
+        launch.update_rows("radam", 4, tiers, torch.zeros(9, device=DEVICE), rows, gradients, count=1)
     assert (weights.tolist(), slot.tolist()) == ([[1.0] * 4], [[0.0] * 4])
 
 
@@ -223,7 +223,7 @@ def test_a_forward_holds_off_whoever_would_grow_the_tier(monkeypatch):
     with make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB"), device=device()) as bag:
         train(bag, [[[1, 2]]])
         grown = threading.Event()
-        real_pool, real_ensure = launch.pool, DeviceTier.ensure
+        real_pool, real_ensure = launch.pool_rows, DeviceTier.ensure_capacity
         growing = threading.Thread(target=lambda: bag.eval()(torch.arange(100, 160).view(-1, 1)))
         found: list[bool] = []
 
@@ -239,8 +239,8 @@ def test_a_forward_holds_off_whoever_would_grow_the_tier(monkeypatch):
                 found[0] = grown.wait(timeout=0.3)
             real_pool(*arguments)
 
-        monkeypatch.setattr(launch, "pool", pool)
-        monkeypatch.setattr(DeviceTier, "ensure", ensure)
+        monkeypatch.setattr(launch, "pool_rows", pool)
+        monkeypatch.setattr(DeviceTier, "ensure_capacity", ensure)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", EmbCacheWarning)
             bag(torch.tensor([[1, 2]]))
@@ -341,10 +341,10 @@ def test_gradients_at_the_edges_of_float32_have_the_bits_of_the_core():
 
 
 def test_evaluations_of_ids_without_rows_have_the_bits_of_the_core():
-    for unseen in ("initial", "zeros"):
+    for missing in ("initial", "zeros"):
 
-        def run(unseen=unseen):
-            tables = Tables([6, 6], [optimizers.SGD(lr=0.1)] * 2, unseen=unseen)
+        def run(missing=missing):
+            tables = Tables([6, 6], [optimizers.SGD(lr=0.1)] * 2, missing=missing)
             tables.pooled([[1, 2], [3], [4]], [False] * 3)
             tables.pooled([[1, 50], [51], [52, 4, 53]], [True, False, True], train=False)
             return tables.everything()
@@ -407,7 +407,7 @@ def test_a_row_that_refused_ids_share_has_the_bits_of_the_core():
             optimizer=DECAYED["rowwise_adagrad"],
             initializer=initializers.Uniform(-0.5, 0.5),
             admission=admission.Count(310),
-            not_admitted="shared",
+            not_admitted="oov",
         )
         outs = []
         with table:
@@ -416,7 +416,7 @@ def test_a_row_that_refused_ids_share_has_the_bits_of_the_core():
                 out = table(torch.tensor([1, 2, 1, 3 + step, 9, *[9] * 300, 3 + step]))
                 outs.append(bits(out))
                 (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.device)).sum().backward()
-            return outs, (table.table.shared_row().tobytes(), Contents.of(table))
+            return outs, (table.table.oov_row().tobytes(), Contents.of(table))
 
     equal_on_each(run)
 
@@ -450,8 +450,8 @@ def test_without_triton_its_kernels_are_refused_and_torchs_serve(monkeypatch):
     from torchrec_embcache import backends
 
     monkeypatch.setattr(backends, "find_spec", lambda _name: None)
-    assert backends._usual_kernels(torch.device("cuda")) == "torch"
-    assert backends._usual_kernels(torch.device("cpu")) == "core"
+    assert backends._default_kernels(torch.device("cuda")) == "torch"
+    assert backends._default_kernels(torch.device("cpu")) == "core"
     monkeypatch.setenv("EMBCACHE_KERNELS", "triton")
     with pytest.raises(ConfigError, match="triton, which is not installed"):
         make_bag(tiers=TIERS)
@@ -460,5 +460,5 @@ def test_without_triton_its_kernels_are_refused_and_torchs_serve(monkeypatch):
 def test_with_triton_it_is_what_runs_on_cuda():
     from torchrec_embcache import backends
 
-    assert backends._usual_kernels(torch.device("cuda")) == "triton"
-    assert backends._usual_kernels(torch.device("cpu")) == "core"
+    assert backends._default_kernels(torch.device("cuda")) == "triton"
+    assert backends._default_kernels(torch.device("cpu")) == "core"

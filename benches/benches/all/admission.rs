@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use embcache::cache::{Lookup, PlanMode, Table};
-use embcache::config::{Admission, MissingRead, OptimizerKind, TableConfig};
+use embcache::config::{AdmissionRule, MissingRead, OptimizerKind, TableConfig};
 use embcache_benches::{
     BATCH_IDS, Bench, Better, DIM, Group, Ids, PlainCounts, PlainDedupe, PlainIndex, Rounds, Scale, TrainedInTurn,
     huge_pages, prefetch, scattered_id, table_config, table_in_ram, uniform_ranks, zipf_ranks,
@@ -27,11 +27,11 @@ pub(crate) fn group() -> Group {
     ])
 }
 
-fn count(threshold: u32) -> Admission {
-    Admission::Count { threshold, window_steps: None, memory: MEMORY }
+fn count(threshold: u32) -> AdmissionRule {
+    AdmissionRule::Count { threshold, window_steps: None, memory: MEMORY }
 }
 
-fn in_ram(optimizer: OptimizerKind, rows: u64, admission: Admission) -> Table {
+fn in_ram(optimizer: OptimizerKind, rows: u64, admission: AdmissionRule) -> Table {
     table_in_ram(
         TableConfig { not_admitted: MissingRead::Zeros, admission, ..table_config(optimizer, rows + rows / 100) },
         rows,
@@ -41,7 +41,7 @@ fn in_ram(optimizer: OptimizerKind, rows: u64, admission: Admission) -> Table {
 fn all_known(scale: Scale) -> Box<dyn Rounds> {
     let rows = scale.pick(10_000_000, 100_000);
     let open = |admission| in_ram(OptimizerKind::RowWiseAdagrad, rows, admission);
-    Box::new(TrainedInTurn::new(scale, rows, [open(count(5)), open(Admission::All)]))
+    Box::new(TrainedInTurn::new(scale, rows, [open(count(5)), open(AdmissionRule::All)]))
 }
 
 /// Batches of which half of the occurrences are of ids that wait, and stay.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use embcache::cache::{Lookup, PlanMode, Table};
-use embcache::config::{Admission, MissingRead, OptimizerKind, TableConfig};
+use embcache::config::{AdmissionRule, MissingRead, OptimizerKind, TableConfig};
 use embcache::io::default_engine;
 use embcache_benches::{BATCH_IDS, Better, Group, Row, Scale, resident, scattered_id, table_config};
 
@@ -20,7 +20,7 @@ const WARM_UP: usize = 8;
 fn measure(scale: Scale) {
     let most = scale.pick(10_000_000_u64, 100_000);
     // Enough for all ids, so that nothing is forgotten.
-    let admission = Admission::Count { threshold: 1 << 20, window_steps: None, memory: 1 << 30 };
+    let admission = AdmissionRule::Count { threshold: 1 << 20, window_steps: None, memory: 1 << 30 };
     let config = TableConfig { admission, not_admitted: MissingRead::Zeros, ..table_config(OptimizerKind::Sgd, 1000) };
     let engine = default_engine().expect("an engine for files, which are not used");
     let table = Table::open(config, None, engine).expect("a table in RAM");

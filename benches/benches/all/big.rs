@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-use embcache::config::Reopen;
+use embcache::config::ReopenMode;
 use embcache::io::default_engine;
 use embcache::rows::{RowAddress, RowHeader, RowMut, RowRef};
 use embcache::ssd::{SsdTier, StateCounters};
@@ -48,7 +48,7 @@ pub(crate) fn reopens() -> bool {
     flag == REOPENS
 }
 
-fn open(dir: &Path, rows: u64, reopen: Reopen) -> SsdTier {
+fn open(dir: &Path, rows: u64, reopen: ReopenMode) -> SsdTier {
     open_tier(dir, &default_engine().expect("an engine"), cap_bytes(rows), reopen)
 }
 
@@ -164,7 +164,7 @@ fn measure(scale: Scale, wanted: Wanted<'_>) {
         eprintln!("{why}");
         std::process::exit(1)
     });
-    let tier = open(scratch.path(), rows, Reopen::Never);
+    let tier = open(scratch.path(), rows, ReopenMode::Never);
     let mut load = Load { tier, batch: Batch::new(), rows: 0, base: (0, 0), worst: (0.0, 0) };
     let before = resident().now;
     let sizes = [rows / 100, rows / 10, rows];
@@ -244,7 +244,7 @@ fn reopen(dir: &Path, rows: u64) {
     let mut batch = Batch::new();
     let ranks = uniform_ranks(23, BATCH, rows);
     let begin = Instant::now();
-    let tier = open(dir, rows, Reopen::Resume);
+    let tier = open(dir, rows, ReopenMode::Resume);
     batch.fetch(&tier, &ranks);
     let seconds = begin.elapsed().as_secs_f64();
     assert_eq!(tier.rows(), rows);

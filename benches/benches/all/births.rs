@@ -5,7 +5,7 @@ use std::time::Instant;
 use embcache::cache::{Lookup, PlanMode, Table};
 use embcache::config::{OptimizerKind, TableConfig};
 use embcache::io::default_engine;
-use embcache::rows::{Initializer, RowBirth};
+use embcache::rows::{InitializerSpec, RowInitializer};
 use embcache_benches::{
     BATCH_IDS, Bench, Better, FreshRows, Group, PlainIndex, Rounds, Scale, scattered_id, table_config,
 };
@@ -15,7 +15,7 @@ const AHEAD: usize = 32;
 
 const LIMIT: &str = "plain loop: ids into an open-addressing table, Philox in the widest registers, numbers written to rows in fresh memory";
 const TWICE: &str = "twice the one-thread figure of the same run";
-const UNIFORM: Initializer = Initializer::Uniform { low: -0.01, high: 0.01 };
+const UNIFORM: InitializerSpec = InitializerSpec::Uniform { low: -0.01, high: 0.01 };
 
 pub(crate) fn group() -> Group {
     let bench = |name, limit, make| Bench { name, unit: "rows/s", better: Better::Higher, limit, make };
@@ -23,7 +23,7 @@ pub(crate) fn group() -> Group {
         bench("births_uniform", Some(LIMIT), |scale| births(scale, UNIFORM, 1)),
         bench("births_uniform_two_threads", Some(TWICE), |scale| births(scale, UNIFORM, 2)),
         bench("births_normal_two_threads", None, |scale| {
-            births(scale, Initializer::Normal { mean: 0.0, std: 0.01 }, 2)
+            births(scale, InitializerSpec::Normal { mean: 0.0, std: 0.01 }, 2)
         }),
     ])
 }
@@ -38,12 +38,12 @@ struct Births {
 
 /// The rows of the limit.
 struct Plain {
-    birth: RowBirth,
+    birth: RowInitializer,
     index: PlainIndex,
     rows: FreshRows,
 }
 
-fn births(scale: Scale, initializer: Initializer, threads: usize) -> Box<dyn Rounds> {
+fn births(scale: Scale, initializer: InitializerSpec, threads: usize) -> Box<dyn Rounds> {
     let batches: Vec<Vec<i64>> = (0..scale.pick(20, 2))
         .map(|batch| (0..BATCH_IDS as u64).map(|at| scattered_id(batch * BATCH_IDS as u64 + at)).collect())
         .collect();
@@ -54,7 +54,7 @@ fn births(scale: Scale, initializer: Initializer, threads: usize) -> Box<dyn Rou
     let table = Table::open(config, None, engine).expect("a table in RAM");
     let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("one feature of one table");
     let plain = Plain {
-        birth: RowBirth::new(initializer, 0, 1).expect("an initializer that is sound"),
+        birth: RowInitializer::new(initializer, 0, 1).expect("an initializer that is sound"),
         index: PlainIndex::with_room(rows as usize),
         rows: FreshRows::new(rows as usize),
     };

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use embcache::cache::{RowBlock, Table};
-use embcache::checkpoint::{Chain, Directory, Latest, RankWriter, Save};
+use embcache::checkpoint::{CheckpointChain, CheckpointDirectory, CheckpointSave, LatestCheckpoint, RankWriter};
 use embcache::config::{OptimizerKind, TableConfig};
-use embcache::io::{IoEngine, Open, default_engine};
+use embcache::io::{IoEngine, IoOpenMode, default_engine};
 use embcache::rows::RowHeader;
 use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
 use embcache_benches::{
@@ -82,8 +82,8 @@ pub(super) fn rows_of(scale: Scale) -> u64 {
 /// Save the tables of all ranks into a new folder. The result is the bytes of the files with rows.
 pub(super) fn save(engine: &Arc<dyn IoEngine>, root: &Path, tables: &[Table]) -> u64 {
     engine.create_dir_all(root).expect("a folder of our own");
-    let directory = Directory::in_engine(Arc::clone(engine), root);
-    let save = Save::begin(&directory, 7).expect("begun");
+    let directory = CheckpointDirectory::with_engine(Arc::clone(engine), root);
+    let save = CheckpointSave::begin(&directory, 7).expect("begun");
     let world = tables.len() as u32;
     let digest = |(rank, table)| {
         let mut writer = RankWriter::new(&directory, save.name(), rank, world).expect("made");
@@ -93,11 +93,11 @@ pub(super) fn save(engine: &Arc<dyn IoEngine>, root: &Path, tables: &[Table]) ->
     let digests: Vec<_> = (0..).zip(tables).map(digest).collect();
     let published = save.publish(&digests, 1).expect("published");
     let paths = engine.list(&dir_of(root, &published.latest)).expect("a folder");
-    paths.iter().map(|path| engine.open(path, Open::Read).and_then(|file| file.len()).expect("a file")).sum()
+    paths.iter().map(|path| engine.open(path, IoOpenMode::Read).and_then(|file| file.len()).expect("a file")).sum()
 }
 
 /// The folder of the table's files.
-fn dir_of(root: &Path, latest: &Latest) -> PathBuf {
+fn dir_of(root: &Path, latest: &LatestCheckpoint) -> PathBuf {
     root.join(latest.name.to_string()).join(format!("{MODULE}+rows"))
 }
 
@@ -206,11 +206,11 @@ impl Loads {
     /// Load the checkpoint into a new table. The result is the table and the time that the load took.
     fn load(&mut self) -> (Table, Duration) {
         let table = table(self.rows, 0, 1);
-        let directory = Directory::in_engine(Arc::clone(&self.engine), &self.root);
-        let latest = Latest::read(&directory).expect("a checkpoint");
+        let directory = CheckpointDirectory::with_engine(Arc::clone(&self.engine), &self.root);
+        let latest = LatestCheckpoint::read(&directory).expect("a checkpoint");
         files(&dir_of(&self.root, &latest)).for_each(|file| forget_cached(&file));
         let (cpu, begin) = (cpu_seconds(), Instant::now());
-        let checkpoint = Chain::open(&directory, latest).expect("a checkpoint");
+        let checkpoint = CheckpointChain::open(&directory, latest).expect("a checkpoint");
         let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
         reader.load_into(&table).expect("whole");
         let took = begin.elapsed();
@@ -288,13 +288,13 @@ impl Rounds for Reshards {
             let engine = CountedEngine::over(default_engine().expect("an engine"));
             let shared: Arc<dyn IoEngine> = engine.clone();
             let table = table(self.rows / u64::from(RESHARD.1), rank, RESHARD.1);
-            let directory = Directory::in_engine(Arc::clone(&shared), &self.root);
-            let latest = Latest::read(&directory).expect("a checkpoint");
-            let checkpoint = Chain::open(&directory, latest).expect("a checkpoint");
+            let directory = CheckpointDirectory::with_engine(Arc::clone(&shared), &self.root);
+            let latest = LatestCheckpoint::read(&directory).expect("a checkpoint");
+            let checkpoint = CheckpointChain::open(&directory, latest).expect("a checkpoint");
             let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
             reader.load_into(&table).expect("whole");
             let row_bytes = OPTIMIZER.layout(DIM).floats() * 4 + 28;
-            engine.read_bytes() as f64 / (reader.most_rows() * row_bytes as u64) as f64
+            engine.read_bytes() as f64 / (reader.max_rows() * row_bytes as u64) as f64
         });
         self.per_rank = per_rank.collect();
         self.per_rank.iter().copied().fold(0.0, f64::max)

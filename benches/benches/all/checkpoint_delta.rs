@@ -9,8 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use embcache::cache::{Ancestor, RowBlock, Table};
-use embcache::checkpoint::{Directory, RankDigest, RankWriter, Save, SaveOptions};
+use embcache::cache::{BaseCheckpoint, RowBlock, Table};
+use embcache::checkpoint::{CheckpointDirectory, CheckpointSave, RankDigest, RankWriter, SaveOptions};
 use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, default_engine};
 use embcache::rows::RowHeader;
@@ -64,13 +64,13 @@ impl Deltas {
     }
 
     /// Save, and make the checkpoint the newest ancestor. The result is the seconds, the number of rows written, and the ancestor.
-    fn save(&self, root: &Path, ancestor: Option<&Ancestor>) -> (f64, u64, Ancestor) {
+    fn save(&self, root: &Path, ancestor: Option<&BaseCheckpoint>) -> (f64, u64, BaseCheckpoint) {
         let begin = Instant::now();
         let parent = ancestor
-            .map(|one| embcache::checkpoint::Parent { name: one.name.clone(), manifest_xxh3: one.manifest_xxh3 });
+            .map(|one| embcache::checkpoint::CheckpointId { name: one.name.clone(), manifest_xxh3: one.manifest_xxh3 });
         let options = SaveOptions { parent, ..SaveOptions::default() };
-        let directory = Directory::in_engine(Arc::clone(&self.engine), root);
-        let save = Save::begin_with(&directory, 7, options).expect("begun");
+        let directory = CheckpointDirectory::with_engine(Arc::clone(&self.engine), root);
+        let save = CheckpointSave::begin_with(&directory, 7, options).expect("begun");
         let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
         let rows = match ancestor {
             None => writer.write_rows_of("m", &self.table, BTreeMap::new()).expect("written"),
@@ -80,7 +80,7 @@ impl Deltas {
         let next_epoch = self.table.epoch().expect("open") + 1;
         let published = save.publish(&digests, next_epoch).expect("published");
         let identity = published.identity;
-        let ancestor = Ancestor { name: identity.name, manifest_xxh3: identity.manifest_xxh3, next_epoch };
+        let ancestor = BaseCheckpoint { name: identity.name, manifest_xxh3: identity.manifest_xxh3, next_epoch };
         self.table.set_epoch(next_epoch).expect("open");
         self.table.saved_as(ancestor.clone()).expect("open");
         (begin.elapsed().as_secs_f64(), rows, ancestor)

@@ -10,8 +10,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use embcache::cache::{RowBlock, Table};
-use embcache::checkpoint::{Chain, Directory, Latest, LinkedTable, RankWriter, Save, SaveOptions};
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::checkpoint::{
+    CheckpointChain, CheckpointDirectory, CheckpointSave, LatestCheckpoint, LinkedTable, RankWriter, SaveOptions,
+};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::rows::RowHeader;
 use embcache::ssd::{LinkedBytes, StateCounters};
@@ -46,8 +48,8 @@ fn config(rows: u64, dir: &Path) -> TableConfig {
     let ssd = SsdConfig {
         dir: dir.to_owned(),
         bytes: rows * 300 * 3 / 2 + (64 << 20),
-        reopen: Reopen::Never,
-        resume_token: None,
+        reopen: ReopenMode::Never,
+        resume_commit_id: None,
     };
     TableConfig { host_bytes: in_ram.host_bytes + rows * 16 + (1 << 20), ssd: Some(ssd), ..in_ram }
 }
@@ -77,8 +79,8 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, linked: bool) ->
     std::fs::create_dir(root).expect("a folder of our own");
     let begin = Instant::now();
     let options = SaveOptions { linked, ..SaveOptions::default() };
-    let directory = Directory::in_engine(Arc::clone(engine), root);
-    let save = Save::begin_with(&directory, 7, options).expect("begun");
+    let directory = CheckpointDirectory::with_engine(Arc::clone(engine), root);
+    let save = CheckpointSave::begin_with(&directory, 7, options).expect("begun");
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
     let saved = if linked {
         writer.link_rows_of(MODULE, table, BTreeMap::new()).expect("linked")
@@ -173,15 +175,15 @@ impl Loads {
     /// Make a table from a checkpoint. The result is the seconds and the table.
     fn load(&self, kind: &str) -> (f64, Table) {
         let root = self.scratch.path().join(kind);
-        let directory = Directory::in_engine(Arc::clone(&self.engine), &root);
-        let latest = Latest::read(&directory).expect("a checkpoint");
+        let directory = CheckpointDirectory::with_engine(Arc::clone(&self.engine), &root);
+        let latest = LatestCheckpoint::read(&directory).expect("a checkpoint");
         let dir = root.join(latest.name.to_string()).join(format!("{MODULE}+rows"));
         for entry in std::fs::read_dir(dir).expect("a folder") {
             forget_cached(&std::fs::File::open(entry.expect("a folder").path()).expect("a file"));
         }
         let config = config(self.rows, &self.tier());
         let begin = Instant::now();
-        let checkpoint = Chain::open(&directory, latest).expect("a checkpoint");
+        let checkpoint = CheckpointChain::open(&directory, latest).expect("a checkpoint");
         let found = checkpoint.links()[0].segments_of(MODULE, "rows", &config.buckets).expect("whole");
         let table = if let Some(found) = found {
             let counters = StateCounters { step: 0, epoch: checkpoint.manifest().next_epoch };

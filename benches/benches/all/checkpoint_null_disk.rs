@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use embcache::cache::Table;
-use embcache::checkpoint::{Chain, Directory, Latest};
+use embcache::checkpoint::{CheckpointChain, CheckpointDirectory, LatestCheckpoint};
 use embcache::io::IoEngine;
 use embcache_benches::{Bench, Better, Group, NullDisk, PlainLoad, Rounds, Scale, cpu_seconds, scattered_id};
 
@@ -45,9 +45,10 @@ impl Loads {
     /// Load the checkpoint into a new table. The result is the table and the seconds that the load took.
     fn load(&mut self) -> (Table, f64) {
         let table = table(self.rows, 0, 1);
-        let directory = Directory::in_engine(Arc::clone(&self.engine), Path::new(ROOT));
+        let directory = CheckpointDirectory::with_engine(Arc::clone(&self.engine), Path::new(ROOT));
         let (cpu, begin) = (cpu_seconds(), Instant::now());
-        let checkpoint = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("manifests");
+        let checkpoint = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint"))
+            .expect("manifests");
         let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
         reader.load_into(&table).expect("whole");
         let seconds = begin.elapsed().as_secs_f64();

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use embcache::index::{Deduped, Deduper};
+use embcache::index::{DedupedIds, IdDeduper};
 use embcache_benches::{
     BATCH_IDS, Bench, Better, Group, Ids, PlainDedupe, Rounds, Scale, scattered_id, uniform_ranks, zipf_ranks,
 };
@@ -33,8 +33,8 @@ pub(crate) fn group() -> Group {
 
 struct Dedupe {
     ids: Ids,
-    deduper: Deduper,
-    deduped: Deduped,
+    deduper: IdDeduper,
+    deduped: DedupedIds,
     plain: PlainDedupe,
 }
 
@@ -42,8 +42,8 @@ fn dedupe(scale: Scale, mostly_new: bool, ranks: fn(usize) -> Vec<u64>) -> Box<d
     let ids = Ids::from_ranks(&ranks(BATCH_IDS * scale.pick(40, 2)), BATCH_IDS, scattered_id);
     Box::new(Dedupe {
         ids,
-        deduper: Deduper::default(),
-        deduped: Deduped::default(),
+        deduper: IdDeduper::default(),
+        deduped: DedupedIds::default(),
         plain: PlainDedupe::new(BATCH_IDS, mostly_new),
     })
 }

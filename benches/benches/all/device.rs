@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use embcache::cache::{DeviceRows, Lookup, Plan, PlanMode, RowBlock, Table};
+use embcache::cache::{DeviceRowReader, Lookup, Plan, PlanMode, RowBlock, Table};
 use embcache::config::OptimizerKind;
 use embcache::io::default_engine;
 use embcache::rows::RowHeader;
@@ -55,7 +55,7 @@ impl Memory {
     }
 }
 
-impl DeviceRows for Memory {
+impl DeviceRowReader for Memory {
     fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
         let tensors = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for (at, ((&slot, row), scalar)) in slots.iter().zip(vectors.as_chunks_mut().0).zip(scalars).enumerate() {
@@ -110,7 +110,7 @@ fn table(present: &[i64], on_device: u32, memory: &Arc<Memory>) -> Table {
     let mut config = table_config(OptimizerKind::RowWiseAdagrad, rows + rows / 100);
     config.device_rows = Some(on_device);
     let engine = default_engine().expect("an engine for files, which are not used");
-    let reader = Some(Arc::clone(memory) as Arc<dyn DeviceRows>);
+    let reader = Some(Arc::clone(memory) as Arc<dyn DeviceRowReader>);
     let table = Table::open(config, reader, engine).expect("a table in RAM");
     for ids in present.chunks(100_000) {
         let headers: Vec<RowHeader> = ids.iter().map(|&id| RowHeader { id, ..RowHeader::default() }).collect();

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use embcache::index::HostIndex;
+use embcache::index::SlotIndex;
 use embcache_benches::{
     BATCH_IDS, Bench, Better, Group, Ids, PlainIndex, Rounds, Scale, scattered_id, uniform_ranks, zipf_ranks,
 };
@@ -39,7 +39,7 @@ pub(crate) fn group() -> Group {
 struct Lookup {
     ids: Ids,
     rows: u64,
-    index: HostIndex,
+    index: SlotIndex,
     plain: PlainIndex,
     slots: Vec<u32>,
 }
@@ -48,7 +48,7 @@ fn lookup(scale: Scale, rows: u64, ranks: fn(usize, u64) -> Vec<u64>) -> Box<dyn
     let rows = scale.pick(rows, rows / 100);
     let ids = Ids::from_ranks(&ranks(BATCH_IDS * scale.pick(40, 2), rows), BATCH_IDS, scattered_id);
     let present: Vec<i64> = (0..rows).map(scattered_id).collect();
-    let mut index = HostIndex::new(present.len());
+    let mut index = SlotIndex::new(present.len());
     for (slot, &id) in present.iter().enumerate() {
         index.insert(id, slot as u32);
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use embcache::io::{AlignedBuf, IoEngine, IoFile, Open, Read, default_engine};
+use embcache::io::{AlignedBuf, IoEngine, IoFile, IoOpenMode, IoReadRequest, default_engine};
 use embcache_benches::{
     Bench, Better, Group, RAW_DEPTH, RawReads, Rounds, Scale, SplitMix64, cpu_seconds, write_sequentially,
 };
@@ -20,7 +20,7 @@ fn directory() -> tempfile::TempDir {
 
 struct Reads {
     engine: Arc<dyn IoEngine>,
-    batches: Vec<Vec<Read>>,
+    batches: Vec<Vec<IoReadRequest>>,
     offsets: Vec<u64>,
     raw: RawReads,
     cost: bool,
@@ -33,7 +33,7 @@ impl Reads {
         let path = dir.path().join("rows");
         let bytes = scale.pick(2 << 30, 16 << 20);
         let engine = default_engine().expect("an engine");
-        let file = engine.open(&path, Open::Create { preallocate: bytes }).expect("a new file");
+        let file = engine.open(&path, IoOpenMode::Create { preallocate: bytes }).expect("a new file");
         let mut random = SplitMix64(5);
         let mut data = AlignedBuf::zeroed(CHUNK);
         for word in data.chunks_exact_mut(8) {
@@ -46,7 +46,7 @@ impl Reads {
         file.sync().expect("a sync");
         let offsets: Vec<u64> =
             (0..20 * scale.pick(8192, 256)).map(|_| random.next_below(bytes - READ_BYTES as u64)).collect();
-        let read = |&offset: &u64| Read { file: file.clone(), offset, len: READ_BYTES };
+        let read = |&offset: &u64| IoReadRequest { file: file.clone(), offset, len: READ_BYTES };
         let batches = offsets.chunks(offsets.len() / 20).map(|batch| batch.iter().map(read).collect()).collect();
         let raw = RawReads::new(&path, READ_BYTES, RAW_DEPTH);
         Box::new(Self { engine, batches, offsets, raw, cost, _dir: dir })
@@ -115,7 +115,7 @@ impl Rounds for Writes {
     fn ours(&mut self) -> f64 {
         let path = self.dir.path().join("ours");
         let begin = Instant::now();
-        let file = self.engine.open(&path, Open::Create { preallocate: self.bytes }).expect("a new file");
+        let file = self.engine.open(&path, IoOpenMode::Create { preallocate: self.bytes }).expect("a new file");
         self.write(&*file);
         let rate = self.bytes as f64 / begin.elapsed().as_secs_f64();
         self.engine.remove_file(&path).expect("our own file");

@@ -4,11 +4,11 @@
 use std::time::Instant;
 
 use embcache::config::OptimizerKind;
-use embcache::index::Deduper;
+use embcache::index::IdDeduper;
 use embcache::kernels::{
     ArenaRows, Hyperparameters, OptimizerStep, PooledFeature, PooledGradient, TransposedIndex, backward, forward_pooled,
 };
-use embcache::rows::{Arena, Initializer, RowBirth, RowLayout};
+use embcache::rows::{InitializerSpec, RowArena, RowInitializer, RowLayout};
 use embcache_benches::{
     BAG, BATCH_IDS, Bench, Better, DIM, Group, Ids, PlainOptimizer, PlainTable, Rounds, Scale, plain_backward,
     plain_forward, scattered_slot, uniform_ranks, zipf_ranks,
@@ -64,7 +64,7 @@ struct Kernels {
     rows: u32,
     batches: Vec<Batch>,
     offsets: Vec<i64>,
-    arena: Arena,
+    arena: RowArena,
     layout: RowLayout,
     plain: PlainTable,
     /// The pooled output: `[B, DIM]`.
@@ -94,8 +94,8 @@ impl Kernels {
             Skew::Uniform => uniform_ranks(1, count, u64::from(rows)),
         };
         let ids = Ids::from_ranks(&ranks, batch, |rank| scattered_slot(rank, u64::from(rows)));
-        let mut deduper = Deduper::default();
-        let mut deduped = embcache::index::Deduped::default();
+        let mut deduper = IdDeduper::default();
+        let mut deduped = embcache::index::DedupedIds::default();
         let batches = ids
             .batches()
             .map(|ids| {
@@ -108,8 +108,8 @@ impl Kernels {
             })
             .collect();
         let layout = kind.unwrap_or(OptimizerKind::RowWiseAdagrad).layout(DIM);
-        let arena = Arena::new(layout, rows).expect("the machine has the memory");
-        let birth = RowBirth::new(Initializer::Uniform { low: -0.01, high: 0.01 }, 1, 1).expect("valid");
+        let arena = RowArena::new(layout, rows).expect("the machine has the memory");
+        let birth = RowInitializer::new(InitializerSpec::Uniform { low: -0.01, high: 0.01 }, 1, 1).expect("valid");
         for slot in 0..rows {
             let row = arena.row(slot);
             // SAFETY: the row is within the arena, and nobody else uses it.

@@ -17,9 +17,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use embcache::cache::{Lookup, Plan, PlanMode, Table, TableStats};
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::default_engine;
-use embcache::rows::Initializer;
+use embcache::rows::InitializerSpec;
 use embcache_benches::{
     BATCH_IDS, Bench, Better, DIM, Group, Ids, RAW_DEPTH, RECORD_BYTES, ROW_BYTES, RawRecords, Rounds, Scale, Scratch,
     SplitMix64, StoreWork, Zipf, scattered_id, scattered_slot, setting, table_config,
@@ -111,9 +111,13 @@ impl Trace {
 }
 
 fn config(rows: u64, dir: Option<&Path>, host_bytes: u64, ssd_bytes: u64) -> TableConfig {
-    let initializer = Initializer::Uniform { low: -1.0, high: 1.0 };
-    let ssd =
-        dir.map(|dir| SsdConfig { dir: dir.to_owned(), bytes: ssd_bytes, reopen: Reopen::Never, resume_token: None });
+    let initializer = InitializerSpec::Uniform { low: -1.0, high: 1.0 };
+    let ssd = dir.map(|dir| SsdConfig {
+        dir: dir.to_owned(),
+        bytes: ssd_bytes,
+        reopen: ReopenMode::Never,
+        resume_commit_id: None,
+    });
     TableConfig { initializer, seed: rows, host_bytes, ssd, ..table_config(OptimizerKind::RowWiseAdagrad, 0) }
 }
 
@@ -210,7 +214,7 @@ impl Placed {
         self.batches += BATCHES;
         let batches: Vec<Vec<i64>> = (0..BATCHES).map(|_| self.trace.batch()).collect();
         let ahead =
-            |ids: &Vec<i64>| self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_AHEAD).expect("a plan");
+            |ids: &Vec<i64>| self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_PREFETCH).expect("a plan");
         let before = self.rows_read();
         let begin = Instant::now();
         let mut planned: Option<Plan> = None;

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use embcache::cache::Table;
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache_benches::{
     BAG, Bench, Better, DIM, Group, Ids, Rounds, Saved, Scale, Scratch, Training, cpu_seconds, give_rows, save,
@@ -43,8 +43,8 @@ pub(crate) fn group() -> Group {
 }
 
 /// A rule by which rows leave when they are asked to.
-fn eviction() -> Eviction {
-    Eviction { rule: EvictionRule::Unused { steps: STEPS }, every_steps: None }
+fn eviction() -> EvictionConfig {
+    EvictionConfig { rule: EvictionRule::Unused { steps: STEPS }, every_steps: None }
 }
 
 struct InRam {
@@ -98,7 +98,7 @@ impl Rounds for InRam {
         self.training.step();
         self.table.sweep().expect("begun");
         let mut count = 0;
-        while self.table.stats().expect("open").eviction.is_some_and(|stats| stats.under_way) {
+        while self.table.stats().expect("open").eviction.is_some_and(|stats| stats.is_sweeping) {
             self.steps[0].push(self.training.step());
             count += 1;
         }
@@ -136,7 +136,8 @@ impl OnSsd {
         let rows = scale.pick(1_000_000, 20_000);
         let scratch = Scratch::new(4 * rows * 400 + (128 << 20)).unwrap_or_else(|why| panic!("{why}"));
         let bytes = 2 * rows * 400 + (64 << 20);
-        let ssd = SsdConfig { dir: scratch.path().join("ssd"), bytes, reopen: Reopen::Never, resume_token: None };
+        let ssd =
+            SsdConfig { dir: scratch.path().join("ssd"), bytes, reopen: ReopenMode::Never, resume_commit_id: None };
         let config =
             TableConfig { eviction: Some(eviction()), ssd: Some(ssd), ..table_config(OPTIMIZER, rows / 20 + 20_000) };
         let engine = default_engine().expect("an engine");

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use embcache::cache::{Table, host_row_bytes};
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, PolicyKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache_benches::{
     BAG, Better, Group, Ids, Row, Saved, Scale, Scratch, Training, disk_bytes_of, forget_peak, give_rows, median,
@@ -53,8 +53,8 @@ fn print(text: &str, begin: Instant) {
 /// The table, with `dying` rows that will die and `live` ones that are trained.
 fn loaded(dir: PathBuf, dying: u64, live: u64, batch: u64) -> Table {
     let bytes = (dying + live) * SSD_BYTES_A_ROW + (128 << 20);
-    let ssd = SsdConfig { dir, bytes, reopen: Reopen::Never, resume_token: None };
-    let eviction = Eviction { rule: EvictionRule::Unused { steps: STEPS }, every_steps: None };
+    let ssd = SsdConfig { dir, bytes, reopen: ReopenMode::Never, resume_commit_id: None };
+    let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: STEPS }, every_steps: None };
     let row_bytes = host_row_bytes(&OptimizerKind::Sgd.layout(DIM), PolicyKind::S3Fifo);
     let config = TableConfig {
         dim: DIM,
@@ -81,7 +81,7 @@ fn loaded(dir: PathBuf, dying: u64, live: u64, batch: u64) -> Table {
 fn swept(table: &Table, training: &mut Training, dir: &Path) -> (Vec<f64>, f64, f64) {
     let begin = Instant::now();
     let mut steps = Vec::new();
-    while table.stats().expect("open").eviction.is_some_and(|stats| stats.under_way) {
+    while table.stats().expect("open").eviction.is_some_and(|stats| stats.is_sweeping) {
         steps.push(training.step());
     }
     let gone = begin.elapsed().as_secs_f64();

@@ -8,7 +8,7 @@
 //! `EMBCACHE_BENCH_SWEEP_SSD_ROWS` sets the number of rows that die in a round (1M). As many live.
 
 use embcache::cache::Table;
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache_benches::{
     BAG, Better, DIM, Group, Ids, ROW_BYTES, Row, Scale, Scratch, Training, give_rows, median, scattered_id, setting,
@@ -88,8 +88,8 @@ impl Side {
         let cap = (live + dying + mixed) * ROW_BYTES as u64 * percent / 100 + scale.pick(64 << 20, 16 << 20);
         let scratch = Scratch::new(cap).unwrap_or_else(|why| panic!("{why}"));
         let dir = scratch.path().join("tier");
-        let ssd = SsdConfig { dir, bytes: cap, reopen: Reopen::Never, resume_token: None };
-        let eviction = Eviction { rule: EvictionRule::Unused { steps: STEPS }, every_steps: None };
+        let ssd = SsdConfig { dir, bytes: cap, reopen: ReopenMode::Never, resume_commit_id: None };
+        let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: STEPS }, every_steps: None };
         let batch = scale.pick(BATCH, BATCH / 64);
         // A tenth of the rows that are trained, the two batches under way, and the index.
         let in_ram = live / 10 + 2 * batch as u64 + (live + dying + mixed) / 20;
@@ -163,7 +163,7 @@ impl Side {
     }
 
     fn is_under_way(&self) -> bool {
-        self.table.stats().expect("open").eviction.is_some_and(|stats| stats.under_way)
+        self.table.stats().expect("open").eviction.is_some_and(|stats| stats.is_sweeping)
     }
 
     fn ssd_bytes(&self) -> f64 {

@@ -6,59 +6,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_embcache.cache import CacheTable, internals
+from torchrec_embcache.cache import CacheTable, shard_of
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
-from torchrec_embcache.row_notes import notes_in, stands_for_rows
+from torchrec_embcache.row_notes import is_placeholder, summaries_in
 from torchrec_embcache.table_shard import TableShard
-from torchrec_embcache.whole_model import CacheModule, cache_modules, expect_state_dicts, path_in_model
+from torchrec_embcache.whole_model import CacheModule, cache_modules, path_in_model, suppress_state_dict_warnings
 
 from .schema import DTYPES
 
 __all__ = [
-    "checked_modules",
-    "checked_tensors",
-    "refuse_twice",
+    "check_distinct_names",
+    "check_hashtables",
+    "check_tensors",
     "split_sparse_dense_state_dict",
     "table_names",
     "tables_of",
 ]
 
-_ADVICE = (
+_REMEDY = (
     "give the tables in hashtables, and the dense part alone here; split_sparse_dense_state_dict(model) gives both"
 )
 # What RecIS keeps for its own names of blocks.
-RESERVED = "@^"
+RESERVED_CHARACTERS = "@^"
 
 
-def checked_modules(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def check_hashtables(hashtables: Mapping[str, Any] | None) -> dict[str, Any]:
     """The tables and cache modules of `hashtables`; `InputError` for anything else."""
-    if given is None:
+    if hashtables is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise InputError(f"hashtables is a {type(given).__name__}: give a dict of tables or cache modules by name")
-    for name, value in given.items():
+    if not isinstance(hashtables, Mapping):
+        raise InputError(f"hashtables is a {type(hashtables).__name__}: give a dict of tables or cache modules by name")
+    for name, value in hashtables.items():
         _check_name("hashtables", name)
         if not isinstance(value, CacheTable | CacheModule):
             raise InputError(f"hashtables[{name!r}] is a {type(value).__name__}: give a table or a cache module")
-    return dict(given)
+    return dict(hashtables)
 
 
-def checked_tensors(given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+def check_tensors(tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """The tensors of `tensors`; `InputError` for anything else, `UnsupportedError` for tensors that are not plain and dense."""
-    if given is None:
+    if tensors is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise InputError(f"tensors is a {type(given).__name__}: give a dict of tensors by name")
-    for key, notes in notes_in(given):
+    if not isinstance(tensors, Mapping):
+        raise InputError(f"tensors is a {type(tensors).__name__}: give a dict of tensors by name")
+    for key, notes in summaries_in(tensors):
         raise InputError(
             f"tensors[{key!r}] is what a state dict says of the tables {', '.join(notes)}, whose [0, D] weights beside it hold no "
-            f"rows: {_ADVICE}"
+            f"rows: {_REMEDY}"
         )
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         _check_name("tensors", name)
-        if stands_for_rows(tensor):
-            raise InputError(f"tensors[{name!r}] is the [0, D] weight of a table, which holds no rows: {_ADVICE}")
+        if is_placeholder(tensor):
+            raise InputError(f"tensors[{name!r}] is the [0, D] weight of a table, which holds no rows: {_REMEDY}")
         if not isinstance(tensor, Tensor):
             raise InputError(f"tensors[{name!r}] is a {type(tensor).__name__}: give a tensor")
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.dtype in DTYPES
@@ -67,11 +67,11 @@ def checked_tensors(given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
                 f"tensors[{name!r}] is a {type(tensor).__name__} of {tensor.dtype} on {tensor.device}: give a plain dense tensor, "
                 "of a distributed one its local part"
             )
-    return dict(given)
+    return dict(tensors)
 
 
 def _check_name(field: str, name: object) -> None:
-    if not isinstance(name, str) or not name or "\0" in name or any(mark in name for mark in RESERVED):
+    if not isinstance(name, str) or not name or "\0" in name or any(mark in name for mark in RESERVED_CHARACTERS):
         raise InputError(f"{field} has the name {name!r}: give text without '@' and '^', which RecIS keeps for itself")
     if name == "__metadata__":
         raise InputError(f"{field} has the name {name!r}, which safetensors keeps for itself: give another")
@@ -91,11 +91,11 @@ def tables_of(modules: Mapping[str, Any]) -> dict[str, TableShard]:
     tables: list[TableShard] = []
     for value in modules.values():
         if isinstance(value, CacheTable):
-            tables.append(internals(value))
+            tables.append(shard_of(value))
         else:
-            value.settle()
-            value.expect_state_dicts()
-            tables += map(internals, value.tables.values())
+            value.sync_optimizers()
+            value.suppress_state_dict_warning()
+            tables += map(shard_of, value.tables.values())
     for table in tables:
         table.open()
     return dict(zip(table_names(modules), tables, strict=True))
@@ -119,7 +119,7 @@ def split_sparse_dense_state_dict(model: nn.Module) -> tuple[dict[str, Any], dic
         >>> list(sparse), list(dense)
         (['item'], ['over.weight', 'over.bias'])
     """
-    expect_state_dicts(model)
+    suppress_state_dict_warnings(model)
     modules = cache_modules(model)
     if "" in modules:
         return dict(modules[""].tables), {}
@@ -129,7 +129,7 @@ def split_sparse_dense_state_dict(model: nn.Module) -> tuple[dict[str, Any], dic
     return dict(modules), {key: value for key, value in model.state_dict().items() if not key.startswith(tables)}
 
 
-def refuse_twice(tables: Iterable[str], tensors: Iterable[str]) -> None:
+def check_distinct_names(tables: Iterable[str], tensors: Iterable[str]) -> None:
     """`InputError` where two have one name."""
     seen: set[str] = set()
     for name in (*tables, *tensors):

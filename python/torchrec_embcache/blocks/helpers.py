@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torchrec_embcache import _native
 
-__all__ = ["Helpers"]
+__all__ = ["BoundedExecutor"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -17,7 +17,7 @@ T = TypeVar("T")
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class Helpers(Executor):
+class BoundedExecutor(Executor):
     """A limited number of threads. Each is started when there is a task for it and the system has memory for a thread.
 
     The standard library's pool waits for ever for a thread that starts and then gets no memory of its own. Here a thread is started
@@ -27,9 +27,9 @@ class Helpers(Executor):
     locked, and the others would wait for it for ever.
     """
 
-    def __init__(self, most: int, name: str) -> None:
-        """`most`: the most threads. `name`: how the threads' names begin."""
-        self._most, self._name = most, name
+    def __init__(self, max_threads: int, name: str) -> None:
+        """`max_threads`: the most threads. `name`: how the threads' names begin."""
+        self._max_threads, self._name = max_threads, name
         self._threads: list[threading.Thread] = []
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._submitted = 0
@@ -44,11 +44,11 @@ class Helpers(Executor):
         task: _Task = (future, fn, args, kwargs)
         self._submitted += 1
         if self._submitted - len(self._done) > len(self._threads):
-            self._begin_thread()
+            self._start_thread()
         if self._threads:
             self._tasks.put(task)
         else:
-            self._do(task)
+            self._run_task(task)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -65,8 +65,8 @@ class Helpers(Executor):
                 if thread.ident is not None:
                     thread.join()
 
-    def _begin_thread(self) -> None:
-        if len(self._threads) == self._most or not _native.has_room_for_threads():
+    def _start_thread(self) -> None:
+        if len(self._threads) == self._max_threads or not _native.has_memory_for_threads():
             return
         thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
         # It is listed first: an interrupt after its start cannot leave a thread that nobody waits for.
@@ -78,11 +78,11 @@ class Helpers(Executor):
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._do(task)
+            self._run_task(task)
         # One end serves all threads, however many there are.
         self._tasks.put(None)
 
-    def _do(self, task: _Task) -> None:
+    def _run_task(self, task: _Task) -> None:
         future, fn, args, kwargs = task
         if future.set_running_or_notify_cancel():
             try:

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError
-from torchrec_embcache.paths import given_path, open_to_load
-from torchrec_embcache.sessions.load import TablesUnderLoad
+from torchrec_embcache.paths import check_path, open_to_load
+from torchrec_embcache.sessions.load import LoadingTables
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.tensor_bytes import WINDOW_BYTES
-from torchrec_embcache.under_way import refuse_in_own_save
+from torchrec_embcache.under_way import check_not_own_save
 
-from .given import checked_modules, checked_tensors, refuse_twice, table_names, tables_of
-from .helpers import Helpers
-from .reader import SavedBlocks, SavedTable, SavedTensor
-from .schema import DTYPES, ID, columns_of, empty_rows, metadata_of, slots_of, with_ids
+from .given import check_distinct_names, check_hashtables, check_tensors, table_names, tables_of
+from .helpers import BoundedExecutor
+from .reader import RecisCheckpoint, RecisTableReader, RecisTensorReader
+from .schema import DTYPES, ID, empty_rows, metadata_of, row_columns, rows_with_ids, table_columns
 
 __all__ = ["BlockLoader", "LoadInfo", "LoadedBlocks"]
 
@@ -32,10 +32,10 @@ _log = logging.getLogger("torchrec_embcache.serialize")
 # Destination to {source: slots}. Of a table the slots are names such as "id", "embedding", "sum"; a dense tensor has none.
 LoadInfo = dict[str, dict[str, list[str]]]
 # Each table with the tables of the checkpoint, and their slots, that go into it; each tensor with the checkpoint's. By destination.
-_Plan = dict[str, tuple[TableShard, list[tuple[SavedTable, list[str]]]]]
-_DensePlan = dict[str, tuple[Tensor, SavedTensor]]
+_TableLoadPlans = dict[str, tuple[TableShard, list[tuple[RecisTableReader, list[str]]]]]
+_DenseLoadPlans = dict[str, tuple[Tensor, RecisTensorReader]]
 # Rows of one call of the core. More at once would be refused where they might not fit; so few are refused only where they do not.
-ROWS_AT_ONCE = 4096
+CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class BlockLoader:
         `slots=False`: load ids, weights and metadata alone, into tables with any optimizer or none. The load info then has no
         slots of the optimizer, and the tables keep their step. Slots of rows that are new here start at zeros.
         """
-        self.checkpoint_path: str = given_path("checkpoint_path", checkpoint_path)
+        self.checkpoint_path: str = check_path("checkpoint_path", checkpoint_path)
         self.parallel: int = check_int("parallel", parallel, 1, 1024)
         self.strict = strict
         self.slots = slots
-        self._modules = checked_modules(hashtables)
-        self._tensors = checked_tensors(tensors)
-        refuse_twice(table_names(self._modules), self._tensors)
+        self._modules = check_hashtables(hashtables)
+        self._tensors = check_tensors(tensors)
+        check_distinct_names(table_names(self._modules), self._tensors)
         self.filter_func = filter_func
 
     def default_load_info(self) -> LoadInfo:
@@ -117,7 +117,7 @@ class BlockLoader:
         info: LoadInfo = {}
         for name, table in tables_of(self._modules).items():
             left_out = () if self.slots else table.spec.slot_names
-            info[name] = {name: [slot for slot in slots_of(table) if slot not in left_out]}
+            info[name] = {name: [slot for slot in table_columns(table) if slot not in left_out]}
         return info | {name: {name: []} for name in self._tensors}
 
     def load(self) -> LoadedBlocks:
@@ -135,11 +135,11 @@ class BlockLoader:
         """
         tables = tables_of(self._modules)
         default = self.default_load_info()
-        info = _checked_info(self.filter_func(json.loads(json.dumps(default))), default)
+        info = _check_load_info(self.filter_func(json.loads(json.dumps(default))), default)
         root = open_to_load(self.checkpoint_path)
-        with SavedBlocks() as saved:
+        with RecisCheckpoint() as saved:
             saved.open(root)
-            missing, unexpected = _compare(info, default, saved, tables.keys())
+            missing, unexpected = _find_differences(info, default, saved, tables.keys())
             if missing and self.strict:
                 raise MismatchError(
                     f"the checkpoint in {root.path} has no {', '.join(missing)}; it has {', '.join(saved.names) or 'nothing'}: "
@@ -151,8 +151,8 @@ class BlockLoader:
                 _log.info(
                     "the checkpoint in %s has also %s, which nothing was given for", root.path, ", ".join(unexpected)
                 )
-            plan = _table_plan(info, tables, saved)
-            dense = self._dense_plan(info, saved, root.path)
+            plan = _plan_tables(info, tables, saved)
+            dense = self._plan_dense(info, saved, root.path)
             for to, (table, sources) in plan.items():
                 for source, slots in sources:
                     _check_fits(table, source, slots, root.path)
@@ -163,9 +163,9 @@ class BlockLoader:
             saved.close()
         return LoadedBlocks(rows, sorted(dense), missing, unexpected)
 
-    def _dense_plan(self, info: LoadInfo, saved: SavedBlocks, where: str) -> _DensePlan:
+    def _plan_dense(self, info: LoadInfo, saved: RecisCheckpoint, location: str) -> _DenseLoadPlans:
         """What of the checkpoint goes into the tensors. `MismatchError` for another type or shape."""
-        plan: _DensePlan = {
+        plan: _DenseLoadPlans = {
             to: (self._tensors[to], saved.tensors[name])
             for to, sources in info.items()
             for name in sources
@@ -174,36 +174,36 @@ class BlockLoader:
         for tensor, stored in plan.values():
             if (DTYPES[tensor.dtype], tuple(tensor.shape)) != (stored.dtype, stored.shape):
                 raise MismatchError(
-                    f"tensor {stored.name!r} is {stored.dtype} {list(stored.shape)} in {where} and "
+                    f"tensor {stored.name!r} is {stored.dtype} {list(stored.shape)} in {location} and "
                     f"{DTYPES[tensor.dtype]} {list(tensor.shape)} here: load it into one of that type and shape"
                 )
         return plan
 
-    def _read(self, plan: _Plan, dense: _DensePlan, where: str) -> dict[str, int]:
+    def _read(self, plan: _TableLoadPlans, dense: _DenseLoadPlans, location: str) -> dict[str, int]:
         """Load what is planned. Returns the numbers of rows by destination."""
-        reason = f"loading blocks from {where} did not succeed; load a checkpoint that is whole"
+        reason = f"loading blocks from {location} did not succeed; load a checkpoint that is whole"
         counts: dict[str, int] = {}
         incomplete = {id(table) for table, _ in plan.values() if table.unusable is not None}
         with (
-            TablesUnderLoad([table for table, _ in plan.values()], reason),
-            Helpers(self.parallel, "embcache-blocks") as pool,
+            LoadingTables([table for table, _ in plan.values()], reason),
+            BoundedExecutor(self.parallel, "embcache-blocks") as pool,
         ):
             for table, sources in plan.values():
                 if id(table) in incomplete:
-                    refuse_in_own_save(table, "load")
+                    check_not_own_save(table, "load")
                     table.native.clear()
                 if len(sources) == 1 and table.stats().rows == 0 and sources[0][0].key != table.native.key:
                     table.adopt(table.total_num_buckets, sources[0][0].key)
             counters = {to: table.native.counters() for to, (table, _) in plan.items()}
             for to, (table, sources) in plan.items():
-                into = _Into(table, counters[to].step, counters[to].epoch, with_slots=self.slots)
+                into = _TableLoad(table, counters[to].step, counters[to].epoch, with_slots=self.slots)
                 counts[to] = sum(into.load(source, slots, pool) for source, slots in sources)
             for tensor, stored in dense.values():
                 _load_dense(tensor, stored, pool)
         return counts
 
 
-def _checked_info(info: object, default: LoadInfo) -> LoadInfo:
+def _check_load_info(info: object, default: LoadInfo) -> LoadInfo:
     """What the filter returned, if it is a load info whose destinations were given."""
     if not isinstance(info, dict):
         raise InputError(
@@ -231,8 +231,8 @@ def _checked_info(info: object, default: LoadInfo) -> LoadInfo:
     return info
 
 
-def _compare(
-    info: LoadInfo, default: LoadInfo, saved: SavedBlocks, tables: Iterable[str]
+def _find_differences(
+    info: LoadInfo, default: LoadInfo, saved: RecisCheckpoint, tables: Iterable[str]
 ) -> tuple[list[str], list[str]]:
     """What the checkpoint lacks, and what it has that nothing was given for. What the filter drops is neither."""
     known, missing = set(tables), []
@@ -247,9 +247,9 @@ def _compare(
     return sorted(set(missing)), sorted((saved.tables.keys() | saved.tensors.keys()) - given)
 
 
-def _table_plan(info: LoadInfo, tables: Mapping[str, TableShard], saved: SavedBlocks) -> _Plan:
+def _plan_tables(info: LoadInfo, tables: Mapping[str, TableShard], saved: RecisCheckpoint) -> _TableLoadPlans:
     """What of the checkpoint goes into the tables. One whose sources are all missing is not in it."""
-    plan: _Plan = {}
+    plan: _TableLoadPlans = {}
     for to, given in info.items():
         sources = [(saved.tables[name], slots) for name, slots in given.items() if name in saved.tables]
         if to in tables and sources:
@@ -257,23 +257,24 @@ def _table_plan(info: LoadInfo, tables: Mapping[str, TableShard], saved: SavedBl
     return plan
 
 
-def _check_optimizer(table: TableShard, source: SavedTable, where: str) -> None:
+def _check_optimizer(table: TableShard, source: RecisTableReader, location: str) -> None:
     """`MismatchError` where the checkpoint has slots for which the table has no place."""
-    left_out = [slot for slot in source.slots if slot not in slots_of(table)]
+    left_out = [slot for slot in source.slots if slot not in table_columns(table)]
     if left_out:
-        optimizer = table.optimizer.given_as if table.optimizer is not None else "no optimizer"
+        optimizer = table.optimizer.display_name if table.optimizer is not None else "no optimizer"
         raise MismatchError(
-            f"table {table.name!r} has {optimizer}, and {source.name!r} in {where} has the slots {', '.join(left_out)} too: give "
+            f"table {table.name!r} has {optimizer}, and {source.name!r} in {location} has the slots "
+            f"{', '.join(left_out)} too: give "
             "it that optimizer to train on; to evaluate, or to fine-tune with another, load with BlockLoader(..., slots=False)"
         )
 
 
-def _check_fits(table: TableShard, source: SavedTable, slots: list[str], where: str) -> None:
-    mine = slots_of(table)
+def _check_fits(table: TableShard, source: RecisTableReader, slots: list[str], location: str) -> None:
+    mine = table_columns(table)
     for slot, entry in source.slots.items():
         if slot in slots and (entry.dtype, entry.shape) != (mine[slot].dtype, mine[slot].shape):
             raise MismatchError(
-                f"table {source.name!r} has {slot!r} of {entry.dtype} {list(entry.shape)} a row in {where} and {table.name!r} "
+                f"table {source.name!r} has {slot!r} of {entry.dtype} {list(entry.shape)} a row in {location} and {table.name!r} "
                 f"has {mine[slot].dtype} {list(mine[slot].shape)}: load it into one of that width and optimizer, filter the slot, "
                 "or leave all slots out by BlockLoader(..., slots=False)"
             )
@@ -282,7 +283,7 @@ def _check_fits(table: TableShard, source: SavedTable, slots: list[str], where: 
 
 
 @dataclass(frozen=True)
-class _Into:
+class _TableLoad:
     """A table under load, with its step and epoch before."""
 
     table: TableShard
@@ -291,22 +292,22 @@ class _Into:
     # Without the optimizer's slots it keeps its step, by which Adam corrects them.
     with_slots: bool
 
-    def load(self, source: SavedTable, slots: list[str], pool: Executor) -> int:
+    def load(self, source: RecisTableReader, slots: list[str], pool: Executor) -> int:
         """Rows loaded. Two runs are read ahead."""
         table = self.table
         wanted = [slot for slot in slots if slot in source.slots]
         count = 0
         waiting: deque[dict[str, Future[NDArray[Any]]]] = deque()
 
-        def take() -> int:
+        def import_next() -> int:
             return self._import({slot: future.result() for slot, future in waiting.popleft().items()})
 
         for run in source.runs(table.total_num_buckets, table.buckets):
             waiting.append(run.submit(wanted, pool))
             if len(waiting) > 2:
-                count += take()
+                count += import_next()
         while waiting:
-            count += take()
+            count += import_next()
         table.native.set_step(max(self.step, source.step) if self.with_slots else self.step)
         table.loaded_step = max(table.loaded_step, source.step)
         table.native.set_epoch(max(self.epoch, source.epoch))
@@ -320,20 +321,20 @@ class _Into:
             ids = columns[ID]
         if len(ids) == 0:
             return 0
-        if columns.keys() >= slots_of(table).keys():
+        if columns.keys() >= table_columns(table).keys():
             rows = empty_rows(table, len(ids))
         else:
-            rows = with_ids(ids, table.native.read_rows(ids, incomplete=True))
-        into = columns_of(table, rows)
+            rows = rows_with_ids(ids, table.native.read_rows(ids, incomplete=True))
+        into = row_columns(table, rows)
         for slot, column in columns.items():
             into[slot][...] = column
-        for first in range(0, len(ids), ROWS_AT_ONCE):
-            part = slice(first, first + ROWS_AT_ONCE)
+        for first in range(0, len(ids), CHUNK_ROWS):
+            part = slice(first, first + CHUNK_ROWS)
             table.native.import_rows(rows.ids[part], rows.vectors[part], rows.scalars[part], metadata_of(rows, part))
         return len(ids)
 
 
-def _load_dense(tensor: Tensor, stored: SavedTensor, pool: Executor) -> None:
+def _load_dense(tensor: Tensor, saved: RecisTensorReader, pool: Executor) -> None:
     """Copy a dense tensor into `tensor` in windows, or at once where `tensor` is not contiguous."""
     target = tensor.detach()
     flat = (
@@ -342,10 +343,10 @@ def _load_dense(tensor: Tensor, stored: SavedTensor, pool: Executor) -> None:
     width = flat.element_size()
 
     def window(begin: int, end: int) -> None:
-        data = torch.from_numpy(stored.read(begin, end).copy())
+        data = torch.from_numpy(saved.read(begin, end).copy())
         flat[begin // width : end // width].copy_(data.view(flat.dtype))
 
-    total = stored.bytes
+    total = saved.bytes
     waiting = [pool.submit(window, at, min(at + WINDOW_BYTES, total)) for at in range(0, total, WINDOW_BYTES)]
     for future in waiting:
         future.result()

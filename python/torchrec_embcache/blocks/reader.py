@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
-from torchrec_embcache.paths import Directory
+from torchrec_embcache.paths import CheckpointDirectory
 
-from .schema import NUMPY_TYPES, Column
+from .schema import NUMPY_TYPES, RecisColumn
 
-__all__ = ["SavedBlocks", "SavedRun", "SavedTable", "SavedTensor"]
+__all__ = ["RecisCheckpoint", "RecisRunReader", "RecisTableReader", "RecisTensorReader"]
 
 
-class SavedTensor:
+class RecisTensorReader:
     """A dense tensor of the save. `dtype` as safetensors names it."""
 
-    def __init__(self, reader: _native.BlockReader, shape: _native.BlockShape) -> None:
+    def __init__(self, reader: _native.RecisReader, shape: _native.RecisBlockShape) -> None:
         self._reader = reader
         self.name, self.dtype, self.bytes = shape.name, shape.dtype, shape.bytes
         self.shape = tuple(shape.shape)
@@ -32,15 +32,15 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class SavedRun:
+class RecisRunReader:
     """Rows of one shard that lie together, sorted by (bucket, `uint64(id)`)."""
 
-    table: "SavedTable"
-    run: _native.BlockRun
+    table: "RecisTableReader"
+    run: _native.RecisRun
 
-    def submit(self, slots: list[str], helpers: Executor) -> dict[str, Future[NDArray[Any]]]:
+    def submit(self, slots: list[str], executor: Executor) -> dict[str, Future[NDArray[Any]]]:
         """Start to read some slots."""
-        return {slot: helpers.submit(self._column, slot) for slot in slots}
+        return {slot: executor.submit(self._column, slot) for slot in slots}
 
     def _column(self, slot: str) -> NDArray[Any]:
         column = self.table.slots[slot]
@@ -49,38 +49,38 @@ class SavedRun:
         return values
 
 
-class SavedTable:
+class RecisTableReader:
     """A table of the save. `slots`: what it has, with the type and shape of one row."""
 
-    def __init__(self, reader: _native.BlockReader, about: _native.TableOfBlocks) -> None:
+    def __init__(self, reader: _native.RecisReader, entry: _native.RecisTableInfo) -> None:
         self.reader = reader
         self.name, self.dim, self.key, self.step, self.epoch = (
-            about.name,
-            about.dim,
-            about.key,
-            about.step,
-            about.epoch,
+            entry.name,
+            entry.dim,
+            entry.key,
+            entry.step,
+            entry.epoch,
         )
-        self.slots = {shape.name: Column(shape.dtype, tuple(shape.shape)) for shape in about.slots}
+        self.slots = {shape.name: RecisColumn(shape.dtype, tuple(shape.shape)) for shape in entry.slots}
 
-    def runs(self, total_num_buckets: int, buckets: tuple[int, int]) -> Iterator[SavedRun]:
+    def runs(self, total_num_buckets: int, buckets: tuple[int, int]) -> Iterator[RecisRunReader]:
         """What holds the rows whose buckets (of `total_num_buckets`) are in [begin, end): where the save has the same buckets only
         those, else all rows.
         """
         for run in self.reader.runs(self.name, total_num_buckets, *buckets):
-            yield SavedRun(self, run)
+            yield RecisRunReader(self, run)
 
 
-class SavedBlocks:
+class RecisCheckpoint:
     """The newest complete save in a directory, once it is open: `tables` and `tensors` by name.
 
     As a block it keeps the save from being removed, from `open` on until the block is left.
     """
 
     def __init__(self) -> None:
-        self._reader: _native.BlockReader | None = None
-        self.tables: dict[str, SavedTable] = {}
-        self.tensors: dict[str, SavedTensor] = {}
+        self._reader: _native.RecisReader | None = None
+        self.tables: dict[str, RecisTableReader] = {}
+        self.tensors: dict[str, RecisTensorReader] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -88,14 +88,14 @@ class SavedBlocks:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def open(self, directory: Directory) -> None:
+    def open(self, directory: CheckpointDirectory) -> None:
         """Open the newest save of `directory`.
 
         Raises `PathError` where there is none, `CorruptionError`, `UnsupportedError` (a newer format), `StorageError`.
         """
-        reader = self._reader = _native.BlockReader(directory)
-        self.tables = {table.name: SavedTable(reader, table) for table in reader.tables()}
-        self.tensors = {tensor.name: SavedTensor(reader, tensor) for tensor in reader.tensors()}
+        reader = self._reader = _native.RecisReader(directory)
+        self.tables = {table.name: RecisTableReader(reader, table) for table in reader.tables()}
+        self.tensors = {tensor.name: RecisTensorReader(reader, tensor) for tensor in reader.tensors()}
 
     @property
     def names(self) -> list[str]:

@@ -7,17 +7,23 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_embcache.collective import agree_on_arguments, all_gather, gathered, is_distributed, together
+from torchrec_embcache.collective import (
+    agree_on_arguments,
+    all_gather,
+    gather_results,
+    is_distributed,
+    run_on_all_ranks,
+)
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.paths import Directory, given_path, open_to_save
-from torchrec_embcache.sessions.blocks import BlockSession
-from torchrec_embcache.sessions.ranks import AllRanks, OneRank
+from torchrec_embcache.paths import CheckpointDirectory, check_path, open_to_save
+from torchrec_embcache.sessions.blocks import RecisSession
+from torchrec_embcache.sessions.ranks import AllRanks, SingleRank
 from torchrec_embcache.sessions.sweep import sweep_before_save
 from torchrec_embcache.table_shard import TableShard
 
-from .given import checked_modules, checked_tensors, refuse_twice, table_names, tables_of
-from .schema import DTYPES, ID, WriteBlock, slots_of
+from .given import check_distinct_names, check_hashtables, check_tensors, table_names, tables_of
+from .schema import DTYPES, ID, WriteBlock, table_columns
 from .writer import write_shard
 
 __all__ = ["BlockSaver"]
@@ -64,10 +70,10 @@ class BlockSaver:
         self.shard_num: int = check_int("shard_num", shard_num, 1, 1 << 20)
         self.shard_index: int = check_int("shard_index", shard_index, 0, self.shard_num - 1)
         self.parallel: int = check_int("parallel", parallel, 1, 1024)
-        self.path: str = given_path("path", path)
-        self._modules = checked_modules(hashtables)
-        self._tensors = checked_tensors(tensors)
-        refuse_twice(table_names(self._modules), self._tensors)
+        self.path: str = check_path("path", path)
+        self._modules = check_hashtables(hashtables)
+        self._tensors = check_tensors(tensors)
+        check_distinct_names(table_names(self._modules), self._tensors)
         self.filter_func = filter_func
 
     def make_write_blocks(self) -> list[WriteBlock]:
@@ -77,7 +83,7 @@ class BlockSaver:
         blocks = []
         for name, table in tables_of(self._modules).items():
             rows = len(table)
-            for slot, entry in slots_of(table).items():
+            for slot, entry in table_columns(table).items():
                 blocks.append(WriteBlock(name, slot, entry.dtype, (rows, *entry.shape), table))
         for name, tensor in self._tensors.items() if self.shard_index == 0 else ():
             blocks.append(WriteBlock(name, None, DTYPES[tensor.dtype], tuple(tensor.shape), tensor))
@@ -93,10 +99,10 @@ class BlockSaver:
         filter returns something else than blocks, or leaves a table slots without "id".
         """
         if is_distributed() and dist.get_world_size() == self.shard_num > 1:
-            self._save_together()
+            self._save_on_all_ranks()
             return
-        sweep_before_save(tables_of(self._modules), OneRank())
-        blocks = self._picked()
+        sweep_before_save(tables_of(self._modules), SingleRank())
+        blocks = self._selected_blocks()
         with self._session(open_to_save(self.path), _steps(blocks)) as session:
             session.begin()
             last = write_shard(session, self.parallel, blocks)
@@ -108,24 +114,24 @@ class BlockSaver:
             "" if last else ", others wait",
         )
 
-    def _save_together(self) -> None:
+    def _save_on_all_ranks(self) -> None:
         """As one: the ranks agree on the save, then all write, then all say that they are done."""
         agree_on_arguments("BlockSaver.save", lambda: {"path": self.path, "shard_num": self.shard_num})
         shards = all_gather(self.shard_index)
         if sorted(shards) != list(range(self.shard_num)):
             raise InputError(f"shard_index is {shards} on the ranks: give each shard to one of them")
-        sweep_before_save(together(lambda: tables_of(self._modules)), AllRanks())
-        blocks = together(self._picked)
-        steps = {name: step for each in gathered(lambda: _steps(blocks)) for name, step in each.items()}
-        directory = together(lambda: open_to_save(self.path))
+        sweep_before_save(run_on_all_ranks(lambda: tables_of(self._modules)), AllRanks())
+        blocks = run_on_all_ranks(self._selected_blocks)
+        steps = {name: step for each in gather_results(lambda: _steps(blocks)) for name, step in each.items()}
+        directory = run_on_all_ranks(lambda: open_to_save(self.path))
         with self._session(directory, steps) as session:
-            session.begin_together(AllRanks())
-            together(lambda: write_shard(session, self.parallel, blocks))
+            session.begin_on_all_ranks(AllRanks())
+            run_on_all_ranks(lambda: write_shard(session, self.parallel, blocks))
 
-    def _session(self, directory: Directory, steps: dict[str, int]) -> BlockSession:
-        return BlockSession(directory, self.shard_index, self.shard_num, steps)
+    def _session(self, directory: CheckpointDirectory, steps: dict[str, int]) -> RecisSession:
+        return RecisSession(directory, self.shard_index, self.shard_num, steps)
 
-    def _picked(self) -> list[WriteBlock]:
+    def _selected_blocks(self) -> list[WriteBlock]:
         given = self.make_write_blocks()
         picked: object = self.filter_func(list(given))
         if not isinstance(picked, list) or not all(isinstance(block, WriteBlock) for block in picked):

@@ -20,18 +20,18 @@ __all__ = [
     "ID",
     "NUMPY_TYPES",
     "PAD",
-    "Column",
-    "Columns",
+    "ColumnArrays",
+    "RecisColumn",
     "WriteBlock",
-    "columns_of",
     "empty_rows",
     "metadata_of",
-    "slots_of",
-    "with_ids",
+    "row_columns",
+    "rows_with_ids",
+    "table_columns",
 ]
 
 # Values of rows by slot, one entry a row.
-Columns = dict[str, NDArray[Any]]
+ColumnArrays = dict[str, NDArray[Any]]
 
 # What RecIS calls the ids and the weights of a table.
 ID, WEIGHTS = "id", "embedding"
@@ -90,7 +90,7 @@ class WriteBlock:
 
 
 @dataclass(frozen=True)
-class Column:
+class RecisColumn:
     """A column of a table's rows. `dtype` as safetensors names it; `shape` of one row's entry."""
 
     dtype: str
@@ -102,21 +102,21 @@ class Column:
         return math.prod(self.shape) * np.dtype(NUMPY_TYPES[self.dtype]).itemsize
 
 
-def slots_of(table: TableShard) -> dict[str, Column]:
+def table_columns(table: TableShard) -> dict[str, RecisColumn]:
     """The columns of a table by slot, ids first."""
     spec = table.spec
-    columns = {ID: Column("I64", ()), WEIGHTS: Column("F32", (table.dim,))}
+    columns = {ID: RecisColumn("I64", ()), WEIGHTS: RecisColumn("F32", (table.dim,))}
     for number, name in enumerate(spec.slot_names):
-        columns[name] = Column("F32", (table.dim,) if number < spec.vector_slots else ())
+        columns[name] = RecisColumn("F32", (table.dim,) if number < spec.vector_slots else ())
     metadata = {"last_step": "U64", "count": "U32", "score": "F32", "modified_epoch": "U32"}
-    return columns | {name: Column(dtype, ()) for name, dtype in metadata.items()}
+    return columns | {name: RecisColumn(dtype, ()) for name, dtype in metadata.items()}
 
 
-def columns_of(table: TableShard, rows: _native.RowBlock) -> Columns:
+def row_columns(table: TableShard, rows: _native.RowBlock) -> ColumnArrays:
     """Rows as the core gives and takes them, by slot; views."""
     ids, vectors, scalars, metadata = rows.ids, rows.vectors, rows.scalars, rows.metadata
     spec = table.spec
-    columns: Columns = {ID: ids}
+    columns: ColumnArrays = {ID: ids}
     for number, name in enumerate((WEIGHTS, *spec.slot_names[: spec.vector_slots])):
         columns[name] = vectors[:, number * table.dim : (number + 1) * table.dim]
     if spec.scalar_slot():
@@ -129,7 +129,7 @@ def columns_of(table: TableShard, rows: _native.RowBlock) -> Columns:
     }
 
 
-def with_ids(ids: NDArray[np.int64], found: _native.FoundRows) -> _native.RowBlock:
+def rows_with_ids(ids: NDArray[np.int64], found: _native.FoundRows) -> _native.RowBlock:
     """The rows that were found for `ids` [n], with these ids, in memory of their own."""
     return _native.RowBlock(ids.copy(), found.vectors, found.scalars, found.metadata)
 
@@ -141,7 +141,7 @@ def metadata_of(rows: _native.RowBlock, part: slice) -> _native.RowMetadata:
 
 
 def empty_rows(table: TableShard, count: int) -> _native.RowBlock:
-    """Rows of zeros, to be filled by way of `columns_of`."""
+    """Rows of zeros, to be filled by way of `row_columns`."""
     zeros: Any = np.zeros
     return _native.RowBlock(
         zeros(count, np.int64),

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.sessions.blocks import BlockSession
+from torchrec_embcache.sessions.blocks import RecisSession
 from torchrec_embcache.table_shard import TableShard
-from torchrec_embcache.tensor_bytes import windows
+from torchrec_embcache.tensor_bytes import byte_windows
 
-from .helpers import Helpers
-from .schema import WriteBlock, columns_of, slots_of
+from .helpers import BoundedExecutor
+from .schema import WriteBlock, row_columns, table_columns
 
 __all__ = ["write_shard"]
 
@@ -22,11 +22,11 @@ __all__ = ["write_shard"]
 RUN_BYTES = 16 << 20
 
 
-def write_shard(session: BlockSession, parallel: int, blocks: list[WriteBlock]) -> bool:
+def write_shard(session: RecisSession, parallel: int, blocks: list[WriteBlock]) -> bool:
     """Write the blocks of a shard and end its part of the save; whether it was the last shard."""
-    to_write = [_native.BlockToWrite(block.name, block.slot, block.dtype, block.shape) for block in blocks]
+    to_write = [_native.RecisBlockSpec(block.name, block.slot, block.dtype, block.shape) for block in blocks]
     session.open_files(parallel, to_write)
-    helpers = Helpers(parallel, "embcache-blocks")
+    helpers = BoundedExecutor(parallel, "embcache-blocks")
     try:
         tables = _ShardWriter(session, helpers, blocks).write()
     finally:
@@ -39,13 +39,13 @@ class _ShardWriter:
     beside the one that is read.
     """
 
-    def __init__(self, session: BlockSession, helpers: Helpers, blocks: list[WriteBlock]) -> None:
-        self._session, self._helpers = session, helpers
+    def __init__(self, session: RecisSession, executor: BoundedExecutor, blocks: list[WriteBlock]) -> None:
+        self._session, self._executor = session, executor
         self._blocks = list(enumerate(blocks))
 
-    def write(self) -> list[_native.WrittenTable]:
+    def write(self) -> list[_native.RecisWrittenTable]:
         """Hand over everything; what the manifest is to say of the tables."""
-        dense = [self._helpers.submit(self._write_dense, *block) for block in self._blocks if block[1].dense]
+        dense = [self._executor.submit(self._write_dense, *block) for block in self._blocks if block[1].dense]
         names = dict.fromkeys(block.name for _, block in self._blocks if not block.dense)
         tables = [self._write_table(name) for name in names]
         for future in dense:
@@ -55,7 +55,7 @@ class _ShardWriter:
     def _write_dense(self, number: int, block: WriteBlock) -> None:
         tensor = block.source
         assert isinstance(tensor, Tensor)
-        for window in windows(tensor.detach()):
+        for window in byte_windows(tensor.detach()):
             self._session.append(number, window)
 
     def _append(self, number: int, column: NDArray[Any], order: NDArray[np.int64]) -> None:
@@ -64,12 +64,12 @@ class _ShardWriter:
         else:
             self._session.append_rows(number, column.view(np.uint8), order)
 
-    def _write_table(self, name: str) -> _native.WrittenTable:
+    def _write_table(self, name: str) -> _native.RecisWrittenTable:
         blocks = [(number, block) for number, block in self._blocks if block.name == name and not block.dense]
         table = blocks[0][1].source
         assert isinstance(table, TableShard)
         native, total = table.native, blocks[0][1].shape[0]
-        row_bytes = sum(column.bytes for column in slots_of(table).values())
+        row_bytes = sum(column.bytes for column in table_columns(table).values())
         step, begin, end = native.step(), *table.buckets
         runs: list[int] = []
         starts = []
@@ -80,12 +80,12 @@ class _ShardWriter:
             if done > total:
                 break
             ordered = _native.bucket_order(rows.ids, table.total_num_buckets, begin, end)
-            columns = columns_of(table, rows)
+            columns = row_columns(table, rows)
             # The runs of one block follow each other.
             for future in under_way:
                 future.result()
             under_way = [
-                self._helpers.submit(self._append, number, columns[str(block.slot)], ordered.order)
+                self._executor.submit(self._append, number, columns[str(block.slot)], ordered.order)
                 for number, block in blocks
             ]
             runs.append(len(rows))
@@ -94,7 +94,7 @@ class _ShardWriter:
             future.result()
         if done != total or native.step() != step:
             raise StateError(f"table {name!r} was trained or changed while it was saved: save between steps")
-        return _native.WrittenTable(
+        return _native.RecisWrittenTable(
             name=name,
             dim=table.dim,
             optimizer=table.spec.kind,

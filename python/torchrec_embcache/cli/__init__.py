@@ -16,20 +16,20 @@ from typing import get_args
 
 from torchrec_embcache import __version__
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError
-from torchrec_embcache.paths import PathChecks, default_checks, with_default_checks
+from torchrec_embcache.paths import PathChecks, default_checks, override_default_checks
 
 from .advise import add_advise
 from .backup import add_backup
 from .checkpoints import compact, inspect, reshard, verify
 from .compare import diff
-from .convert import Settings, convert
-from .index import index
+from .convert import ConvertSettings, convert
+from .index import build_index
 from .layouts import READERS
 from .plot import add_plot
-from .report import FAILED, Report
-from .serving import PRECISIONS, for_serving, refuse_settings
+from .report import EXIT_FAILED, CommandReport
+from .serving import PRECISIONS, check_serving_settings, convert_to_serving
 from .sinks import SINKS
-from .top import DEFAULT, top
+from .top import DEFAULT_URL, top
 from .why import why
 
 __all__ = ["main"]
@@ -38,13 +38,13 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; `arguments` are the command line's by default. Returns the exit status."""
     given = _parser().parse_args(arguments)
-    run: Callable[[argparse.Namespace], Report] = given.run
+    run: Callable[[argparse.Namespace], CommandReport] = given.run
     try:
-        with with_default_checks(given.path_checks):
+        with override_default_checks(given.path_checks):
             report = run(given)
         report.write(given.json)
         sys.stdout.flush()
-        return report.code
+        return report.exit_code
     except BrokenPipeError:
         # The reader has closed the pipe. Without this Python would report that once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -54,14 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             what = {"error": {"type": type(error).__name__, "message": str(error)}}
             sys.stdout.write(json.dumps(what, indent=2, sort_keys=True) + "\n")
         sys.stderr.write(f"embcache: {type(error).__name__}: {error}\n")
-        return FAILED
+        return EXIT_FAILED
 
 
 # Adds a command: its name, what it does, and what runs it.
-_AddCommand = Callable[[str, str, Callable[[argparse.Namespace], Report]], argparse.ArgumentParser]
+_AddCommand = Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser]
 
 
-def _add_rewriting(command: _AddCommand, checkpoint: str) -> None:
+def _add_rewrite_commands(command: _AddCommand, checkpoint: str) -> None:
     """The commands that write the rows of a checkpoint again."""
     no_counters = "leave out the counts of ids that wait for rows, as for a checkpoint that only serves"
     made = command(
@@ -89,7 +89,7 @@ def _add_index(command: _AddCommand, checkpoint: str) -> None:
     made = command(
         "index",
         "make the index by which processes that serve a checkpoint find its rows; they make it themselves otherwise",
-        lambda a: index(a.path, a.at),
+        lambda a: build_index(a.path, a.at),
     )
     made.add_argument("path", help=checkpoint)
     made.add_argument("--at", metavar="N", help="the number or the name of a checkpoint; by default the newest")
@@ -106,7 +106,7 @@ def _add_top(command: _AddCommand) -> None:
         "source",
         nargs="*",
         metavar="URL|FILE",
-        help=f"a PrometheusExporter (http://HOST:PORT or HOST:PORT) or a file of JsonlLogger, one a rank; by default {DEFAULT}",
+        help=f"a PrometheusExporter (http://HOST:PORT or HOST:PORT) or a file of JsonlLogger, one a rank; by default {DEFAULT_URL}",
     )
     made.add_argument("--once", action="store_true", help="print one frame and end; --json does so too")
     made.add_argument(
@@ -132,9 +132,11 @@ def _add_convert(command: _AddCommand) -> None:
     made.add_argument("--module", default="", help="path in the model of the module that has the tables")
     made.add_argument("--optimizer", help="whose slots the rows have; by default guessed from them")
     made.add_argument("--step", type=int, default=0, help="training steps so far (Adam corrects its bias by it)")
-    made.add_argument("--buckets", type=int, default=Settings.total_num_buckets, metavar="N", help="total_num_buckets")
     made.add_argument(
-        "--rename", action="append", default=[], type=_pair, metavar="OLD=NEW", help="another name for a table"
+        "--buckets", type=int, default=ConvertSettings.total_num_buckets, metavar="N", help="total_num_buckets"
+    )
+    made.add_argument(
+        "--rename", action="append", default=[], type=_parse_pair, metavar="OLD=NEW", help="another name for a table"
     )
     made.add_argument("--skip", action="append", default=[], metavar="SLOT", help="leave out a slot")
     dcp = made.add_argument_group("torchrec-dcp")
@@ -146,7 +148,7 @@ def _add_convert(command: _AddCommand) -> None:
         "--rows",
         action="append",
         default=[],
-        type=_number,
+        type=_parse_row_count,
         metavar="TABLE=N",
         help="num_embeddings of a table; to torchrec-dcp",
     )
@@ -169,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     checkpoint = "a directory of checkpoints (its newest is taken), or one checkpoint in it"
 
-    def command(name: str, about: str, run: Callable[[argparse.Namespace], Report]) -> argparse.ArgumentParser:
+    def command(name: str, about: str, run: Callable[[argparse.Namespace], CommandReport]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=about, description=about)
         made.add_argument("--json", action="store_true", help="print JSON")
         made.add_argument(
@@ -205,9 +207,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("checkpoint", help=checkpoint)
     made.add_argument("table", help="its name, or <module>/<name>")
-    made.add_argument("id", type=_row_id, help="a signed or unsigned 64-bit number; 0x... is hexadecimal")
+    made.add_argument("id", type=_parse_row_id, help="a signed or unsigned 64-bit number; 0x... is hexadecimal")
 
-    _add_rewriting(command, checkpoint)
+    _add_rewrite_commands(command, checkpoint)
     add_backup(command, checkpoint)
     _add_index(command, checkpoint)
     for add in (add_advise, add_plot, _add_top, _add_convert):
@@ -215,22 +217,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_pair(text: str) -> tuple[str, str]:
     old, equals, new = text.partition("=")
     if not (old and equals and new):
         raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
     return old, new
 
 
-def _number(text: str) -> tuple[str, int]:
-    name, number = _pair(text)
+def _parse_row_count(text: str) -> tuple[str, int]:
+    name, number = _parse_pair(text)
     try:
         return name, int(number)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not TABLE=NUMBER") from None
 
 
-def _row_id(text: str) -> int:
+def _parse_row_id(text: str) -> int:
     try:
         row_id = int(text, 0)
     except ValueError:
@@ -240,24 +242,24 @@ def _row_id(text: str) -> int:
     return row_id
 
 
-def _convert(given: argparse.Namespace) -> Report:
-    settings = Settings(
-        module=given.module,
-        optimizer=given.optimizer,
-        step=given.step,
-        total_num_buckets=given.buckets,
-        rename=dict(given.rename),
-        skip=tuple(given.skip),
-        model_key=given.model_key,
-        optimizer_key=given.optimizer_key,
-        rows=dict(given.rows),
-        sequences=tuple(given.sequence),
+def _convert(args: argparse.Namespace) -> CommandReport:
+    settings = ConvertSettings(
+        module=args.module,
+        optimizer=args.optimizer,
+        step=args.step,
+        total_num_buckets=args.buckets,
+        rename=dict(args.rename),
+        skip=tuple(args.skip),
+        model_key=args.model_key,
+        optimizer_key=args.optimizer_key,
+        rows=dict(args.rows),
+        sequences=tuple(args.sequence),
     )
-    if given.to_layout == "serving":
-        refuse_settings(settings, given.from_layout)
-        return for_serving(
-            given.source, given.target, given.precision or "fp32", 1 if given.keep is None else given.keep
+    if args.to_layout == "serving":
+        check_serving_settings(settings, args.from_layout)
+        return convert_to_serving(
+            args.source, args.target, args.precision or "fp32", 1 if args.keep is None else args.keep
         )
-    if given.precision is not None or given.keep is not None:
+    if args.precision is not None or args.keep is not None:
         raise ConfigError("--precision and --keep are of --to serving alone: leave them out")
-    return convert(given.source, given.target, given.from_layout, given.to_layout, settings)
+    return convert(args.source, args.target, args.from_layout, args.to_layout, settings)

@@ -5,16 +5,18 @@ from collections.abc import Callable, Sequence
 
 from torchrec_embcache.config import bytes_text
 from torchrec_embcache.exceptions import ConfigError
-from torchrec_embcache.sizing import Advice, TableTraffic, advise, read_traffic
+from torchrec_embcache.sizing import BudgetAdvice, TableTraffic, advise, read_traffic
 
-from .report import Grid, Report
+from .report import CommandReport, ReportTable
 
 __all__ = ["add_advise", "assumed_table"]
 
-_KEYS = "name, rows, dim, ids, zipf and optimizer"
+_TABLE_KEYS = "name, rows, dim, ids, zipf and optimizer"
 
 
-def add_advise(command: Callable[[str, str, Callable[[argparse.Namespace], Report]], argparse.ArgumentParser]) -> None:
+def add_advise(
+    command: Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser],
+) -> None:
     """Add the command to the parser."""
     made = command("advise", "divide budgets between tables and tiers, so that batches wait least for the SSD", _advise)
     made.add_argument("traffic", nargs="*", help="what write_traffic wrote: a file for each rank")
@@ -35,28 +37,28 @@ def add_advise(command: Callable[[str, str, Callable[[argparse.Namespace], Repor
     )
 
 
-def _advise(given: argparse.Namespace) -> Report:
-    if bool(given.traffic) == bool(given.table):
+def _advise(args: argparse.Namespace) -> CommandReport:
+    if bool(args.traffic) == bool(args.table):
         raise ConfigError("give files of traffic, or tables by --table: one of both")
-    if given.ranks < 1:
-        raise ConfigError(f"--ranks {given.ranks} is out of range: give 1 or more")
-    of_ranks = [(path, read_traffic(path)) for path in given.traffic]
-    if given.table:
-        title = "one rank" if given.ranks == 1 else f"each of {given.ranks} ranks"
-        of_ranks = [(title, [assumed_table(text, given.ranks) for text in given.table])]
-    advices = [(title, _advise_rank(traffic, given)) for title, traffic in of_ranks]
-    return Report(
+    if args.ranks < 1:
+        raise ConfigError(f"--ranks {args.ranks} is out of range: give 1 or more")
+    of_ranks = [(path, read_traffic(path)) for path in args.traffic]
+    if args.table:
+        title = "one rank" if args.ranks == 1 else f"each of {args.ranks} ranks"
+        of_ranks = [(title, [assumed_table(text, args.ranks) for text in args.table])]
+    advices = [(title, _advise_rank(traffic, args)) for title, traffic in of_ranks]
+    return CommandReport(
         {title: advice.as_dict() for title, advice in advices},
-        [_grid(title, advice) for title, advice in advices],
+        [_advice_table(title, advice) for title, advice in advices],
         [sentence for _, advice in advices for sentence in advice.sentences()],
     )
 
 
-def _advise_rank(traffic: Sequence[TableTraffic], given: argparse.Namespace) -> Advice:
-    return advise(traffic, ram=given.ram, ssd=given.ssd, device=given.device, batches_in_flight=given.batches_in_flight)
+def _advise_rank(traffic: Sequence[TableTraffic], args: argparse.Namespace) -> BudgetAdvice:
+    return advise(traffic, ram=args.ram, ssd=args.ssd, device=args.device, batches_in_flight=args.batches_in_flight)
 
 
-def _grid(title: str, advice: Advice) -> Grid:
+def _advice_table(title: str, advice: BudgetAdvice) -> ReportTable:
     rows = [
         (
             table.name,
@@ -71,7 +73,7 @@ def _grid(title: str, advice: Advice) -> Grid:
         for table in advice.tables.values()
     ]
     columns = ("table", "rows", "all rows", "device", "host", "ssd", "in RAM", "reads a batch")
-    return Grid(title, columns, rows)
+    return ReportTable(title, columns, rows)
 
 
 def assumed_table(text: str, ranks: int = 1) -> TableTraffic:
@@ -81,7 +83,9 @@ def assumed_table(text: str, ranks: int = 1) -> TableTraffic:
     missing = [field for field in ("name", "rows", "dim", "ids") if not fields.get(field)]
     if unknown or missing:
         wrong = f"{unknown[0]!r} is not known" if unknown else f"{missing[0]!r} is missing"
-        raise ConfigError(f"--table {text}: {wrong}: give {_KEYS}, as in name=item,rows=1e9,dim=64,ids=65536,zipf=1.05")
+        raise ConfigError(
+            f"--table {text}: {wrong}: give {_TABLE_KEYS}, as in name=item,rows=1e9,dim=64,ids=65536,zipf=1.05"
+        )
     try:
         rows, dim, ids = (int(float(fields[field])) for field in ("rows", "dim", "ids"))
         exponent = float(fields.get("zipf", "1.05"))

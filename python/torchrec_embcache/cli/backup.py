@@ -7,14 +7,15 @@ from torchrec_embcache import _native
 from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.paths import open_to_load, open_to_save
 
-from .checkpoints import Opened, another_directory, checkpoints_grid, checkpoints_in
-from .report import Report
+from .checkpoints import OpenCheckpoint, checkpoints_grid, list_checkpoints, open_other_directory
+from .report import CommandReport
 
 __all__ = ["add_backup"]
 
 
 def add_backup(
-    command: Callable[[str, str, Callable[[argparse.Namespace], Report]], argparse.ArgumentParser], checkpoint: str
+    command: Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser],
+    checkpoint: str,
 ) -> None:
     """Add the commands to the parser."""
     made = command("ls", "list the checkpoints of a directory", lambda a: ls(a.path))
@@ -37,25 +38,25 @@ def add_backup(
     made.add_argument("--keep", type=int, required=True, metavar="N", help="checkpoints that stay")
 
 
-def ls(path: str) -> Report:
+def ls(path: str) -> CommandReport:
     """The checkpoints of a directory, oldest first, the unfinished ones too. `PathError` where there is none."""
     directory = open_to_load(path)
-    found = list(checkpoints_in(directory))
+    found = list(list_checkpoints(directory))
     if not found:
         _native.latest_checkpoint(directory)  # raises what is missing
     notes = [f"{entry['name']}: {entry['error']}" for entry in found if "error" in entry]
     data = {"path": directory.path, "checkpoints": found}
-    return Report(data, [checkpoints_grid(directory.path, found)], notes=notes)
+    return CommandReport(data, [checkpoints_grid(directory.path, found)], notes=notes)
 
 
-def copy(source: str, target: str) -> Report:
+def copy(source: str, target: str) -> CommandReport:
     """Copy a checkpoint and all that it builds on to the directory `target`, and hold every byte of the copy against its checksums.
 
     The checkpoint is held meanwhile, so that no save removes it. The copy becomes the newest checkpoint in `target`, unless one
     with a higher number is there.
     """
-    opened = Opened.at(source)
-    directory = another_directory(target, opened)
+    opened = OpenCheckpoint.open(source)
+    directory = open_other_directory(target, opened)
     copied = opened.rows.copy(directory)
     data = {
         "source": opened.root,
@@ -65,17 +66,17 @@ def copy(source: str, target: str) -> Report:
         "bytes": copied.bytes,
         "latest": copied.is_newest,
     }
-    what = f"{len(copied.names)} of {len(opened.links)} checkpoints copied, {copied.bytes:,} bytes; verified"
+    what = f"{len(copied.names)} of {len(opened.chain)} checkpoints copied, {copied.bytes:,} bytes; verified"
     notes = []
     if not copied.is_newest:
         newest = _native.latest_checkpoint(directory)
         notes.append(
             f"{newest} stays the newest in {directory.path}: load the copy by Saver.load(..., checkpoint={opened.name!r})"
         )
-    return Report(data, lines=[f"{opened.name} in {directory.path}: {what}"], notes=notes)
+    return CommandReport(data, lines=[f"{opened.name} in {directory.path}: {what}"], notes=notes)
 
 
-def prune(path: str, keep: int) -> Report:
+def prune(path: str, keep: int) -> CommandReport:
     """Remove the checkpoints of a directory but the newest `keep` and all that they build on, and what unfinished saves have left.
 
     What a save writes, and what a load or a server reads, stays.
@@ -83,9 +84,9 @@ def prune(path: str, keep: int) -> Report:
     if keep < 1:
         raise ConfigError(f"--keep {keep}: give 1 or more")
     directory = open_to_save(path)
-    sizes = {entry["name"]: entry["bytes"] for entry in checkpoints_in(directory)}
+    sizes = {entry["name"]: entry["bytes"] for entry in list_checkpoints(directory)}
     pruned = _native.prune_checkpoints(directory, keep)
     freed = sum(sizes.get(name, 0) for name in pruned.removed)
-    data = {"path": directory.path, "removed": pruned.removed, "bytes": freed, "left": pruned.left}
+    data = {"path": directory.path, "removed": pruned.removed, "bytes": freed, "left": pruned.errors}
     line = f"{directory.path}: {len(pruned.removed)} checkpoints removed, {freed:,} bytes"
-    return Report(data, lines=[line], notes=[f"not removed: {why}" for why in pruned.left])
+    return CommandReport(data, lines=[line], notes=[f"not removed: {why}" for why in pruned.errors])

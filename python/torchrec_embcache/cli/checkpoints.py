@@ -14,23 +14,30 @@ import numpy as np
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
-from torchrec_embcache.paths import Directory, GivenPath, default_checks, is_there, open_to_load, open_to_save
+from torchrec_embcache.paths import (
+    CheckedPath,
+    CheckpointDirectory,
+    default_checks,
+    open_to_load,
+    open_to_save,
+    path_exists,
+)
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.sessions.load import open_newest
-from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.ranks import SingleRank
 
-from .report import FOUND, Grid, Report, date_text
-from .rules import sweeps_of, times_in
-from .tiers import BESIDE_ROWS, inspect_tiers, shards_below
+from .report import EXIT_FOUND, CommandReport, ReportTable, date_text
+from .rules import count_step_times, table_sweeps
+from .tiers import EXTRA_STATE, find_shards, inspect_tiers
 
 __all__ = [
     "CHECKPOINT_NAME",
-    "Opened",
-    "another_directory",
+    "OpenCheckpoint",
     "checkpoints_grid",
-    "checkpoints_in",
     "compact",
     "inspect",
+    "list_checkpoints",
+    "open_other_directory",
     "reshard",
     "verify",
 ]
@@ -38,34 +45,34 @@ __all__ = [
 #: What `inspect` shows of a table.
 _COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_buckets")
 #: How what a table has beside its rows is called where it is shown.
-_BESIDE_ROWS = {**BESIDE_ROWS, "missing_read": "ids without a row read", "precision": "precision"}
+_EXTRA_STATE = {**EXTRA_STATE, "missing_read": "ids without a row read", "precision": "precision"}
 _WINDOW_BYTES = 8 << 20
 #: The name of a checkpoint's directory.
 CHECKPOINT_NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenCheckpoint:
     """One checkpoint of a directory, its manifests checked."""
 
-    directory: Directory
+    directory: CheckpointDirectory
     name: str
     rows: _native.CheckpointRows
     manifest: dict[str, Any]
 
     @classmethod
-    def at(cls, path: str) -> "Opened":
+    def open(cls, path: str) -> "OpenCheckpoint":
         """`path` is a directory of checkpoints, of which `LATEST` names one, or one checkpoint in it.
 
         While this is there no save removes the checkpoint, nor what it builds on.
         """
         directory = open_to_load(path)
         name = os.path.basename(directory.path)
-        if CHECKPOINT_NAME.fullmatch(name) and not directory.has("LATEST"):
-            directory = open_to_load(GivenPath(os.path.dirname(directory.path)))
+        if CHECKPOINT_NAME.fullmatch(name) and not directory.contains("LATEST"):
+            directory = open_to_load(CheckedPath(os.path.dirname(directory.path)))
             rows = _native.CheckpointRows(directory, name)
         else:
-            directory, name, rows = open_newest(OneRank(), lambda: _newest_in(directory), _native.CheckpointRows)
+            directory, name, rows = open_newest(SingleRank(), lambda: _open_newest(directory), _native.CheckpointRows)
         return cls(directory, name, rows, json.loads(rows.manifest()))
 
     @property
@@ -87,14 +94,14 @@ class Opened:
         return [entry.get("pending") for entry in self.manifest["tables"]]
 
     @property
-    def times_of_steps(self) -> list[int | None]:
+    def step_times(self) -> list[int | None]:
         """How many times of steps it has for each table, for rules in seconds; None where it has none."""
-        return [times_in(entry.get("clock", "")) for entry in self.manifest["tables"]]
+        return [count_step_times(entry.get("clock", "")) for entry in self.manifest["tables"]]
 
     @cached_property
-    def links(self) -> list[dict[str, Any]]:
+    def chain(self) -> list[dict[str, Any]]:
         """The manifests of the checkpoint and of all that it builds on, newest first."""
-        return [json.loads(manifest) for manifest in self.rows.links()]
+        return [json.loads(manifest) for manifest in self.rows.chain_manifests()]
 
     @property
     def is_delta(self) -> bool:
@@ -107,11 +114,11 @@ class Opened:
         return bool(self.manifest["kind"] == "serving")
 
 
-def _newest_in(directory: Directory) -> tuple[Directory, str]:
+def _open_newest(directory: CheckpointDirectory) -> tuple[CheckpointDirectory, str]:
     return directory, _native.latest_checkpoint(directory)
 
 
-def checkpoints_in(directory: Directory) -> Iterator[dict[str, Any]]:
+def list_checkpoints(directory: CheckpointDirectory) -> Iterator[dict[str, Any]]:
     """Every checkpoint of a directory, oldest first, the unfinished ones too."""
     root = directory.path
     try:
@@ -142,9 +149,9 @@ def checkpoints_in(directory: Directory) -> Iterator[dict[str, Any]]:
         }
 
 
-def checkpoints_grid(root: str, found: list[dict[str, Any]]) -> Grid:
-    """What `checkpoints_in` gave, as a table."""
-    return Grid(
+def checkpoints_grid(root: str, found: list[dict[str, Any]]) -> ReportTable:
+    """What `list_checkpoints` gave, as a table."""
+    return ReportTable(
         f"Checkpoints in {root}",
         ("name", "kind", "parent", "ranks", "rows", "bytes", "saved", ""),
         [
@@ -163,31 +170,31 @@ def checkpoints_grid(root: str, found: list[dict[str, Any]]) -> Grid:
     )
 
 
-def inspect(path: str) -> Report:
+def inspect(path: str) -> CommandReport:
     """The checkpoints of a directory, and the tables of the newest (or of the one that `path` is); the tables of an `ssd_dir`."""
     directory = Path(open_to_load(path).path)
-    if not is_there(directory / "LATEST") and (shards := shards_below(directory)):
+    if not path_exists(directory / "LATEST") and (shards := find_shards(directory)):
         return inspect_tiers(directory, shards)
-    opened = Opened.at(GivenPath(directory))
-    found = list(checkpoints_in(opened.directory))
-    tables, links = opened.tables, opened.links[::-1]
-    for table, pending, times in zip(tables, opened.pending, opened.times_of_steps, strict=True):
-        table["pending"], table["times_of_steps"] = pending, times
-        table["sweeps"] = [sweep for link in links for sweep in sweeps_of(link, table["module"], table["table"])]
+    opened = OpenCheckpoint.open(CheckedPath(directory))
+    found = list(list_checkpoints(opened.directory))
+    tables, links = opened.tables, opened.chain[::-1]
+    for table, pending, times in zip(tables, opened.pending, opened.step_times, strict=True):
+        table["pending"], table["step_times"] = pending, times
+        table["sweeps"] = [sweep for link in links for sweep in table_sweeps(link, table["module"], table["table"])]
         # Whether there is one. Its numbers would fill pages.
         table["oov_row"] = "yes" if "oov_row" in table else None
-        table["missing_read"] = _missing_read(table["missing_read"])
+        table["missing_read"] = _format_missing_read(table["missing_read"])
         table.setdefault("precision", None)
         table["hyperparameters"] = table["optimizer"]["hyperparameters"]
         table["optimizer"] = table["optimizer"]["name"]
     counted = any(table["pending"] is not None for table in tables)
     columns = (*_COLUMNS, "pending") if counted else _COLUMNS
-    columns = (*columns, *(name for name in _BESIDE_ROWS if any(table[name] for table in tables)))
-    titles = {"pending": "pending since parent" if opened.is_delta else "pending", **_BESIDE_ROWS}
+    columns = (*columns, *(name for name in _EXTRA_STATE if any(table[name] for table in tables)))
+    titles = {"pending": "pending since parent" if opened.is_delta else "pending", **_EXTRA_STATE}
     shown = [titles.get(name, name) for name in columns]
     grids = [
         checkpoints_grid(opened.root, found),
-        Grid(
+        ReportTable(
             f"Tables of {opened.name}",
             shown,
             [tuple("" if table[name] is None else table[name] for name in columns) for table in tables],
@@ -203,17 +210,17 @@ def inspect(path: str) -> Report:
         "tables": tables,
     }
     notes = [f"{entry['name']}: {entry['error']}" for entry in found if "error" in entry]
-    return Report(data, grids, notes=notes)
+    return CommandReport(data, grids, notes=notes)
 
 
-def _missing_read(said: str | dict[str, float]) -> str | float:
+def _format_missing_read(manifest_value: str | dict[str, float]) -> str | float:
     """Returns the manifest's value for ids without a row."""
-    return said["value"] if isinstance(said, dict) else said
+    return manifest_value["value"] if isinstance(manifest_value, dict) else manifest_value
 
 
-def _sweeps_grid(opened: Opened, tables: list[dict[str, Any]]) -> Grid:
+def _sweeps_grid(opened: OpenCheckpoint, tables: list[dict[str, Any]]) -> ReportTable:
     """The sweeps of every delta of the chain, oldest first."""
-    return Grid(
+    return ReportTable(
         f"Sweeps in {opened.name} and what it builds on",
         ("module", "table", "checkpoint", "after step", "takes rows"),
         [
@@ -224,7 +231,7 @@ def _sweeps_grid(opened: Opened, tables: list[dict[str, Any]]) -> Grid:
     )
 
 
-def _dense_damage(opened: Opened) -> str | None:
+def _dense_damage(opened: OpenCheckpoint) -> str | None:
     """Read every byte of the tensors and objects beside the tables. Returns what is wrong with them, if anything."""
     window = np.empty(_WINDOW_BYTES, np.uint8)
     try:
@@ -232,13 +239,13 @@ def _dense_damage(opened: Opened) -> str | None:
         reader.dense_metadata()
         for rank, stream_bytes in enumerate(reader.stream_bytes()):
             for start in range(0, stream_bytes, _WINDOW_BYTES):
-                reader.read_extent(rank, start, window[: min(_WINDOW_BYTES, stream_bytes - start)])
+                reader.read_dense(rank, start, window[: min(_WINDOW_BYTES, stream_bytes - start)])
     except CorruptionError as error:
         return str(error)
     return None
 
 
-def _index_of(opened: Opened) -> dict[str, Any] | None:
+def _check_index(opened: OpenCheckpoint) -> dict[str, Any] | None:
     """How many rows the index for servers beside the checkpoint has, and what is wrong with it, if anything.
 
     None where there is no such file, or one that servers make anew.
@@ -250,16 +257,16 @@ def _index_of(opened: Opened) -> dict[str, Any] | None:
     return None if rows is None else {"rows": rows, "error": None}
 
 
-def verify(path: str) -> Report:
+def verify(path: str) -> CommandReport:
     """Read every byte of a checkpoint and hold it against its checksums. Damage is exit status 1.
 
     An index for servers beside the checkpoint is held against the rows. To do that takes about 17 bytes of memory a row.
     """
     try:
-        opened = Opened.at(path)
+        opened = OpenCheckpoint.open(path)
     except CorruptionError as error:
         damaged: dict[str, Any] = {"path": path, "checkpoint": None, "whole": False, "tables": [], "error": str(error)}
-        return Report(damaged, lines=[f"DAMAGED: {error}"], code=FOUND)
+        return CommandReport(damaged, lines=[f"DAMAGED: {error}"], exit_code=EXIT_FOUND)
     results: list[dict[str, Any]] = []
     for table in opened.tables:
         result: dict[str, Any] = {
@@ -279,12 +286,12 @@ def verify(path: str) -> Report:
     whole = all(result["error"] is None for result in results) and not (dense and dense["error"])
     notes, index = [], None
     try:
-        index = _index_of(opened) if whole else None
+        index = _check_index(opened) if whole else None
     except EmbCacheError as error:
         # What was found of the rows is worth more than the index, which can be made anew.
         notes.append(f"the index for servers was not checked: {error}")
     whole = whole and not (index and index["error"])
-    grid = Grid(
+    grid = ReportTable(
         f"{opened.name} in {opened.root}",
         ("module", "table", "rows", ""),
         [(result["module"], result["table"], result["rows"], result["error"] or "whole") for result in results],
@@ -300,10 +307,10 @@ def verify(path: str) -> Report:
         if index["error"]:
             file = os.path.join(opened.root, opened.name, "serve.idx")
             notes.append(f"remove {file}: servers, or `embcache index`, make it anew")
-    return Report(data, [grid], lines, 0 if whole else FOUND, notes=notes)
+    return CommandReport(data, [grid], lines, 0 if whole else EXIT_FOUND, notes=notes)
 
 
-def another_directory(target: str, opened: Opened) -> Directory:
+def open_other_directory(target: str, opened: OpenCheckpoint) -> CheckpointDirectory:
     """The directory `target`, to save to. `PathError` where it is that of the checkpoint."""
     directory = open_to_save(target)
     if os.path.samefile(directory.path, opened.root):
@@ -311,25 +318,25 @@ def another_directory(target: str, opened: Opened) -> Directory:
     return directory
 
 
-def reshard(source: str, target: str, world_size: int, *, counters: bool = True) -> Report:
+def reshard(source: str, target: str, world_size: int, *, counters: bool = True) -> CommandReport:
     """Write a checkpoint again to the directory `target`, divided as `world_size` ranks would have saved it.
 
     `counters`: False leaves out the counts of ids that wait for rows.
     """
-    opened = Opened.at(source)
-    directory = another_directory(target, opened)
+    opened = OpenCheckpoint.open(source)
+    directory = open_other_directory(target, opened)
     root = directory.path
     published = opened.rows.reshard(directory, secrets.randbits(64), world_size, counters=counters)
-    name, left = published.id.name, list(published.left)
+    name, left = published.id.name, list(published.cleanup_errors)
     if opened.manifest.get("dense") is not None:
         left.append("the tensors and objects beside the tables, which DCP saved, are not in it")
     data = {"source": opened.root, "target": root, "checkpoint": name, "ranks": world_size}
-    return Report(data, lines=[f"{name} in {root}: {world_size} ranks"], notes=left)
+    return CommandReport(data, lines=[f"{name} in {root}: {world_size} ranks"], notes=left)
 
 
-def compact(path: str, keep: int, *, counters: bool = True) -> Report:
+def compact(path: str, keep: int, *, counters: bool = True) -> CommandReport:
     """Merge the newest checkpoint of a directory and all it builds on into a full one; see `Saver.compact`."""
     done = Saver(path_checks=default_checks()).compact(path, keep=keep, counters=counters)
-    rows = sum(entry["rows"] for entry in Opened.at(path).tables)
+    rows = sum(entry["rows"] for entry in OpenCheckpoint.open(path).tables)
     data = {"path": path, "checkpoint": done.checkpoint, "rows": rows}
-    return Report(data, lines=[f"{done.checkpoint} in {path}: full, {rows:,} rows"])
+    return CommandReport(data, lines=[f"{done.checkpoint} in {path}: full, {rows:,} rows"])

@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import MismatchError
 
-from .checkpoints import Opened
-from .report import FOUND, Grid, Report
+from .checkpoints import OpenCheckpoint
+from .report import EXIT_FOUND, CommandReport, ReportTable
 
 __all__ = ["diff"]
 
 #: Bytes of the rows that are compared at a time.
 _WINDOW_BYTES = 128 << 20
 #: What must be equal for rows to be compared at all, and what is only told.
-_SHAPE = ("dim", "total_num_buckets")
-_SETTINGS = ("key", "optimizer", "step", "seed", "initializer", "oov_row", "missing_read", "precision")
-_METADATA = ("count", "last_step", "score", "modified_epoch")
+_SHAPE_FIELDS = ("dim", "total_num_buckets")
+_SETTING_FIELDS = ("key", "optimizer", "step", "seed", "initializer", "oov_row", "missing_read", "precision")
+_METADATA_FIELDS = ("count", "last_step", "score", "modified_epoch")
 #: What can be said of the counts of ids that wait for rows. All but the last is a difference.
 _ONLY = ("only in the first", "only in the second")
 _DIFFER, _EQUAL = "differ", "equal"
@@ -59,7 +59,9 @@ class TableDiff:
         return bool(self.settings or rows or self.counts not in ("", _EQUAL))
 
 
-def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = False, *, counters: bool = True) -> Report:
+def diff(
+    first: str, second: str, show_ids: int = 0, ignore_metadata: bool = False, *, counters: bool = True
+) -> CommandReport:
     """Compare two checkpoints: tables, settings and rows, bit for bit. Differences are exit status 1.
 
     The counts of ids that wait for rows are compared one by one: occurrences, clicks, and which of them are forgotten next.
@@ -73,13 +75,13 @@ def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = Fal
 
     Of a serving checkpoint the weights are compared as they are read. It has no slots, so those of the other are left out.
     """
-    one, other = Opened.at(first), Opened.at(second)
+    one, other = OpenCheckpoint.open(first), OpenCheckpoint.open(second)
     tables = [{(entry["module"], entry["table"]): entry for entry in side.tables} for side in (one, other)]
     missing = [sorted(tables[0].keys() - tables[1].keys()), sorted(tables[1].keys() - tables[0].keys())]
     slotless = [side.name for side in (one, other) if side.is_for_serving]
-    how = _How(show_ids, ignore_metadata, counters, slots=not slotless)
+    how = _DiffOptions(show_ids, ignore_metadata, counters, slots=not slotless)
     results = [
-        _table(one, other, tables[0][pair], tables[1][pair], how)
+        _diff_table(one, other, tables[0][pair], tables[1][pair], how)
         for pair in sorted(tables[0].keys() & tables[1].keys())
     ]
     differs = any(missing) or any(result.differs for result in results)
@@ -101,7 +103,7 @@ def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = Fal
             "pending_counts",
             "counts",
         ]
-    grid = Grid(
+    grid = ReportTable(
         f"{one.name} in {one.root} | {other.name} in {other.root}",
         ("module", "table", *(name.replace("_", " ") for name in columns), "settings"),
         [(result.module, result.table, *map(_cell(result), columns), ", ".join(result.settings)) for result in results],
@@ -116,7 +118,7 @@ def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = Fal
     ]
     lines += [f"{name} is a serving checkpoint, which has no slots: slots are not compared" for name in slotless]
     lines.append("they differ" if differs else "equal")
-    return Report(data, [grid], lines, FOUND if differs else 0)
+    return CommandReport(data, [grid], lines, EXIT_FOUND if differs else 0)
 
 
 def _cell(result: TableDiff) -> Callable[[str], object]:
@@ -125,7 +127,7 @@ def _cell(result: TableDiff) -> Callable[[str], object]:
 
 
 @dataclass(frozen=True)
-class _How:
+class _DiffOptions:
     """What is compared, and how much of it is told."""
 
     show_ids: int
@@ -134,35 +136,37 @@ class _How:
     slots: bool
 
 
-def _pending(side: Opened, table: dict[str, Any]) -> int | None:
+def _count_pending(side: OpenCheckpoint, table: dict[str, Any]) -> int | None:
     """At least as many ids as wait for rows of a table; None where counts were not saved."""
     found = [
         entry.get("pending")
-        for link in side.links
+        for link in side.chain
         for entry in link["tables"]
         if (entry["spec"]["module"], entry["spec"]["table"]) == (table["module"], table["table"])
     ]
     return None if found[0] is None else sum(pending or 0 for pending in found)
 
 
-def _note_counts(result: TableDiff, has: tuple[bool, bool]) -> None:
+def _record_counts(result: TableDiff, has_counts: tuple[bool, bool]) -> None:
     """Say what is different of the counts, of which each of both has some or none."""
-    if not has[0]:
+    if not has_counts[0]:
         result.pending_first = None
-    if not has[1]:
+    if not has_counts[1]:
         result.pending_second = None
-    if all(has):
+    if all(has_counts):
         differ = result.pending_only_first or result.pending_only_second or result.pending_counts
         result.counts = _DIFFER if differ else _EQUAL
-    elif any(has):
-        result.counts = _ONLY[has.index(True)]
+    elif any(has_counts):
+        result.counts = _ONLY[has_counts.index(True)]
         # Of the other nothing is known.
         result.pending_only_first = result.pending_only_second = 0
         result.pending_ids = []
 
 
-def _table(one: Opened, other: Opened, first: dict[str, Any], second: dict[str, Any], how: _How) -> TableDiff:
-    for name in (*_SHAPE, "optimizer"):
+def _diff_table(
+    one: OpenCheckpoint, other: OpenCheckpoint, first: dict[str, Any], second: dict[str, Any], options: _DiffOptions
+) -> TableDiff:
+    for name in (*_SHAPE_FIELDS, "optimizer"):
         values = (first[name], second[name]) if name != "optimizer" else (first[name]["name"], second[name]["name"])
         if values[0] != values[1]:
             raise MismatchError(
@@ -170,8 +174,8 @@ def _table(one: Opened, other: Opened, first: dict[str, Any], second: dict[str, 
                 "the second: their rows cannot be compared"
             )
     result = TableDiff(first["module"], first["table"], rows_first=first["rows"], rows_second=second["rows"])
-    result.settings = [name for name in _SETTINGS if first.get(name) != second.get(name)]
-    pending = [_pending(side, first) if how.counters else None for side in (one, other)]
+    result.settings = [name for name in _SETTING_FIELDS if first.get(name) != second.get(name)]
+    pending = [_count_pending(side, first) if options.counters else None for side in (one, other)]
     has = (pending[0] is not None, pending[1] is not None)
     # Weights, at most two slots, and what else belongs to a row.
     row_bytes = first["dim"] * 4 * 3 + 64
@@ -182,24 +186,24 @@ def _table(one: Opened, other: Opened, first: dict[str, Any], second: dict[str, 
     for begin in range(0, first["total_num_buckets"], step):
         end = min(begin + step, first["total_num_buckets"])
         sides = [
-            _Rows.of(side, table, begin, end, counts=counts)
+            _RowWindow.read(side, table, begin, end, counts=counts)
             for side, table, counts in zip((one, other), (first, second), has, strict=True)
         ]
-        _window(result, sides[0], sides[1], how)
-        _counts_window(result, sides[0].counts, sides[1].counts, how)
-    _note_counts(result, has)
+        _diff_rows(result, sides[0], sides[1], options)
+        _diff_counts(result, sides[0].counts, sides[1].counts, options)
+    _record_counts(result, has)
     return result
 
 
 @dataclass(frozen=True)
-class _Counts:
+class _PendingCounts:
     """Ids that wait for rows, rising, and what each column has of them."""
 
     ids: NDArray[np.int64]
     columns: NDArray[np.int64]  # [n, 3]: occurrences, clicks, whether it is forgotten next
 
     @classmethod
-    def of(cls, blocks: list[_native.PendingIds]) -> "_Counts":
+    def from_blocks(cls, blocks: list[_native.CountedIds]) -> "_PendingCounts":
         if not blocks:
             return cls(np.empty(0, np.int64), np.empty((0, 3), np.int64))
         ids = np.concatenate([block.ids for block in blocks])
@@ -212,35 +216,37 @@ class _Counts:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowWindow:
     """Rows by id."""
 
     ids: NDArray[np.int64]
     weights: NDArray[np.float32]
     slots: NDArray[np.float32]
     metadata: list[NDArray[Any]]
-    counts: _Counts
+    counts: _PendingCounts
 
     @classmethod
-    def of(cls, side: Opened, table: dict[str, Any], begin: int, end: int, *, counts: bool) -> "_Rows":
+    def read(cls, side: OpenCheckpoint, table: dict[str, Any], begin: int, end: int, *, counts: bool) -> "_RowWindow":
         blocks: list[_native.RowBlock] = []
-        pending: list[_native.PendingIds] = []
+        pending: list[_native.CountedIds] = []
         take = pending.append if counts else None
         side.rows.read(table["module"], table["table"], begin, end, blocks.append, counts=take)
-        dim, waiting = table["dim"], _Counts.of(pending)
+        dim, waiting = table["dim"], _PendingCounts.from_blocks(pending)
         if not blocks:
             nothing = np.empty((0, dim), np.float32)
-            return cls(np.empty(0, np.int64), nothing, nothing, [np.empty(0)] * len(_METADATA), waiting)
+            return cls(np.empty(0, np.int64), nothing, nothing, [np.empty(0)] * len(_METADATA_FIELDS), waiting)
         ids = np.concatenate([block.ids for block in blocks])
         vectors = np.concatenate([block.vectors for block in blocks])
         scalars = np.concatenate([block.scalars for block in blocks])
         order = np.argsort(ids, kind="stable")
-        metadata = [np.concatenate([getattr(block.metadata, name) for block in blocks])[order] for name in _METADATA]
+        metadata = [
+            np.concatenate([getattr(block.metadata, name) for block in blocks])[order] for name in _METADATA_FIELDS
+        ]
         slots = np.concatenate([vectors[:, dim:], scalars[:, None]], axis=1)
         return cls(ids[order], vectors[order, :dim], slots[order], metadata, waiting)
 
 
-def _counts_window(result: TableDiff, one: _Counts, other: _Counts, how: _How) -> None:
+def _diff_counts(result: TableDiff, one: _PendingCounts, other: _PendingCounts, options: _DiffOptions) -> None:
     common, left, right = np.intersect1d(one.ids, other.ids, assume_unique=True, return_indices=True)
     only = np.setxor1d(one.ids, other.ids, assume_unique=True)
     assert result.pending_first is not None, "they are counted here"
@@ -249,40 +255,40 @@ def _counts_window(result: TableDiff, one: _Counts, other: _Counts, how: _How) -
     result.pending_second += len(other.ids)
     result.pending_only_first += len(one.ids) - len(common)
     result.pending_only_second += len(other.ids) - len(common)
-    compared = slice(0, 2 if how.ignore_metadata else 3)
+    compared = slice(0, 2 if options.ignore_metadata else 3)
     differ = np.any(one.columns[left, compared] != other.columns[right, compared], axis=1)
     result.pending_counts += int(differ.sum())
-    room = how.show_ids - len(result.pending_ids)
+    room = options.show_ids - len(result.pending_ids)
     if room > 0:
         result.pending_ids += [int(each) for each in np.concatenate([only, common[differ]])[:room]]
 
 
-def _window(result: TableDiff, one: _Rows, other: _Rows, how: _How) -> None:
+def _diff_rows(result: TableDiff, one: _RowWindow, other: _RowWindow, options: _DiffOptions) -> None:
     common, left, right = np.intersect1d(one.ids, other.ids, assume_unique=True, return_indices=True)
     only = np.setxor1d(one.ids, other.ids, assume_unique=True)
     result.only_first += len(one.ids) - len(common)
     result.only_second += len(other.ids) - len(common)
-    weights = _differ(one.weights[left], other.weights[right])
-    slots = _differ(one.slots[left], other.slots[right]) if how.slots else np.zeros(len(common), bool)
+    weights = _rows_differ(one.weights[left], other.weights[right])
+    slots = _rows_differ(one.slots[left], other.slots[right]) if options.slots else np.zeros(len(common), bool)
     metadata = np.zeros(len(common), bool)
-    if not how.ignore_metadata:
+    if not options.ignore_metadata:
         # A serving checkpoint has no `modified_epoch`, which comes last.
-        compared = len(_METADATA) - (0 if how.slots else 1)
+        compared = len(_METADATA_FIELDS) - (0 if options.slots else 1)
         for mine, theirs in zip(one.metadata[:compared], other.metadata[:compared], strict=True):
-            metadata |= _differ(mine[left, None], theirs[right, None])
+            metadata |= _rows_differ(mine[left, None], theirs[right, None])
     result.weights += int(weights.sum())
     result.slots += int(slots.sum())
     result.metadata += int(metadata.sum())
     if weights.any():
         apart = np.abs(one.weights[left][weights] - other.weights[right][weights])
         result.max_weight_difference = max(result.max_weight_difference, float(np.nanmax(apart, initial=0.0)))
-    room = how.show_ids - len(result.ids)
+    room = options.show_ids - len(result.ids)
     if room > 0:
         ids = np.concatenate([only, common[weights | slots | metadata]])
         result.ids += [int(row) for row in ids[:room]]
 
 
-def _differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
+def _rows_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
     """Rows that are not the same bits."""
     bits = [np.ascontiguousarray(side).view(f"u{side.dtype.itemsize}") for side in (one, other)]
     differ: NDArray[np.bool_] = np.any(bits[0] != bits[1], axis=1)

@@ -14,19 +14,19 @@ import numpy as np
 from torchrec_embcache import _native
 from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import ConfigError, InputError, PathError, UnsupportedError
-from torchrec_embcache.folder import Folder
+from torchrec_embcache.folder import DirectoryHandle
 from torchrec_embcache.optimizers import BY_KIND, OptimizerSpec
-from torchrec_embcache.paths import Directory, given_path, open_to_save
-from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.paths import CheckpointDirectory, check_path, open_to_save
+from torchrec_embcache.sessions.ranks import SingleRank
 from torchrec_embcache.sessions.save import RankPart, SaveSession
 
-from .checkpoints import Opened
-from .description import DESCRIPTION
-from .layouts import METADATA, READERS, Columns, StoredTable, recognise
-from .report import Grid, Report
+from .checkpoints import OpenCheckpoint
+from .description import DESCRIPTION_FILE
+from .layouts import METADATA, READERS, StoredTable, TableColumns, detect_layout
+from .report import CommandReport, ReportTable
 from .sinks import SINKS
 
-__all__ = ["Settings", "convert", "refuse_unused"]
+__all__ = ["ConvertSettings", "check_unused_options", "convert"]
 
 _DEFAULT_BUCKETS = 65_536
 #: The longest name of a directory in bytes, and how many bytes of a longer one are kept before its hash.
@@ -41,7 +41,7 @@ _UNNAMED = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConvertSettings:
     """What a foreign layout does not say of its tables, or a checkpoint of ours not of TorchRec's (see `DcpNames`)."""
 
     module: str = ""
@@ -62,7 +62,7 @@ _INTO_CHECKPOINT = ("module", "optimizer", "step", "total_num_buckets", "rename"
 _INTO_TORCHREC = ("model_key", "optimizer_key", "rows", "sequences", "rename", "skip")
 
 
-def _used(from_layout: str, to_layout: str) -> tuple[str, ...]:
+def _used_fields(from_layout: str, to_layout: str) -> tuple[str, ...]:
     """The fields of `Settings` that a conversion uses."""
     if to_layout == "torchrec-dcp":
         return _INTO_TORCHREC
@@ -71,22 +71,22 @@ def _used(from_layout: str, to_layout: str) -> tuple[str, ...]:
     return (*_INTO_CHECKPOINT, "model_key") if from_layout == "torchrec-dcp" else _INTO_CHECKPOINT
 
 
-def refuse_unused(settings: Settings, used: Collection[str], conversion: str) -> None:
+def check_unused_options(settings: ConvertSettings, used: Collection[str], conversion: str) -> None:
     """`ConfigError` for an option that is none of the fields `used`, which `conversion` would ignore."""
-    for each in dataclasses.fields(Settings):
-        given, default = getattr(settings, each.name), getattr(Settings(), each.name)
+    for each in dataclasses.fields(ConvertSettings):
+        given, default = getattr(settings, each.name), getattr(ConvertSettings(), each.name)
         if each.name not in used and given != default:
             option = _OPTIONS.get(each.name, f"--{each.name.replace('_', '-')}")
             raise ConfigError(f"{option}: {conversion} does not use it: leave it out")
 
 
-def _check_names(option: str, given: Collection[str], known: Collection[str], of: str) -> None:
+def _check_known_names(option: str, given: Collection[str], known: Collection[str], source: str) -> None:
     """`InputError` for a name that is not there: it may be a typing error."""
     if unknown := sorted(set(given) - set(known)):
-        raise InputError(f"{option} {unknown[0]}: {of} has {', '.join(sorted(known)) or 'none'}")
+        raise InputError(f"{option} {unknown[0]}: {source} has {', '.join(sorted(known)) or 'none'}")
 
 
-def convert(source: str, target: str, from_layout: str, to_layout: str, settings: Settings) -> Report:
+def convert(source: str, target: str, from_layout: str, to_layout: str, settings: ConvertSettings) -> CommandReport:
     """Write the tables of `source` to the directory `target`.
 
     Args:
@@ -96,19 +96,21 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
         to_layout: "embcache", "safetensors", "npy" or "torchrec-dcp".
         settings: For layouts that do not say it.
     """
-    given_path("source", source)
+    check_path("source", source)
     if from_layout == "auto":
-        from_layout = recognise(Path(source))
+        from_layout = detect_layout(Path(source))
     if (from_layout == "embcache") == (to_layout == "embcache"):
         raise UnsupportedError(
             f"from {from_layout} to {to_layout}: one side must be a checkpoint of ours, and one not "
             "(`reshard` and `compact` write a checkpoint again)"
         )
-    refuse_unused(settings, _used(from_layout, to_layout), f"a conversion from {from_layout} to {to_layout}")
+    check_unused_options(
+        settings, _used_fields(from_layout, to_layout), f"a conversion from {from_layout} to {to_layout}"
+    )
     skipped: list[str] = []
     notes: list[str] = []
     if from_layout == "embcache":
-        opened = Opened.at(source)
+        opened = OpenCheckpoint.open(source)
         if opened.is_for_serving:
             raise UnsupportedError(
                 f"{source} is a serving checkpoint, which has no optimizer state: convert the checkpoint that it was made from, "
@@ -129,12 +131,12 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
         if not tables:
             raise InputError(f"{source} holds no table in the layout {from_layout}")
         if from_layout == "torchrec-dcp" and settings.model_key:
-            tables = [_below(table, settings.model_key) for table in tables]
-        _check_names("--rename", settings.rename, [table.name for table in tables], source)
+            tables = [_strip_model_key(table, settings.model_key) for table in tables]
+        _check_known_names("--rename", settings.rename, [table.name for table in tables], source)
         slots = [slot for table in tables for slot in (*table.slots, *table.unread)]
-        _check_names("--skip", settings.skip, slots, source)
+        _check_known_names("--skip", settings.skip, slots, source)
         skipped = [name for table in tables for name in table.skipped]
-        written = _import(tables, open_to_save(target), settings)
+        written = _import_tables(tables, open_to_save(target), settings)
     data = {
         "source": source,
         "target": target,
@@ -144,14 +146,14 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
         "skipped": skipped,
     }
     columns = ("module", "table", "rows", "dim", "optimizer")
-    grid = Grid(f"{source} → {target}", columns, [tuple(table[name] for name in columns) for table in written])
-    return Report(data, [grid], [f"not a table, left out: {name}" for name in skipped], notes=notes)
+    grid = ReportTable(f"{source} → {target}", columns, [tuple(table[name] for name in columns) for table in written])
+    return CommandReport(data, [grid], [f"not a table, left out: {name}" for name in skipped], notes=notes)
 
 
 # ---- into a checkpoint
 
 
-def _below(table: StoredTable, key: str) -> StoredTable:
+def _strip_model_key(table: StoredTable, key: str) -> StoredTable:
     """The table with the path of its module below `key`."""
     described = table.description or {}
     module = described["module"]
@@ -160,19 +162,21 @@ def _below(table: StoredTable, key: str) -> StoredTable:
     return dataclasses.replace(table, description=described | {"module": module[len(key) + 1 :]})
 
 
-def _import(tables: list[StoredTable], directory: Directory, settings: Settings) -> list[dict[str, Any]]:
+def _import_tables(
+    tables: list[StoredTable], directory: CheckpointDirectory, settings: ConvertSettings
+) -> list[dict[str, Any]]:
     if not 1 <= settings.total_num_buckets <= MAX_NUM_BUCKETS:
         raise InputError(f"--buckets {settings.total_num_buckets}: give 1 to {MAX_NUM_BUCKETS}")
-    specs = [_spec(table, settings) for table in tables]
+    specs = [_table_spec(table, settings) for table in tables]
     names = [(spec["module"], spec["table"]) for spec, _ in specs]
     if len(set(names)) < len(names):
         raise InputError(f"tables {names}: two have one name; tell them apart with --rename")
     last_epoch = 0
-    with SaveSession(directory, OneRank()) as session:
+    with SaveSession(directory, SingleRank()) as session:
         session.begin()
         writer = session.writer()
         for table, (spec, slots) in zip(tables, specs, strict=True):
-            chunks = _Chunks(table, BY_KIND[spec["optimizer"]["name"]], slots)
+            chunks = _ImportChunks(table, BY_KIND[spec["optimizer"]["name"]], slots)
             writer.write_rows(json.dumps(spec), 0, spec["total_num_buckets"], iter(chunks))
             last_epoch = max(last_epoch, chunks.last_epoch)
         session.write(lambda: RankPart(writer.finish()))
@@ -190,7 +194,7 @@ def _import(tables: list[StoredTable], directory: Directory, settings: Settings)
     ]
 
 
-def _spec(table: StoredTable, settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+def _table_spec(table: StoredTable, settings: ConvertSettings) -> tuple[dict[str, Any], dict[str, str]]:
     """A table as the manifest describes it, and its slots: torch's name to the layout's."""
     if unread := {slot: why for slot, why in table.unread.items() if slot not in settings.skip}:
         raise UnsupportedError(
@@ -201,7 +205,7 @@ def _spec(table: StoredTable, settings: Settings) -> tuple[dict[str, Any], dict[
     present = tuple(slot for slot in table.slots if slot not in settings.skip)
     names = _UNNAMED.get(present, present)
     described = table.description or {}
-    kind = settings.optimizer or described.get("optimizer", {}).get("name") or _guess(table, present, names)
+    kind = settings.optimizer or described.get("optimizer", {}).get("name") or _guess_optimizer(table, present, names)
     if kind not in BY_KIND:
         raise InputError(f"optimizer {kind!r} is not known: use one of {sorted(BY_KIND)}")
     wanted = BY_KIND[kind]
@@ -248,7 +252,7 @@ def _oov_row(described: Mapping[str, Any], optimizer: type[OptimizerSpec], dim: 
     return given[: 8 * dim].ljust(8 * floats, "0")
 
 
-def _guess(table: StoredTable, present: tuple[str, ...], names: tuple[str, ...]) -> str:
+def _guess_optimizer(table: StoredTable, present: tuple[str, ...], names: tuple[str, ...]) -> str:
     """The optimizer whose slots these are; Adam where it may be another with these slots too."""
     if not names:
         return "sgd"
@@ -260,7 +264,7 @@ def _guess(table: StoredTable, present: tuple[str, ...], names: tuple[str, ...])
     return "partial_rowwise_adam" if of_a_row == {"exp_avg_sq"} and table.dim > 1 else "adam"
 
 
-class _Chunks:
+class _ImportChunks:
     """Rows as the core takes them. `last_epoch` is the greatest epoch of those handed over."""
 
     def __init__(self, table: StoredTable, optimizer: type[OptimizerSpec], slots: Mapping[str, str]) -> None:
@@ -269,7 +273,7 @@ class _Chunks:
         self._slots = slots
         self.last_epoch = 0
 
-    def __iter__(self) -> Iterator[_native.RowsToWrite]:
+    def __iter__(self) -> Iterator[_native.RowWriteBatch]:
         for columns in self._table.chunks():
             vectors = [columns["weight"]]
             scalars = None
@@ -285,18 +289,18 @@ class _Chunks:
                     **{name: columns[name].astype(dtype, copy=False) for name, dtype in METADATA.items()}
                 )
                 self.last_epoch = max(self.last_epoch, int(columns["modified_epoch"].max(initial=0)))
-            yield _native.RowsToWrite(columns["id"], np.concatenate(vectors, axis=1), scalars, metadata)
+            yield _native.RowWriteBatch(columns["id"], np.concatenate(vectors, axis=1), scalars, metadata)
 
 
 # ---- out of a checkpoint
 
 
-def _export_to(target: str, opened: Opened, layout: str, settings: Settings) -> list[dict[str, Any]]:
+def _export_to(target: str, opened: OpenCheckpoint, layout: str, settings: ConvertSettings) -> list[dict[str, Any]]:
     """Export to the directory `target`, and remove it after an error where this made it."""
     made = not os.path.lexists(target)
-    with Folder.to_save(target) as empty:
+    with DirectoryHandle.open_to_save(target) as empty:
         try:
-            return _export(opened, empty, layout, settings)
+            return _export_tables(opened, empty, layout, settings)
         except BaseException:
             if made:
                 with contextlib.suppress(OSError):
@@ -304,21 +308,23 @@ def _export_to(target: str, opened: Opened, layout: str, settings: Settings) -> 
             raise
 
 
-def _export(opened: Opened, target: Folder, layout: str, settings: Settings) -> list[dict[str, Any]]:
+def _export_tables(
+    opened: OpenCheckpoint, target: DirectoryHandle, layout: str, settings: ConvertSettings
+) -> list[dict[str, Any]]:
     """Write every table below `target`. Where one cannot be written nothing is left of any."""
-    if target.names():
+    if target.list_names():
         raise PathError(f"{target.path} is not empty: give a new directory")
     try:
         return (
             _export_dcp(opened, target, settings) if layout == "torchrec-dcp" else _export_plain(opened, target, layout)
         )
     except BaseException:
-        for begun in target.names():
+        for begun in target.list_names():
             target.remove(begun)
         raise
 
 
-def _export_dcp(opened: Opened, target: Folder, settings: Settings) -> list[dict[str, Any]]:
+def _export_dcp(opened: OpenCheckpoint, target: DirectoryHandle, settings: ConvertSettings) -> list[dict[str, Any]]:
     from .torchrec_dcp_writer import DcpNames, write_tables
 
     names = DcpNames(
@@ -332,7 +338,7 @@ def _export_dcp(opened: Opened, target: Folder, settings: Settings) -> list[dict
     return write_tables(opened, target, names)
 
 
-def _export_plain(opened: Opened, target: Folder, layout: str) -> list[dict[str, Any]]:
+def _export_plain(opened: OpenCheckpoint, target: DirectoryHandle, layout: str) -> list[dict[str, Any]]:
     """Write every table to a directory of its own."""
     names = [_folder_name(entry["module"], entry["table"]) for entry in opened.tables]
     if len(set(names)) < len(names):
@@ -342,23 +348,25 @@ def _export_plain(opened: Opened, target: Folder, layout: str) -> list[dict[str,
     ]
 
 
-def _export_table(opened: Opened, target: Folder, name: str, entry: dict[str, Any], layout: str) -> dict[str, Any]:
+def _export_table(
+    opened: OpenCheckpoint, target: DirectoryHandle, name: str, entry: dict[str, Any], layout: str
+) -> dict[str, Any]:
     optimizer = BY_KIND[entry["optimizer"]["name"]]
     dim = entry["dim"]
-    with target.below(name, make=True) as folder:
+    with target.open_subdirectory(name, create=True) as folder:
         with SINKS[layout](folder, entry, optimizer) as sink:
 
-            def take(block: _native.RowBlock) -> None:
+            def write_block(block: _native.RowBlock) -> None:
                 vectors = block.vectors
-                columns: Columns = {"id": block.ids, "weight": vectors[:, :dim]}
+                columns: TableColumns = {"id": block.ids, "weight": vectors[:, :dim]}
                 for at, slot in enumerate(optimizer.slot_names):
                     begin = dim * (1 + at)
                     columns[slot] = vectors[:, begin : begin + dim] if at < optimizer.vector_slots else block.scalars
-                sink.take(columns | {name: getattr(block.metadata, name) for name in METADATA})
+                sink.write(columns | {name: getattr(block.metadata, name) for name in METADATA})
 
-            opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], take)
+            opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], write_block)
         described = {field: value for field, value in entry.items() if field != "rows"}
-        folder.publish(DESCRIPTION, (json.dumps(described, ensure_ascii=False, indent=1) + "\n").encode())
+        folder.write_atomically(DESCRIPTION_FILE, (json.dumps(described, ensure_ascii=False, indent=1) + "\n").encode())
     return {field: entry[field] for field in ("module", "table", "rows", "dim")} | {"optimizer": optimizer.kind}
 
 

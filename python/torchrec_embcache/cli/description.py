@@ -10,13 +10,13 @@ from typing import Any
 from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import CorruptionError
 
-__all__ = ["DESCRIPTION", "parse_description"]
+__all__ = ["DESCRIPTION_FILE", "parse_description"]
 
 #: Name of the file. It holds the table's entry of the checkpoint's manifest.
-DESCRIPTION = "table.json"
+DESCRIPTION_FILE = "table.json"
 
 #: Fields that are integers, with the least and the greatest value of each.
-_INTEGERS = {
+_INTEGER_RANGES = {
     "key": (0, (1 << 64) - 1),
     "seed": (0, (1 << 64) - 1),
     "step": (0, (1 << 63) - 1),
@@ -32,13 +32,13 @@ def parse_description(data: bytes, path: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _wrong(path, "the description", "JSON", error) from error
+        raise _field_error(path, "the description", "JSON", error) from error
     if not isinstance(found, dict):
-        raise _wrong(path, "the description", "an object", type(found).__name__)
+        raise _field_error(path, "the description", "an object", type(found).__name__)
     for name in ("module", "table"):
         if name in found:
             _check_text(path, name, found[name])
-    for name, (low, high) in _INTEGERS.items():
+    for name, (low, high) in _INTEGER_RANGES.items():
         if name in found:
             _check_integer(path, name, found[name], low, high)
     if "oov_row" in found:
@@ -52,7 +52,7 @@ def parse_description(data: bytes, path: str) -> dict[str, Any]:
     return found
 
 
-def _wrong(path: str, field: str, expected: str, found: object) -> CorruptionError:
+def _field_error(path: str, field: str, expected: str, found: object) -> CorruptionError:
     error = CorruptionError(f"{path}: offset 0: {field}: expected {expected}, found {found}")
     error.filename = path
     return error
@@ -60,28 +60,30 @@ def _wrong(path: str, field: str, expected: str, found: object) -> CorruptionErr
 
 def _check_text(path: str, field: str, value: object) -> None:
     if not isinstance(value, str):
-        raise _wrong(path, field, "a string", repr(value))
+        raise _field_error(path, field, "a string", repr(value))
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise _wrong(path, field, "a string of Unicode characters", f"a lone surrogate: {error}") from error
+        raise _field_error(path, field, "a string of Unicode characters", f"a lone surrogate: {error}") from error
 
 
 def _check_integer(path: str, field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _wrong(path, field, f"an integer from {low} to {high}", repr(value))
+        raise _field_error(path, field, f"an integer from {low} to {high}", repr(value))
 
 
 def _check_object(path: str, field: str, value: object) -> None:
     if not isinstance(value, dict):
-        raise _wrong(path, field, "an object", repr(value))
+        raise _field_error(path, field, "an object", repr(value))
 
 
 def _check_missing_read(path: str, value: object) -> None:
     """What evaluation reads for an id without a row: its name, or a number in every column."""
     number = value.get("value") if isinstance(value, dict) and len(value) == 1 else None
     if not _is_finite(number) and value not in ("zeros", "initial", "oov_row"):
-        raise _wrong(path, "missing_read", '"zeros", "initial", "oov_row" or {"value": a finite number}', repr(value))
+        raise _field_error(
+            path, "missing_read", '"zeros", "initial", "oov_row" or {"value": a finite number}', repr(value)
+        )
 
 
 def _is_finite(value: object) -> bool:
@@ -96,4 +98,4 @@ def _check_optimizer(path: str, optimizer: Any) -> None:
     _check_object(path, "optimizer.hyperparameters", hyperparameters)
     for name, value in hyperparameters.items():
         if not _is_finite(value):
-            raise _wrong(path, f"optimizer.hyperparameters.{name}", "a finite number", repr(value))
+            raise _field_error(path, f"optimizer.hyperparameters.{name}", "a finite number", repr(value))

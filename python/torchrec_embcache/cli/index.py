@@ -3,28 +3,28 @@
 import os
 
 from torchrec_embcache import _native
-from torchrec_embcache.paths import GivenPath, open_to_load, open_to_save
+from torchrec_embcache.paths import CheckedPath, open_to_load, open_to_save
 
 from .checkpoints import CHECKPOINT_NAME
-from .report import Report
+from .report import CommandReport
 
-__all__ = ["index"]
+__all__ = ["build_index"]
 
 
-def index(path: str, at: str | None = None) -> Report:
-    """Make the index of a checkpoint: of the newest, of the one that `at` names or numbers, or of the one that `path` is."""
+def build_index(path: str, checkpoint: str | None = None) -> CommandReport:
+    """Build the index of a checkpoint: the newest, the one that `checkpoint` names or numbers, or `path` itself."""
     directory = open_to_load(path)
     name = os.path.basename(directory.path)
-    root = GivenPath(directory.path)
-    if at is None and CHECKPOINT_NAME.fullmatch(name) and not directory.has("LATEST"):
-        root, at = GivenPath(os.path.dirname(root)), name
-    made = _native.make_serving_index(open_to_save(root), at)
+    root = CheckedPath(directory.path)
+    if checkpoint is None and CHECKPOINT_NAME.fullmatch(name) and not directory.contains("LATEST"):
+        root, checkpoint = CheckedPath(os.path.dirname(root)), name
+    made = _native.build_serving_index(open_to_save(root), checkpoint)
     data = {
         "path": root,
         "checkpoint": made.checkpoint,
         "rows": made.rows,
         "bytes": made.bytes,
-        "was_there": made.was_there,
+        "was_there": made.existed,
     }
-    what = "is indexed already" if made.was_there else "is indexed"
-    return Report(data, lines=[f"{made.checkpoint} in {root} {what}: {made.rows:,} rows, {made.bytes:,} bytes"])
+    what = "is indexed already" if made.existed else "is indexed"
+    return CommandReport(data, lines=[f"{made.checkpoint} in {root} {what}: {made.rows:,} rows, {made.bytes:,} bytes"])

@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 from torchrec_embcache.blocks.schema import PAD
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
 
-from .description import DESCRIPTION, parse_description
+from .description import DESCRIPTION_FILE, parse_description
 
-__all__ = ["METADATA", "READERS", "Columns", "StoredTable", "recognise"]
+__all__ = ["METADATA", "READERS", "StoredTable", "TableColumns", "detect_layout"]
 
-Columns = dict[str, NDArray[Any]]
+TableColumns = dict[str, NDArray[Any]]
 
 #: The columns of a row's metadata, and the type of each.
 METADATA = {"count": np.uint32, "last_step": np.uint64, "score": np.float32, "modified_epoch": np.uint32}
@@ -70,13 +70,13 @@ class StoredTable:
     rows: int
     dim: int
     slots: Mapping[str, int]
-    chunks: Callable[[], Iterator[Columns]]
+    chunks: Callable[[], Iterator[TableColumns]]
     description: dict[str, Any] | None = None
     skipped: tuple[str, ...] = field(default=())
     unread: Mapping[str, str] = field(default_factory=dict)
 
 
-def recognise(path: Path) -> str:
+def detect_layout(path: Path) -> str:
     """The layout of the directory `path`. `InputError` where it has none that is known."""
     if (path / "LATEST").is_file() or (path / "manifest.json").is_file():
         return "embcache"
@@ -97,7 +97,7 @@ def _chunk_rows(row_bytes: int) -> int:
 
 
 @contextlib.contextmanager
-def _regular(path: Path) -> Iterator[Path]:
+def _open_regular_file(path: Path) -> Iterator[Path]:
     """Open a regular file. The path that this gives leads to it, whatever happens to its name.
 
     `CorruptionError` where something else is there: a read from a pipe or a device might never end.
@@ -114,10 +114,10 @@ def _regular(path: Path) -> Iterator[Path]:
         os.close(fd)
 
 
-def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+def _map_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     """A file of numbers alone, mapped as an array. A part of the file is read when that part of the array is used."""
     wanted = math.prod(shape) * np.dtype(dtype).itemsize  # These are Python's integers, which do not overflow.
-    with _regular(path) as file:
+    with _open_regular_file(path) as file:
         if (found := file.stat().st_size) != wanted:
             raise CorruptionError(f"{path}: offset 0: the file's length: expected {wanted}, found {found}")
         return np.memmap(file, dtype, "r", shape=shape) if wanted else np.empty(shape, dtype)
@@ -126,8 +126,8 @@ def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
 # ---- RecSDK
 
 
-def _attribute(path: Path, count: int) -> list[int]:
-    with _regular(path) as file:
+def _read_attribute(path: Path, count: int) -> list[int]:
+    with _open_regular_file(path) as file:
         numbers = np.fromfile(file, np.int64)
     if len(numbers) != count or (numbers < 0).any():
         raise CorruptionError(
@@ -136,14 +136,14 @@ def _attribute(path: Path, count: int) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _recsdk_part(part: Path) -> tuple[Columns, int]:
-    _, rows = _attribute(part / "key/slice.attribute", 2)
-    columns: Columns = {"id": _mapped(part / "key/slice.data", np.int64, (rows,))}
+def _read_recsdk_part(part: Path) -> tuple[TableColumns, int]:
+    _, rows = _read_attribute(part / "key/slice.attribute", 2)
+    columns: TableColumns = {"id": _map_array(part / "key/slice.data", np.int64, (rows,))}
     dim = 0
     for name, folder in (("weight", "embedding"), ("momentum1", "momentum1"), ("momentum2", "momentum2")):
         if folder != "embedding" and not (part / folder / "slice.data").is_file():
             continue
-        size, count, dim = _attribute(part / folder / "slice.attribute", 3)
+        size, count, dim = _read_attribute(part / folder / "slice.attribute", 3)
         if size != 4 or count != rows:
             raise CorruptionError(
                 f"{part / folder / 'slice.attribute'}: offset 0: bytes an element and rows: expected 4 and {rows}, found {size} "
@@ -153,16 +153,16 @@ def _recsdk_part(part: Path) -> tuple[Columns, int]:
             raise CorruptionError(
                 f"{part / folder / 'slice.attribute'}: offset 16: the width: expected 1 to {_MAX_DIM}, found {dim}"
             )
-        columns[name] = _mapped(part / folder / "slice.data", np.float32, (rows, dim))
+        columns[name] = _map_array(part / folder / "slice.data", np.float32, (rows, dim))
     return columns, dim
 
 
-def _recsdk(path: Path) -> Iterator[StoredTable]:
+def _read_recsdk(path: Path) -> Iterator[StoredTable]:
     for folder in sorted(folder for folder in path.iterdir() if folder.is_dir()):
         parts = [folder] if (folder / "key/slice.data").is_file() else sorted(folder.glob("rank*"))
-        found = [_recsdk_part(part) for part in parts if (part / "key/slice.data").is_file()]
+        found = [_read_recsdk_part(part) for part in parts if (part / "key/slice.data").is_file()]
         if found:
-            yield _of_parts(folder.name, [columns for columns, _ in found], found[0][1])
+            yield _table_from_parts(folder.name, [columns for columns, _ in found], found[0][1])
 
 
 def _check_array(table: str, column: str, values: NDArray[Any]) -> None:
@@ -195,7 +195,9 @@ def _check_metadata(table: str, column: str, values: NDArray[Any]) -> None:
             )
 
 
-def _of_parts(name: str, parts: list[Columns], dim: int, description: dict[str, Any] | None = None) -> StoredTable:
+def _table_from_parts(
+    name: str, parts: list[TableColumns], dim: int, description: dict[str, Any] | None = None
+) -> StoredTable:
     """The table `name` of which each part is a dict of arrays. The arrays may be mapped files."""
     slots = {
         column: (dim if values.ndim == 2 else 0)
@@ -214,7 +216,7 @@ def _of_parts(name: str, parts: list[Columns], dim: int, description: dict[str, 
             if part[column].ndim == 2 and part[column].shape[1] != dim:
                 raise InputError(f"table {name!r}: {column} is {part[column].shape[1]} wide and the embedding {dim}")
 
-    def chunks() -> Iterator[Columns]:
+    def chunks() -> Iterator[TableColumns]:
         step = _chunk_rows(4 * dim * (1 + len(slots)) + 8)
         for part in parts:
             for begin in range(0, len(part["id"]), step):
@@ -228,7 +230,7 @@ def _of_parts(name: str, parts: list[Columns], dim: int, description: dict[str, 
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _TensorSlice:
     """A tensor in a safetensors file. Its rows are read in slices."""
 
     file: Path
@@ -237,11 +239,11 @@ class _Tensor:
     shape: tuple[int, ...]
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        with _open(self.file) as file:
+        with _open_safetensors(self.file) as file:
             return np.ascontiguousarray(file.get_slice(self.name)[begin:end])
 
 
-def _open(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         import safetensors
     except ImportError as missing:
@@ -249,22 +251,25 @@ def _open(path: Path) -> Any:
             'this layout needs the safetensors package: pip install "torchrec-embcache[cli]"'
         ) from missing
     try:
-        with _regular(path) as file:
+        with _open_regular_file(path) as file:
             return safetensors.safe_open(file, framework="numpy")
     except safetensors.SafetensorError as error:
         raise CorruptionError(f"{path}: offset 0: the header: expected safetensors, found {error}") from error
 
 
-def _tensors(files: Iterable[Path]) -> Iterator[_Tensor]:
+def _list_tensors(files: Iterable[Path]) -> Iterator[_TensorSlice]:
     for path in files:
-        with _open(path) as file:
+        with _open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118 (the file is no mapping)
                 piece = file.get_slice(name)
-                yield _Tensor(path, name, piece.get_dtype(), tuple(piece.get_shape()))
+                yield _TensorSlice(path, name, piece.get_dtype(), tuple(piece.get_shape()))
 
 
-def _of_tensors(
-    name: str, parts: list[dict[str, _Tensor]], skipped: tuple[str, ...] = (), description: dict[str, Any] | None = None
+def _table_from_tensors(
+    name: str,
+    parts: list[dict[str, _TensorSlice]],
+    skipped: tuple[str, ...] = (),
+    description: dict[str, Any] | None = None,
 ) -> StoredTable:
     for part in parts:
         if part.keys() != parts[0].keys() or not {"id", "weight"} <= part.keys():
@@ -304,7 +309,7 @@ def _of_tensors(
 
     narrow = {slot for slot, width in slots.items() if width == 0}
 
-    def chunks() -> Iterator[Columns]:
+    def chunks() -> Iterator[TableColumns]:
         step = _chunk_rows(4 * dim * (1 + len(slots)) + 8)
         for part in parts:
             rows = part["id"].shape[0]
@@ -321,11 +326,11 @@ def _of_tensors(
     return StoredTable(name, rows, dim, slots, chunks, description, skipped)
 
 
-def _recis(path: Path) -> Iterator[StoredTable]:
-    tables: dict[str, dict[str, dict[str, _Tensor]]] = {}
+def _read_recis(path: Path) -> Iterator[StoredTable]:
+    tables: dict[str, dict[str, dict[str, _TensorSlice]]] = {}
     counts: dict[str, set[int]] = {}
     skipped = []
-    for tensor in _tensors(sorted(path.glob("*.safetensors"))):
+    for tensor in _list_tensors(sorted(path.glob("*.safetensors"))):
         if tensor.name.startswith(PAD):
             continue
         match = _PART.fullmatch(tensor.name) or _SLICED.fullmatch(tensor.name)
@@ -347,7 +352,7 @@ def _recis(path: Path) -> Iterator[StoredTable]:
     for at, (name, shards) in enumerate(sorted(tables.items())):
         if name in counts:
             _check_shards(name, counts[name], shards.keys())
-        yield _of_tensors(name, [shards[shard] for shard in sorted(shards)], tuple(skipped) if at == 0 else ())
+        yield _table_from_tensors(name, [shards[shard] for shard in sorted(shards)], tuple(skipped) if at == 0 else ())
 
 
 def _check_shards(table: str, counts: set[int], shards: Iterable[str]) -> None:
@@ -361,42 +366,44 @@ def _check_shards(table: str, counts: set[int], shards: Iterable[str]) -> None:
         )
 
 
-def _described(folder: Path) -> dict[str, Any] | None:
-    path = folder / DESCRIPTION
+def _read_description(folder: Path) -> dict[str, Any] | None:
+    path = folder / DESCRIPTION_FILE
     if not os.path.lexists(path):
         return None
-    with _regular(path) as file:
+    with _open_regular_file(path) as file:
         return parse_description(file.read_bytes(), str(path))
 
 
-def _safetensors(path: Path) -> Iterator[StoredTable]:
+def _read_safetensors(path: Path) -> Iterator[StoredTable]:
     alone = [path] if next(path.glob("*.safetensors"), None) else []
     for folder in alone or sorted(folder for folder in path.iterdir() if folder.is_dir()):
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             continue
-        parts: dict[Path, dict[str, _Tensor]] = {}
-        for tensor in _tensors(files):
+        parts: dict[Path, dict[str, _TensorSlice]] = {}
+        for tensor in _list_tensors(files):
             parts.setdefault(tensor.file, {})[tensor.name] = tensor
-        yield _of_tensors(folder.name, [parts[file] for file in files if file in parts], description=_described(folder))
+        yield _table_from_tensors(
+            folder.name, [parts[file] for file in files if file in parts], description=_read_description(folder)
+        )
 
 
-def _npy(path: Path) -> Iterator[StoredTable]:
+def _read_npy(path: Path) -> Iterator[StoredTable]:
     alone = [path] if (path / "id.npy").is_file() else []
     for folder in alone or sorted(folder for folder in path.iterdir() if (folder / "id.npy").is_file()):
-        columns: Columns = {}
+        columns: TableColumns = {}
         for file in sorted(folder.glob("*.npy")):
             try:
-                with _regular(file) as plain:
+                with _open_regular_file(file) as plain:
                     columns[file.stem] = np.load(plain, mmap_mode="r", allow_pickle=False)
             except _NPY_ERRORS as error:
                 raise CorruptionError(f"{file}: offset 0: the header: expected npy, found {error}") from error
         if "weight" not in columns or columns["weight"].ndim != 2 or columns["id"].dtype != np.int64:
             raise InputError(f"{folder}: id.npy must be int64 [rows] and weight.npy float32 [rows, dim]")
-        yield _of_parts(folder.name, [columns], columns["weight"].shape[1], _described(folder))
+        yield _table_from_parts(folder.name, [columns], columns["weight"].shape[1], _read_description(folder))
 
 
-def _torchrec_dcp(path: Path) -> Iterator[StoredTable]:
+def _read_torchrec_dcp(path: Path) -> Iterator[StoredTable]:
     from .torchrec_dcp import read_tables
 
     tables, skipped = read_tables(path)
@@ -409,9 +416,9 @@ def _torchrec_dcp(path: Path) -> Iterator[StoredTable]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[StoredTable]]] = {
-    "recsdk": _recsdk,
-    "recis": _recis,
-    "safetensors": _safetensors,
-    "npy": _npy,
-    "torchrec-dcp": _torchrec_dcp,
+    "recsdk": _read_recsdk,
+    "recis": _read_recis,
+    "safetensors": _read_safetensors,
+    "npy": _read_npy,
+    "torchrec-dcp": _read_torchrec_dcp,
 }

@@ -7,18 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.paths import given_path
+from torchrec_embcache.paths import check_path
 
-from .report import Report
+from .report import CommandReport
 
 __all__ = ["add_plot"]
 
 #: A picture of more tables could not be read, and takes long to draw.
-_MOST_PANELS = 72
-_ENDINGS = (".svg", ".png")
+_MAX_PANELS = 72
+_SUFFIXES = (".svg", ".png")
 
 
-def add_plot(command: Callable[[str, str, Callable[[argparse.Namespace], Report]], argparse.ArgumentParser]) -> None:
+def add_plot(
+    command: Callable[[str, str, Callable[[argparse.Namespace], CommandReport]], argparse.ArgumentParser],
+) -> None:
     """Add the command to the parser."""
     made = command("plot", "draw miss ratio curves, or hit rates, bytes, reads and waits over time", _plot)
     made.add_argument(
@@ -34,26 +36,26 @@ def add_plot(command: Callable[[str, str, Callable[[argparse.Namespace], Report]
     )
 
 
-def _plot(given: argparse.Namespace) -> Report:
+def _plot(args: argparse.Namespace) -> CommandReport:
     from torchrec_embcache.plotting import read_panels
 
-    if given.output is None and not given.json:
+    if args.output is None and not args.json:
         raise InputError("-o is missing: give the name of the picture, or ask for its numbers by --json")
-    if given.output is not None and not given.output.lower().endswith(_ENDINGS):
-        raise InputError(f"-o {given.output}: the picture is written as SVG or PNG: end its name with .svg or .png")
-    output = None if given.output is None else Path(given_path("-o", given.output))
-    panels = read_panels(given.files, over=given.over, tables=given.table)
-    if len(panels) > _MOST_PANELS:
+    if args.output is not None and not args.output.lower().endswith(_SUFFIXES):
+        raise InputError(f"-o {args.output}: the picture is written as SVG or PNG: end its name with .svg or .png")
+    output = None if args.output is None else Path(check_path("-o", args.output))
+    panels = read_panels(args.files, over=args.over, tables=args.table)
+    if len(panels) > _MAX_PANELS:
         raise InputError(
-            f"{len(panels)} diagrams are too many for one picture: choose some tables by --table NAME, for {_MOST_PANELS} at most"
+            f"{len(panels)} diagrams are too many for one picture: choose some tables by --table NAME, for {_MAX_PANELS} at most"
         )
     if output is not None:
         from torchrec_embcache.plotting.drawing import png, svg
 
-        if given.output.lower().endswith(".svg"):
-            data = svg(panels, dark=given.dark).encode()
+        if args.output.lower().endswith(".svg"):
+            data = svg(panels, dark=args.dark).encode()
         else:
-            data = png(panels, dark=given.dark)
+            data = png(panels, dark=args.dark)
         output.write_bytes(data)
-    found = {"output": given.output, "panels": [panel.as_dict() for panel in panels]}
-    return Report(found, lines=[f"{given.output}: {len(panels)} diagrams of {len(given.files)} files"])
+    found = {"output": args.output, "panels": [panel.as_dict() for panel in panels]}
+    return CommandReport(found, lines=[f"{args.output}: {len(panels)} diagrams of {len(args.files)} files"])

@@ -10,15 +10,15 @@ from typing import Any
 
 from torchrec_embcache.exceptions import UnsupportedError
 
-__all__ = ["FAILED", "FOUND", "OK", "Grid", "Report", "date_of", "date_text"]
+__all__ = ["EXIT_FAILED", "EXIT_FOUND", "EXIT_OK", "CommandReport", "ReportTable", "date_of", "date_text"]
 
-OK = 0
+EXIT_OK = 0
 #: The exit status where damage (`verify`) or differences (`diff`) were found.
-FOUND = 1
+EXIT_FOUND = 1
 #: The exit status where the command could not be carried out. (2 is argparse's, for wrong usage.)
-FAILED = 3
+EXIT_FAILED = 3
 
-_WIDE = 1_000  # characters
+_MAX_WIDTH = 1_000  # characters
 
 
 def date_of(file: str | os.PathLike[str]) -> str:
@@ -35,7 +35,7 @@ def date_text(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ReportTable:
     """A table to show: a title, names of columns, and rows of as many cells."""
 
     title: str
@@ -44,13 +44,13 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Report:
-    """`data` is all of it, JSON-able; `grids` and `lines` are what people see; `code` becomes the exit status."""
+class CommandReport:
+    """`data` is all of it, JSON-able; `tables` and `lines` are what people see; `exit_code` becomes the exit status."""
 
     data: dict[str, Any]
-    grids: Sequence[Grid] = ()
+    tables: Sequence[ReportTable] = ()
     lines: Sequence[str] = ()
-    code: int = OK
+    exit_code: int = EXIT_OK
     notes: Sequence[str] = field(default=())  # to standard error
 
     def write(self, as_json: bool) -> None:
@@ -70,8 +70,8 @@ class Report:
                 'tables need rich: pip install "torchrec-embcache[cli]", or ask for --json'
             ) from missing
         # A pipe or a file has no width. Other programs read it, so each entry stands on one line.
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
-        for grid in self.grids:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _MAX_WIDTH)
+        for grid in self.tables:
             table = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD)
             for name, first in zip(grid.columns, grid.rows[0] if grid.rows else grid.columns, strict=True):
                 table.add_column(

@@ -4,28 +4,28 @@ import os
 import secrets
 
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
-from torchrec_embcache.paths import GivenPath
+from torchrec_embcache.paths import CheckedPath
 
-from .checkpoints import Opened, another_directory
-from .convert import Settings, refuse_unused
-from .report import Grid, Report
+from .checkpoints import OpenCheckpoint, open_other_directory
+from .convert import ConvertSettings, check_unused_options
+from .report import CommandReport, ReportTable
 
-__all__ = ["PRECISIONS", "for_serving", "refuse_settings"]
+__all__ = ["PRECISIONS", "check_serving_settings", "convert_to_serving"]
 
 #: How weights can be stored.
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 
 
-def refuse_settings(settings: Settings, from_layout: str) -> None:
+def check_serving_settings(settings: ConvertSettings, from_layout: str) -> None:
     """`ConfigError` for settings of other layouts, which a checkpoint for servers does not take; the source must be one of ours."""
     if from_layout not in ("auto", "embcache"):
         raise UnsupportedError(
             f"from {from_layout} to serving: a checkpoint for servers is made of one of ours; convert --to embcache first"
         )
-    refuse_unused(settings, (), "a conversion to serving, which takes the tables as they are,")
+    check_unused_options(settings, (), "a conversion to serving, which takes the tables as they are,")
 
 
-def for_serving(source: str, target: str, precision: str, keep: int) -> Report:
+def convert_to_serving(source: str, target: str, precision: str, keep: int) -> CommandReport:
     """Write a checkpoint and all that it builds on to the directory `target`, as one checkpoint for servers.
 
     Args:
@@ -36,12 +36,12 @@ def for_serving(source: str, target: str, precision: str, keep: int) -> Report:
     """
     if keep < 1:
         raise ConfigError(f"--keep {keep}: give 1 or more")
-    opened = Opened.at(source)
-    directory = another_directory(target, opened)
+    opened = OpenCheckpoint.open(source)
+    directory = open_other_directory(target, opened)
     root = directory.path
-    published = opened.rows.make_for_serving(directory, secrets.randbits(64), precision, keep)
-    made = Opened.at(GivenPath(os.path.join(root, published.id.name)))
-    notes = list(published.left)
+    published = opened.rows.write_serving_checkpoint(directory, secrets.randbits(64), precision, keep)
+    made = OpenCheckpoint.open(CheckedPath(os.path.join(root, published.id.name)))
+    notes = list(published.cleanup_errors)
     if opened.manifest.get("dense") is not None:
         notes.append("the tensors and objects beside the tables, which DCP saved, are not in it")
     tables = [
@@ -57,5 +57,7 @@ def for_serving(source: str, target: str, precision: str, keep: int) -> Report:
         "tables": tables,
     }
     columns = ("module", "table", "rows", "dim", "precision")
-    grid = Grid(f"{published.id.name} in {root}", columns, [tuple(table[name] for name in columns) for table in tables])
-    return Report(data, [grid], notes=notes)
+    grid = ReportTable(
+        f"{published.id.name} in {root}", columns, [tuple(table[name] for name in columns) for table in tables]
+    )
+    return CommandReport(data, [grid], notes=notes)

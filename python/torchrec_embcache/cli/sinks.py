@@ -9,27 +9,27 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from torchrec_embcache.exceptions import EmbCacheError, StorageError, UnsupportedError
-from torchrec_embcache.folder import Folder, sync, write_at
+from torchrec_embcache.folder import DirectoryHandle, sync, write_at
 from torchrec_embcache.optimizers import OptimizerSpec
 
-from .layouts import METADATA, Columns
+from .layouts import METADATA, TableColumns
 
-__all__ = ["SINKS", "Sink"]
+__all__ = ["SINKS", "TableSink"]
 
 #: Bytes of the rows in one safetensors file.
 _PART_BYTES = 256 << 20
 
 
-class Sink(Protocol):
+class TableSink(Protocol):
     """Takes a table's rows, some at a time. Its files are whole and durable when the `with` block ends without an error."""
 
-    def take(self, columns: Columns) -> None:
+    def write(self, columns: TableColumns) -> None:
         """Some rows of the table: every column, of equal length."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
 
@@ -40,14 +40,14 @@ class _NpyColumn:
     process with SIGBUS.
     """
 
-    def __init__(self, folder: Folder, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+    def __init__(self, folder: DirectoryHandle, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
         header = io.BytesIO()
         described = np.lib.format.header_data_from_array_1_0(np.empty((0,), dtype)) | {"shape": shape}
         np.lib.format.write_array_header_1_0(header, described)
         self._dtype = np.dtype(dtype)
-        self._path = folder.at(f"{name}.npy")
-        self._at = 0
-        self._fd = folder.create(f"{name}.npy")
+        self._path = folder.path_of(f"{name}.npy")
+        self._offset = 0
+        self._fd = folder.create_file(f"{name}.npy")
         try:
             self._write(np.frombuffer(header.getvalue(), np.uint8))
         except BaseException:
@@ -59,8 +59,8 @@ class _NpyColumn:
         self._write(plain.reshape(-1).view(np.uint8))
 
     def _write(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        write_at(self._fd, self._path, self._at, data)
-        self._at += len(data)
+        write_at(self._fd, self._path, self._offset, data)
+        self._offset += len(data)
 
     def sync(self) -> None:
         sync(self._fd, self._path)
@@ -72,7 +72,7 @@ class _NpyColumn:
 class _NpySink:
     """One file a column."""
 
-    def __init__(self, folder: Folder, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
+    def __init__(self, folder: DirectoryHandle, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
         rows, dim = entry["rows"], entry["dim"]
         shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
             "id": (np.int64, (rows,)),
@@ -86,9 +86,9 @@ class _NpySink:
             for name, (dtype, shape) in shapes.items():
                 self._columns[name] = _NpyColumn(folder, name, dtype, shape)
                 made.callback(self._columns[name].close)
-            self._made = made.pop_all()
+            self._exit_stack = made.pop_all()
 
-    def take(self, columns: Columns) -> None:
+    def write(self, columns: TableColumns) -> None:
         for name, values in columns.items():
             self._columns[name].append(values)
 
@@ -96,9 +96,9 @@ class _NpySink:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._made:
+        with self._exit_stack:
             if kind is None:
                 for column in self._columns.values():
                     column.sync()
@@ -107,7 +107,7 @@ class _NpySink:
 class _SafetensorsSink:
     """Files of at most 256 MiB of rows."""
 
-    def __init__(self, folder: Folder, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
+    def __init__(self, folder: DirectoryHandle, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
         try:
             from safetensors import SafetensorError
             from safetensors.numpy import save_file
@@ -119,21 +119,21 @@ class _SafetensorsSink:
         self._save_error = SafetensorError
         self._folder = folder
         self._rows = max(1, _PART_BYTES // (entry["dim"] * (1 + optimizer.vector_slots) * 4 + 32))
-        self._waiting: list[Columns] = []
+        self._buffered: list[TableColumns] = []
         self._count = 0
         self._parts = 0
 
-    def take(self, columns: Columns) -> None:
-        self._waiting.append(columns)
+    def write(self, columns: TableColumns) -> None:
+        self._buffered.append(columns)
         self._count += len(columns["id"])
         if self._count >= self._rows:
-            self._write()
+            self._write_file()
 
-    def _write(self) -> None:
-        names = self._waiting[0].keys()
-        whole = {name: np.concatenate([columns[name] for columns in self._waiting]) for name in names}
+    def _write_file(self) -> None:
+        names = self._buffered[0].keys()
+        whole = {name: np.concatenate([columns[name] for columns in self._buffered]) for name in names}
         name = f"part-{self._parts:05}.safetensors"
-        path = self._folder.at(name)
+        path = self._folder.path_of(name)
         try:
             # The library writes a new file and renames it.
             self._save(whole, f"/proc/self/fd/{self._folder.fd}/{name}")
@@ -141,22 +141,22 @@ class _SafetensorsSink:
             if isinstance(cause, EmbCacheError):
                 raise
             raise StorageError(f"cannot write {path}: {cause}") from cause
-        fd = self._folder.open(name)
+        fd = self._folder.open_file(name)
         try:
             sync(fd, path)
         finally:
             os.close(fd)
         self._parts += 1
-        self._waiting, self._count = [], 0
+        self._buffered, self._count = [], 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None and self._waiting:
-            self._write()
+        if kind is None and self._buffered:
+            self._write_file()
 
 
 SINKS: dict[str, type[_NpySink] | type[_SafetensorsSink]] = {"npy": _NpySink, "safetensors": _SafetensorsSink}

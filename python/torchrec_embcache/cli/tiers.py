@@ -11,25 +11,25 @@ import numpy as np
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, MismatchError
 
-from .report import Grid, Report, date_of
-from .rules import times_in
+from .report import CommandReport, ReportTable, date_of
+from .rules import count_step_times
 
-__all__ = ["BESIDE_ROWS", "inspect_tiers", "shards_below"]
+__all__ = ["EXTRA_STATE", "find_shards", "inspect_tiers"]
 
 #: What a table may have beside its rows, and how it is called where it is shown.
-BESIDE_ROWS = {"oov_row": "shared row", "times_of_steps": "times of steps"}
+EXTRA_STATE = {"oov_row": "OOV row", "step_times": "step times"}
 
 _SHARD = re.compile(r"\d+-of-\d+")
 _STATE = re.compile(r"[0-9a-f]{16}\.state")
 _TITLE, _FORMAT = "embcache-ssd-state", "1"
 _MAX_STATE_BYTES = 256 << 20
 # What the parts of a note begin with.
-_OOV_ROW, _CLOCK = b"oov row 1\n", b"clock 1\n"
+_OOV_ROW, _CLOCK_HEADER = b"oov row 1\n", b"clock 1\n"
 #: What `inspect` shows of a shard.
 _COLUMNS = ("table", "shard", "rows", "dim", "optimizer", "step", "flushed", "bytes")
 
 
-def shards_below(directory: Path) -> list[Path]:
+def find_shards(directory: Path) -> list[Path]:
     """The directories of shards in `directory`: an `ssd_dir`, a module's or a table's directory in it, or that of a shard.
 
     A shard has a lock file, which somebody may have removed, or a state.
@@ -44,10 +44,10 @@ def shards_below(directory: Path) -> list[Path]:
     return sorted(path for path in found if not path.is_symlink() and is_shard(path))
 
 
-def inspect_tiers(directory: Path, shards: list[Path]) -> Report:
+def inspect_tiers(directory: Path, shards: list[Path]) -> CommandReport:
     """Each shard with the newest state that it published. Of a state that cannot be read only the reason is shown."""
-    entries = [_shard(directory, shard) for shard in shards]
-    beside = [name for name in BESIDE_ROWS if any(entry.get(name) for entry in entries)]
+    entries = [_read_shard(directory, shard) for shard in shards]
+    beside = [name for name in EXTRA_STATE if any(entry.get(name) for entry in entries)]
     rows = [
         (
             entry["directory"],
@@ -64,13 +64,15 @@ def inspect_tiers(directory: Path, shards: list[Path]) -> Report:
         for entry in entries
     ]
     notes = [f"{entry['directory']}: {entry['error']}" for entry in entries if "error" in entry]
-    columns = (*_COLUMNS, *(BESIDE_ROWS[name] for name in beside), "")
-    return Report(
-        {"path": str(directory), "ssd": entries}, [Grid(f"Tables on SSD in {directory}", columns, rows)], notes=notes
+    columns = (*_COLUMNS, *(EXTRA_STATE[name] for name in beside), "")
+    return CommandReport(
+        {"path": str(directory), "ssd": entries},
+        [ReportTable(f"Tables on SSD in {directory}", columns, rows)],
+        notes=notes,
     )
 
 
-def _shard(directory: Path, shard: Path) -> dict[str, Any]:
+def _read_shard(directory: Path, shard: Path) -> dict[str, Any]:
     files = [entry for entry in os.scandir(shard) if entry.is_file(follow_symlinks=False)]
     states = sorted(entry.name for entry in files if _STATE.fullmatch(entry.name))
     found: dict[str, Any] = {
@@ -83,7 +85,7 @@ def _shard(directory: Path, shard: Path) -> dict[str, Any]:
         return found
     newest = shard / states[-1]
     try:
-        state, beside = _state(newest)
+        state, beside = _read_state(newest)
     except (CorruptionError, MismatchError) as error:
         return found | {"error": str(error), "is_damaged": isinstance(error, CorruptionError)}
     identity = state["identity"]
@@ -101,7 +103,7 @@ def _shard(directory: Path, shard: Path) -> dict[str, Any]:
     }
 
 
-def _state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The JSON of a state file, and what the table's note there has beside rows. A line with their checksum comes before both."""
 
     def damaged(what: str) -> CorruptionError:
@@ -123,26 +125,26 @@ def _state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise damaged(f"its checksum should be {words[2]} and is {int(checksum):08x}")
     try:
         state: dict[str, Any] = json.loads(body[: int(words[3])])
-        beside = _beside_rows(body[int(words[3]) :])
+        beside = _extra_state(body[int(words[3]) :])
     except (ValueError, RecursionError) as cause:
         raise damaged(str(cause)) from cause
     return state, beside
 
 
-def _beside_rows(note: bytes) -> dict[str, Any]:
-    """What of `BESIDE_ROWS` a note has. `ValueError` where its clock cannot be read."""
-    has_shared_row = note.startswith(_OOV_ROW)
+def _extra_state(metadata_blob: bytes) -> dict[str, Any]:
+    """What of `EXTRA_STATE` a note has. `ValueError` where its clock cannot be read."""
+    has_shared_row = metadata_blob.startswith(_OOV_ROW)
     if has_shared_row:
-        numbers, note = _number(note, len(_OOV_ROW), 4)
-        note = note[4 * numbers :]
+        numbers, metadata_blob = _parse_number(metadata_blob, len(_OOV_ROW), 4)
+        metadata_blob = metadata_blob[4 * numbers :]
     clock = ""
-    if note.startswith(_CLOCK):
-        length, note = _number(note, len(_CLOCK), 8)
-        clock = json.loads(note[:length])
+    if metadata_blob.startswith(_CLOCK_HEADER):
+        length, metadata_blob = _parse_number(metadata_blob, len(_CLOCK_HEADER), 8)
+        clock = json.loads(metadata_blob[:length])
     # Whether there is one. Its numbers would fill pages.
-    return {"oov_row": "yes" if has_shared_row else None, "times_of_steps": times_in(clock)}
+    return {"oov_row": "yes" if has_shared_row else None, "step_times": count_step_times(clock)}
 
 
-def _number(data: bytes, at: int, width: int) -> tuple[int, bytes]:
+def _parse_number(data: bytes, offset: int, width: int) -> tuple[int, bytes]:
     """The number of so many bytes that lies there, and what follows it."""
-    return int.from_bytes(data[at : at + width], "little"), data[at + width :]
+    return int.from_bytes(data[offset : offset + width], "little"), data[offset + width :]

@@ -8,20 +8,20 @@ from time import sleep
 
 from torchrec_embcache.exceptions import EmbCacheError, InputError, StorageError, UnsupportedError
 
-from .report import Report
-from .top_frames import Frame, frame_of
-from .top_sources import Source, source_of
+from .report import CommandReport
+from .top_frames import TopFrame, build_frame
+from .top_sources import SampleSource, open_source
 
-__all__ = ["DEFAULT", "top"]
+__all__ = ["DEFAULT_URL", "top"]
 
 #: Where a training of this machine serves its metrics, if the guide was followed.
-DEFAULT = "http://127.0.0.1:9400/metrics"
+DEFAULT_URL = "http://127.0.0.1:9400/metrics"
 # A pipe or a file has no width.
-_WIDE = 240  # characters
+_MAX_WIDTH = 240  # characters
 
 
-def top(given: Sequence[str], interval_s: float, *, once: bool, as_json: bool) -> Report:
-    """Show frames of `given` sources until Ctrl-C, or one frame where `once` or `as_json` says so.
+def top(names: Sequence[str], interval_s: float, *, once: bool, as_json: bool) -> CommandReport:
+    """Show frames of `names` sources until Ctrl-C, or one frame where `once` or `as_json` says so.
 
     One frame is about the `interval_s` seconds after the call, or with 0 seconds about all since the tables were opened. The
     samples of a file are as far apart as they were written.
@@ -30,49 +30,51 @@ def top(given: Sequence[str], interval_s: float, *, once: bool, as_json: bool) -
     """
     if not interval_s >= 0.0 or (interval_s == 0.0 and not (once or as_json)):
         raise InputError(f"--interval {interval_s}: give seconds above 0, or 0 with --once")
-    sources = [source_of(one) for one in given or [DEFAULT]]
+    sources = [open_source(one) for one in names or [DEFAULT_URL]]
     if as_json:
-        return Report(_only(sources, interval_s).as_json())
+        return CommandReport(_read_single_frame(sources, interval_s).as_json())
     try:
         from rich.console import Console
     except ImportError as missing:
         raise UnsupportedError('tables need rich: pip install "torchrec-embcache[cli]", or ask for --json') from missing
-    from .top_drawing import drawn
+    from .top_drawing import draw_frame
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _MAX_WIDTH)
     if once:
-        console.print(drawn(_only(sources, interval_s)))
+        console.print(draw_frame(_read_single_frame(sources, interval_s)))
     else:
-        _live(sources, interval_s, console)
-    return Report({})
+        _run_live(sources, interval_s, console)
+    return CommandReport({})
 
 
-def _only(sources: Sequence[Source], interval_s: float) -> Frame:
+def _read_single_frame(sources: Sequence[SampleSource], interval_s: float) -> TopFrame:
     """The one frame of a call."""
-    frame = read(sources, since_opened=interval_s == 0.0)
+    frame = read_frame(sources, since_opened=interval_s == 0.0)
     if interval_s > 0.0 and any(table.seconds == 0.0 for table in frame.tables):
         sleep(interval_s)
-        frame = read(sources)
+        frame = read_frame(sources)
     return frame
 
 
-def _live(sources: Sequence[Source], interval_s: float, console: object) -> None:
+def _run_live(sources: Sequence[SampleSource], interval_s: float, console: object) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from .top_drawing import drawn
+    from .top_drawing import draw_frame
 
     assert isinstance(console, Console)
     try:
-        with Live(drawn(read(sources)), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        with Live(
+            draw_frame(read_frame(sources)), console=console, screen=console.is_terminal, auto_refresh=False
+        ) as live:
             while True:
                 sleep(interval_s)
-                live.update(drawn(_read_on(sources)), refresh=True)
+                live.update(draw_frame(_read_live_frame(sources)), refresh=True)
     except KeyboardInterrupt:
         return
 
 
-def read(sources: Sequence[Source], *, since_opened: bool = False) -> Frame:
+def read_frame(sources: Sequence[SampleSource], *, since_opened: bool = False) -> TopFrame:
     """The frame of now: since the sample before, or since the tables were opened.
 
     Raises `StorageError` where none of the sources can be read. One that cannot is named in the frame.
@@ -89,12 +91,12 @@ def read(sources: Sequence[Source], *, since_opened: bool = False) -> Frame:
             problems.append(error)
     if len(problems) == len(sources):
         raise problems[0] if len(problems) == 1 else StorageError("; ".join(map(str, problems)))
-    return frame_of([source.name for source in sources], readings, [str(error) for error in problems])
+    return build_frame([source.name for source in sources], readings, [str(error) for error in problems])
 
 
-def _read_on(sources: Sequence[Source]) -> Frame:
+def _read_live_frame(sources: Sequence[SampleSource]) -> TopFrame:
     """As `read`, in the course of a live view: a training that has ended may begin again."""
     try:
-        return read(sources)
+        return read_frame(sources)
     except StorageError as error:
-        return frame_of([source.name for source in sources], [{} for _ in sources], [str(error)])
+        return build_frame([source.name for source in sources], [{} for _ in sources], [str(error)])

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchrec_embcache.metrics import Histogram
-from torchrec_embcache.monitoring import TableSample, Value
-from torchrec_embcache.monitoring.rates import between
-from torchrec_embcache.table_names import shown
+from torchrec_embcache.monitoring import MetricValue, TableSample
+from torchrec_embcache.monitoring.rates import table_rates
+from torchrec_embcache.stats import Histogram
+from torchrec_embcache.table_names import display_name
 
-from .top_sources import Key, Reading
+from .top_sources import SourceReading, TableRankKey
 
-__all__ = ["ALL", "Frame", "TableFrame", "frame_of"]
+__all__ = ["ALL_TABLES", "TableFrame", "TopFrame", "build_frame"]
 
 #: What the sum of all tables and ranks is called.
-ALL = "all"
+ALL_TABLES = "all"
 #: Numbers that mean nothing when they are added up.
-_NOT_SUMS = {"step", "ssd.live_share"}
+_NOT_SUMMABLE = {"step", "ssd.live_share"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TableFrame:
 
 
 @dataclass(frozen=True)
-class Frame:
+class TopFrame:
     """All that is shown at one moment.
 
     - `time`: of the newest sample, in seconds since 1970; None where there is none.
@@ -59,11 +59,11 @@ class Frame:
         return asdict(self)
 
 
-def frame_of(
+def build_frame(
     sources: Sequence[str],
-    readings: Sequence[Mapping[Key, tuple[Reading | None, Reading]]],
+    readings: Sequence[Mapping[TableRankKey, tuple[SourceReading | None, SourceReading]]],
     problems: Sequence[str] = (),
-) -> Frame:
+) -> TopFrame:
     """The frame of what was read of each of `sources`, in their order."""
     found = [(number, key, pair) for number, of_source in enumerate(readings) for key, pair in of_source.items()]
     # Two trainings may have a table of the same name and rank each. Then the source is told with the rank.
@@ -71,40 +71,44 @@ def frame_of(
     tables = []
     for number, key, (before, after) in sorted(found, key=lambda one: (one[1], one[0])):
         seconds = after.time - before.time if before else 0.0
-        numbers = between(before.table if before else None, after.table, seconds)
+        numbers = table_rates(before.table if before else None, after.table, seconds)
         rank = f"{key[2]} of {sources[number]}" if key in twice else str(key[2])
         engine = after.table.values.get("ssd.io_engine", "")
-        tables.append(TableFrame(shown(key[:2]), rank, seconds, numbers, engine if isinstance(engine, str) else ""))
+        tables.append(
+            TableFrame(display_name(key[:2]), rank, seconds, numbers, engine if isinstance(engine, str) else "")
+        )
     if len(tables) > 1:
-        tables.append(_all([pair for _, _, pair in found]))
+        tables.append(_total_frame([pair for _, _, pair in found]))
     newest = max((after.time for _, _, (_, after) in found), default=None)
-    return Frame(newest, tuple(sources), tuple(tables), tuple(problems))
+    return TopFrame(newest, tuple(sources), tuple(tables), tuple(problems))
 
 
-def _all(pairs: Sequence[tuple[Reading | None, Reading]]) -> TableFrame:
+def _total_frame(pairs: Sequence[tuple[SourceReading | None, SourceReading]]) -> TableFrame:
     """All tables and ranks together. Rates are added up, because samples of several ranks are not of one moment."""
     added: Counter[str] = Counter()
     lasting = [pair for pair in pairs if pair[0] is not None] or list(pairs)
     for before, after in lasting:
         seconds = after.time - before.time if before else 0.0
-        numbers = between(before.table if before else None, after.table, seconds)
+        numbers = table_rates(before.table if before else None, after.table, seconds)
         added.update({name: value for name, value in numbers.items() if name.endswith("_per_second")})
-    earlier = _sum([before.table for before, _ in lasting if before is not None])
-    numbers = between(earlier, _sum([after.table for _, after in lasting]) or TableSample("", ALL, 0, {}), 0.0)
+    earlier = _sum_tables([before.table for before, _ in lasting if before is not None])
+    numbers = table_rates(
+        earlier, _sum_tables([after.table for _, after in lasting]) or TableSample("", ALL_TABLES, 0, {}), 0.0
+    )
     added.pop("steps_per_second", None)
-    return TableFrame(ALL, "", 0.0, {**numbers, **added})
+    return TableFrame(ALL_TABLES, "", 0.0, {**numbers, **added})
 
 
-def _sum(tables: Sequence[TableSample]) -> TableSample | None:
+def _sum_tables(tables: Sequence[TableSample]) -> TableSample | None:
     """A table with the counters of all."""
     if not tables:
         return None
-    values: dict[str, Value] = {}
+    values: dict[str, MetricValue] = {}
     for table in tables:
         for path, value in table.values.items():
             before = values.get(path)
             if isinstance(value, Histogram):
                 values[path] = value + before if isinstance(before, Histogram) else value
-            elif isinstance(value, int | float) and path not in _NOT_SUMS:
+            elif isinstance(value, int | float) and path not in _NOT_SUMMABLE:
                 values[path] = value + (before if isinstance(before, int | float) else 0)
-    return TableSample("", ALL, 0, values)
+    return TableSample("", ALL_TABLES, 0, values)

@@ -12,78 +12,78 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchrec_embcache.exceptions import CorruptionError, InputError, StorageError, UnsupportedError
-from torchrec_embcache.metrics import Histogram
-from torchrec_embcache.monitoring import METRICS, Metric, TableSample, Value
-from torchrec_embcache.monitoring.jsonl import sample_of
+from torchrec_embcache.monitoring import METRICS, Metric, MetricValue, TableSample
+from torchrec_embcache.monitoring.jsonl import sample_from_line
+from torchrec_embcache.stats import Histogram
 
-__all__ = ["Key", "Reading", "Source", "source_of"]
+__all__ = ["SampleSource", "SourceReading", "TableRankKey", "open_source"]
 
 #: The module, the name and the rank of a table.
-Key = tuple[str, str, int]
+TableRankKey = tuple[str, str, int]
 
 _TIMEOUT_S = 10.0
 #: The end of a file of JSON lines that is read: some hundred samples of a hundred tables.
 _TAIL_BYTES = 16 << 20
 #: An answer that is longer than this comes from something else.
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Reading:
+class SourceReading:
     """A sample of a table and when it was taken, in seconds since 1970."""
 
     time: float
     table: TableSample
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Something to read samples from."""
 
     @property
     def name(self) -> str:
         """What a person calls it."""
 
-    def read(self) -> dict[Key, tuple[Reading | None, Reading]]:
+    def read(self) -> dict[TableRankKey, tuple[SourceReading | None, SourceReading]]:
         """The newest sample of each table, and the one before it.
 
         Raises `StorageError` where it cannot be read, and `CorruptionError` where it is something else.
         """
 
 
-def source_of(given: str) -> Source:
+def open_source(name: str) -> SampleSource:
     """The source that a person names: a URL, HOST:PORT, or a path. Raises `InputError` for another URL."""
-    address = urllib.parse.urlsplit(given)
+    address = urllib.parse.urlsplit(name)
     if address.scheme in ("http", "https"):
-        return Endpoint(given if address.path not in ("", "/") else urllib.parse.urljoin(given, "/metrics"))
-    if "://" in given:
+        return PrometheusSource(name if address.path not in ("", "/") else urllib.parse.urljoin(name, "/metrics"))
+    if "://" in name:
         raise InputError(
-            f"{given!r} is no address of metrics: give http://HOST:PORT, HOST:PORT, or a file of JsonlLogger"
+            f"{name!r} is no address of metrics: give http://HOST:PORT, HOST:PORT, or a file of JsonlLogger"
         )
-    host, colon, port = given.rpartition(":")
-    if colon and port.isdecimal() and "/" not in given and not os.path.exists(given):
-        return Endpoint(f"http://{host or '127.0.0.1'}:{port}/metrics")
-    return Lines(given)
+    host, colon, port = name.rpartition(":")
+    if colon and port.isdecimal() and "/" not in name and not os.path.exists(name):
+        return PrometheusSource(f"http://{host or '127.0.0.1'}:{port}/metrics")
+    return JsonlSource(name)
 
 
-class Endpoint:
+class PrometheusSource:
     """The URL of a `PrometheusExporter`."""
 
     def __init__(self, url: str) -> None:
         self.name = url
-        self._before: dict[Key, Reading] = {}
+        self._previous: dict[TableRankKey, SourceReading] = {}
 
-    def read(self) -> dict[Key, tuple[Reading | None, Reading]]:
+    def read(self) -> dict[TableRankKey, tuple[SourceReading | None, SourceReading]]:
         """As `Source.read`. The samples before are those of the call before."""
-        text, now = self._fetched(), time.time()
-        tables = tables_of(text, self.name)
-        newest = {(table.module, table.table, table.rank): Reading(now, table) for table in tables}
-        before, self._before = self._before, newest
+        text, now = self._fetch(), time.time()
+        tables = parse_tables(text, self.name)
+        newest = {(table.module, table.table, table.rank): SourceReading(now, table) for table in tables}
+        before, self._previous = self._previous, newest
         return {key: (before.get(key), reading) for key, reading in newest.items()}
 
-    def _fetched(self) -> str:
+    def _fetch(self) -> str:
         try:
             with urllib.request.urlopen(self.name, timeout=_TIMEOUT_S) as answer:
-                return str(answer.read(_MOST_BYTES).decode("utf-8", "replace"))
+                return str(answer.read(_MAX_BYTES).decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise StorageError(
@@ -91,19 +91,19 @@ class Endpoint:
             ) from error
 
 
-class Lines:
+class JsonlSource:
     """A file of a `JsonlLogger`."""
 
     def __init__(self, path: str) -> None:
         self.name = path
 
-    def read(self) -> dict[Key, tuple[Reading | None, Reading]]:
+    def read(self) -> dict[TableRankKey, tuple[SourceReading | None, SourceReading]]:
         """As `Source.read`, of the end of the file. A last line that is not whole yet is left out."""
-        found: dict[Key, tuple[Reading | None, Reading]] = {}
-        lines = self._end()
+        found: dict[TableRankKey, tuple[SourceReading | None, SourceReading]] = {}
+        lines = self._read_tail()
         for number, line in enumerate(lines):
             try:
-                sample = sample_of(line)
+                sample = sample_from_line(line)
             except InputError as error:
                 # A disk that was full has cut a line. A file without any sample is something else.
                 if number == len(lines) - 1 and not found:
@@ -112,10 +112,10 @@ class Lines:
             for table in sample.tables:
                 key = (table.module, table.table, table.rank)
                 before = found.get(key)
-                found[key] = (before[1] if before else None, Reading(sample.time, table))
+                found[key] = (before[1] if before else None, SourceReading(sample.time, table))
         return found
 
-    def _end(self) -> list[str]:
+    def _read_tail(self) -> list[str]:
         try:
             with open(self.name, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -129,10 +129,10 @@ class Lines:
 
 # ---- the text of Prometheus
 
-_BY_NAME = {metric.name: metric for metric in METRICS}
+_METRICS_BY_NAME = {metric.name: metric for metric in METRICS}
 
 
-def tables_of(text: str, source: str) -> list[TableSample]:
+def parse_tables(text: str, source: str) -> list[TableSample]:
     """The tables in a text of Prometheus. Histograms have the bounds of the exporter, which are fewer than those of `stats()`."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
@@ -140,13 +140,15 @@ def tables_of(text: str, source: str) -> list[TableSample]:
         raise UnsupportedError(
             'the text of Prometheus needs prometheus-client: pip install "torchrec-embcache[prometheus]"'
         ) from missing
-    values: dict[Key, dict[str, Value]] = {}
-    buckets: dict[tuple[Key, str], dict[float, float]] = {}
+    values: dict[TableRankKey, dict[str, MetricValue]] = {}
+    buckets: dict[tuple[TableRankKey, str], dict[float, float]] = {}
     try:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         for sample in samples:
             name, _, part = sample.name.rpartition("_")
-            metric = _BY_NAME.get(sample.name) or (_BY_NAME.get(name) if part in ("bucket", "sum", "count") else None)
+            metric = _METRICS_BY_NAME.get(sample.name) or (
+                _METRICS_BY_NAME.get(name) if part in ("bucket", "sum", "count") else None
+            )
             if metric is None:
                 continue
             labels = sample.labels
@@ -154,23 +156,23 @@ def tables_of(text: str, source: str) -> list[TableSample]:
             of_table = values.setdefault(key, {})
             if metric.kind == "histogram":
                 at = labels["le"] if part == "bucket" else part
-                buckets.setdefault((key, metric.path), {})[_bound(at)] = sample.value
+                buckets.setdefault((key, metric.path), {})[_bucket_bound(at)] = sample.value
             else:
-                of_table[metric.path] = _value(metric, labels, sample.value, of_table.get(metric.path))
+                of_table[metric.path] = _parse_value(metric, labels, sample.value, of_table.get(metric.path))
     except (ValueError, KeyError) as error:
         raise CorruptionError(f"{source} is no endpoint of PrometheusExporter: {error}") from error
     for (key, path), found in buckets.items():
-        values[key][path] = _histogram(found)
+        values[key][path] = _parse_histogram(found)
     return [TableSample(*key, of_table) for key, of_table in values.items()]
 
 
-def _value(metric: Metric, labels: Mapping[str, str], value: float, before: Value | None) -> Value:
+def _parse_value(metric: Metric, labels: Mapping[str, str], value: float, previous: MetricValue | None) -> MetricValue:
     if metric.kind == "text":
         return labels[metric.path.split(".")[-1]]
     if metric.kind == "flag":
         return value != 0.0
     if metric.label is not None:
-        others = before if isinstance(before, Mapping) else {}
+        others = previous if isinstance(previous, Mapping) else {}
         return {**others, labels[metric.label]: int(value)}
     if metric.path.endswith("_ns"):
         return round(value * 1e9)
@@ -181,18 +183,18 @@ def _value(metric: Metric, labels: Mapping[str, str], value: float, before: Valu
 _SUM, _COUNT = -1.0, -2.0
 
 
-def _bound(at: str) -> float:
+def _bucket_bound(at: str) -> float:
     return {"sum": _SUM, "count": _COUNT}[at] if at in ("sum", "count") else float(at)
 
 
-def _histogram(found: dict[float, float]) -> Histogram:
+def _parse_histogram(buckets: dict[float, float]) -> Histogram:
     """A histogram of cumulative counts by their bounds in seconds. What is above the largest bound is counted there."""
-    total, count = found.pop(_SUM, 0.0), int(found.pop(_COUNT, 0.0))
-    finite = sorted(bound for bound in found if bound != float("inf"))
+    total, count = buckets.pop(_SUM, 0.0), int(buckets.pop(_COUNT, 0.0))
+    finite = sorted(bound for bound in buckets if bound != float("inf"))
     counts: list[tuple[int, int]] = []
     seen = 0
     for bound in finite:
-        here = count if bound == finite[-1] else int(found[bound])
+        here = count if bound == finite[-1] else int(buckets[bound])
         if here > seen:
             counts.append((round(bound * 1e9), here - seen))
         seen = here

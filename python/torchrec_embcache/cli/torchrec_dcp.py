@@ -41,7 +41,7 @@ _SLOT = re.compile(
 #: The numbers of an optimizer that do not belong to rows.
 _NO_SLOT = frozenset({"iter", "step", "learning_rate"})
 #: The names that a pickled list of tensors may use. No other name in it is looked up, so nothing else is ever called.
-_KNOWN = {
+_ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.metadata": frozenset(
         {
             "BytesStorageMetadata",
@@ -64,15 +64,15 @@ _KNOWN = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _KNOWN.get(module, ()):
+        if name not in _ALLOWED_CLASSES.get(module, ()):
             raise UnsupportedError(f"it names {module}.{name}, which no list of tensors needs, and which is not loaded")
         return super().find_class(module, name)
 
 
-def _damaged(path: Path, what: str, expected: object, found: object) -> CorruptionError:
-    error = CorruptionError(f"{path}: {what}: expected {expected}, found {found}")
+def _corruption_error(path: Path, problem: str, expected: object, found: object) -> CorruptionError:
+    error = CorruptionError(f"{path}: {problem}: expected {expected}, found {found}")
     error.filename = str(path)
     return error
 
@@ -81,7 +81,7 @@ def _damaged(path: Path, what: str, expected: object, found: object) -> Corrupti
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _TensorChunk:
     """A rectangle of a tensor, and where `torch.save` wrote it."""
 
     begin: tuple[int, ...]
@@ -93,31 +93,31 @@ class _Chunk:
     def values(self) -> NDArray[np.float32]:
         """The rectangle, as a mapping that reads where it is used."""
         with open(self.file, "rb", opener=_open_regular) as whole:
-            part = _Part(whole, self.offset, self.length, self.file)
+            part = _FileSlice(whole, self.offset, self.length, self.file)
             try:
                 # This reads shape, strides and offset only: tensors on "meta" have no numbers.
                 tensor = torch.load(io.BufferedReader(part), map_location="meta", weights_only=True)
                 with zipfile.ZipFile(part) as archive:
                     stored = [entry for entry in archive.infolist() if "/data/" in f"/{entry.filename}"]
-                    begin = self._begin(whole, stored)
+                    begin = self._storage_offset(whole, stored)
             except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
-                raise _damaged(self.file, f"offset {self.offset}", "a tensor of torch.save", error) from error
+                raise _corruption_error(self.file, f"offset {self.offset}", "a tensor of torch.save", error) from error
             if (
                 not isinstance(tensor, torch.Tensor)
                 or tensor.dtype != torch.float32
                 or tuple(tensor.shape) != self.shape
             ):
                 found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)
-                raise _damaged(self.file, f"offset {self.offset}", f"float32 {list(self.shape)}", found)
-            return _strided(whole, begin, stored[0].file_size, tensor, self.file)
+                raise _corruption_error(self.file, f"offset {self.offset}", f"float32 {list(self.shape)}", found)
+            return _map_strided(whole, begin, stored[0].file_size, tensor, self.file)
 
-    def _begin(self, whole: io.BufferedReader, stored: list[zipfile.ZipInfo]) -> int:
+    def _storage_offset(self, file: io.BufferedReader, stored: list[zipfile.ZipInfo]) -> int:
         """Where the tensor's storage begins in the file."""
         if len(stored) != 1 or stored[0].compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{len(stored)} storages, or one that is compressed, and not one that is stored as it is")
         header = self.offset + stored[0].header_offset
-        whole.seek(header)
-        local = whole.read(30)
+        file.seek(header)
+        local = file.read(30)
         if len(local) < 30:
             raise ValueError("the file ends in the header of a storage")
         # The local header of a zip entry: 30 bytes, of which the last four say how long the name and the extra field are.
@@ -127,14 +127,14 @@ class _Chunk:
         return begin
 
 
-class _Part(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """Some bytes of a file, as a file of their own."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int, path: Path) -> None:
         size = os.fstat(file.fileno()).st_size
         if offset < 0 or length < 0 or offset + length > size:
-            raise _damaged(path, "the file's length", f"at least {offset + length}", size)
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
+            raise _corruption_error(path, "the file's length", f"at least {offset + length}", size)
+        self._file, self._offset, self._length, self._position = file, offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -143,20 +143,20 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        wanted = max(0, min(len(view), self._length - self._at))
-        self._file.seek(self._offset + self._at)
+        wanted = max(0, min(len(view), self._length - self._position))
+        self._file.seek(self._offset + self._position)
         data = self._file.read(wanted)
         view[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
 
@@ -164,18 +164,20 @@ def _open_regular(path: str, flags: int) -> int:
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise _damaged(Path(path), "what is there", "a regular file", "something else")
+        raise _corruption_error(Path(path), "what is there", "a regular file", "something else")
     return fd
 
 
-def _strided(file: io.BufferedReader, begin: int, size: int, tensor: torch.Tensor, path: Path) -> NDArray[np.float32]:
+def _map_strided(
+    file: io.BufferedReader, begin: int, size: int, tensor: torch.Tensor, path: Path
+) -> NDArray[np.float32]:
     """A mapping of a storage of `size` bytes at `begin`, seen with the tensor's strides."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     if not math.prod(shape):
         return np.empty(shape, np.float32)
     last = tensor.storage_offset() + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     if min(strides, default=0) < 0 or tensor.storage_offset() < 0 or 4 * (last + 1) > size:
-        raise _damaged(path, f"offset {begin}", f"at least {4 * (last + 1)} bytes of numbers", size)
+        raise _corruption_error(path, f"offset {begin}", f"at least {4 * (last + 1)} bytes of numbers", size)
     flat = np.memmap(file, np.float32, "r", offset=begin, shape=(size // 4,))[tensor.storage_offset() :]
     return np.lib.stride_tricks.as_strided(flat, shape, tuple(4 * stride for stride in strides), writeable=False)
 
@@ -184,12 +186,12 @@ def _strided(file: io.BufferedReader, begin: int, size: int, tensor: torch.Tenso
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _ChunkedTensor:
     """A tensor in chunks that cover it exactly once."""
 
     name: str
     shape: tuple[int, ...]
-    chunks: Sequence[_Chunk]
+    chunks: Sequence[_TensorChunk]
 
     def reader(self) -> Callable[[int, int], NDArray[np.float32]]:
         """A function that gives rows [begin, end)."""
@@ -213,11 +215,11 @@ class _Tensor:
 
 def _sizes(path: Path, name: str, values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(isinstance(value, int) and 0 <= value <= MAX_ROWS for value in values):
-        raise _damaged(path, f"the sizes of {name!r}", "non-negative integers", repr(values))
+        raise _corruption_error(path, f"the sizes of {name!r}", "non-negative integers", repr(values))
     return tuple(values)
 
 
-def _tensor(path: Path, folder: Path, metadata: Metadata, name: str) -> _Tensor:
+def _read_tensor(path: Path, folder: Path, metadata: Metadata, name: str) -> _ChunkedTensor:
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata), "the caller picked tensors"
     if getattr(entry.properties, "dtype", None) != torch.float32:
@@ -231,22 +233,22 @@ def _tensor(path: Path, folder: Path, metadata: Metadata, name: str) -> _Tensor:
         begin, size = _sizes(path, name, chunk.offsets), _sizes(path, name, chunk.sizes)
         stored = stored_at.get(chunk.offsets)
         if stored is None or len(begin) != len(shape) or len(size) != len(shape):
-            raise _damaged(path, f"{name!r}", "a location for each chunk", f"none for the one at {begin}")
+            raise _corruption_error(path, f"{name!r}", "a location for each chunk", f"none for the one at {begin}")
         if stored.transform_descriptors:
             raise UnsupportedError(
                 f"{name!r} is stored with {list(stored.transform_descriptors)}: save it without transforms"
             )
         file = stored.relative_path
         if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
-            raise _damaged(path, f"the file of {name!r}", "a name in the directory", repr(file))
+            raise _corruption_error(path, f"the file of {name!r}", "a name in the directory", repr(file))
         if not all(isinstance(number, int) for number in (stored.offset, stored.length)):
-            raise _damaged(path, f"the location of {name!r}", "integers", repr(stored))
-        chunks.append(_Chunk(begin, size, folder / file, stored.offset, stored.length))
+            raise _corruption_error(path, f"the location of {name!r}", "integers", repr(stored))
+        chunks.append(_TensorChunk(begin, size, folder / file, stored.offset, stored.length))
     _check_cover(path, name, shape, chunks)
-    return _Tensor(name, shape, chunks)
+    return _ChunkedTensor(name, shape, chunks)
 
 
-def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> None:
+def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[_TensorChunk]) -> None:
     """`CorruptionError` unless every number of the tensor lies in exactly one chunk."""
     covered = 0
     for at, chunk in enumerate(chunks):
@@ -255,13 +257,13 @@ def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[_Ch
         )
         overlaps = any(_overlap(chunk, other) for other in chunks[:at])
         if not inside or overlaps:
-            raise _damaged(path, f"{name!r}", "chunks beside each other", f"{chunk.shape} at {chunk.begin}")
+            raise _corruption_error(path, f"{name!r}", "chunks beside each other", f"{chunk.shape} at {chunk.begin}")
         covered += math.prod(chunk.shape)
     if covered != math.prod(shape):
-        raise _damaged(path, f"{name!r}", f"chunks with all {math.prod(shape)} numbers", covered)
+        raise _corruption_error(path, f"{name!r}", f"chunks with all {math.prod(shape)} numbers", covered)
 
 
-def _overlap(one: _Chunk, other: _Chunk) -> bool:
+def _overlap(one: _TensorChunk, other: _TensorChunk) -> bool:
     return all(
         max(a, b) < min(a + of_a, b + of_b)
         for a, of_a, b, of_b in zip(one.begin, one.shape, other.begin, other.shape, strict=True)
@@ -283,8 +285,8 @@ class DcpTable:
     rows: int
     dim: int
     slots: dict[str, int]
-    weight: _Tensor
-    slot_tensors: dict[str, _Tensor]
+    weight: _ChunkedTensor
+    slot_tensors: dict[str, _ChunkedTensor]
     unread: dict[str, str]
 
     def chunks(self, rows: int) -> Iterator[dict[str, NDArray[Any]]]:
@@ -301,15 +303,15 @@ class DcpTable:
 def _read_metadata(path: Path) -> Metadata:
     with open(path, "rb", opener=_open_regular) as file:
         if (length := os.fstat(file.fileno()).st_size) > _MAX_METADATA_BYTES:
-            raise _damaged(path, "the file's length", f"at most {_MAX_METADATA_BYTES}", length)
+            raise _corruption_error(path, "the file's length", f"at most {_MAX_METADATA_BYTES}", length)
         try:
-            found = _Unpickler(file).load()
+            found = _MetadataUnpickler(file).load()
         except UnsupportedError as error:
             raise UnsupportedError(f"{path}: {error}") from error
         except Exception as error:  # whatever a pickle that is none makes the unpickler do
-            raise _damaged(path, "the metadata", "a pickle of torch.distributed.checkpoint", error) from error
+            raise _corruption_error(path, "the metadata", "a pickle of torch.distributed.checkpoint", error) from error
     if not isinstance(found, Metadata):
-        raise _damaged(path, "the metadata", "torch.distributed.checkpoint's Metadata", type(found).__name__)
+        raise _corruption_error(path, "the metadata", "torch.distributed.checkpoint's Metadata", type(found).__name__)
     return found
 
 
@@ -322,14 +324,14 @@ def read_tables(folder: Path) -> tuple[list[DcpTable], list[str]]:
     path = folder / METADATA_FILE
     metadata = _read_metadata(path)
     try:
-        return _tables(path, folder, metadata)
+        return _find_tables(path, folder, metadata)
     except (AttributeError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise _damaged(path, "the metadata", "torch.distributed.checkpoint's Metadata", error) from error
+        raise _corruption_error(path, "the metadata", "torch.distributed.checkpoint's Metadata", error) from error
 
 
-def _tables(path: Path, folder: Path, metadata: Metadata) -> tuple[list[DcpTable], list[str]]:
+def _find_tables(path: Path, folder: Path, metadata: Metadata) -> tuple[list[DcpTable], list[str]]:
     tensors = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
     tables = {name: match for name in tensors if (match := _TABLE.fullmatch(name))}
     slots: dict[str, dict[str, str]] = {name: {} for name in tables}
@@ -338,14 +340,14 @@ def _tables(path: Path, folder: Path, metadata: Metadata) -> tuple[list[DcpTable
         if match := _SLOT.fullmatch(name):
             used.add(name)
             if match["slot"] not in _NO_SLOT:
-                slots[_owner(path, name, match, tables)][match["slot"]] = name
+                slots[_find_owner(path, name, match, tables)][match["slot"]] = name
     found = []
     for name, match in sorted(tables.items()):
-        weight = _tensor(path, folder, metadata, name)
+        weight = _read_tensor(path, folder, metadata, name)
         if len(weight.shape) != 2:
             raise InputError(f"{path}: {name!r} has shape {list(weight.shape)} and needs [rows, dim]")
-        stored = {slot: _tensor(path, folder, metadata, of) for slot, of in sorted(slots[name].items())}
-        widths = {slot: _width(tensor, weight) for slot, tensor in stored.items()}
+        stored = {slot: _read_tensor(path, folder, metadata, of) for slot, of in sorted(slots[name].items())}
+        widths = {slot: _slot_width(tensor, weight) for slot, tensor in stored.items()}
         found.append(
             DcpTable(
                 module=match["module"] or "",
@@ -361,7 +363,7 @@ def _tables(path: Path, folder: Path, metadata: Metadata) -> tuple[list[DcpTable
     return found, [str(name) for name in metadata.state_dict_metadata if name not in used]
 
 
-def _owner(path: Path, name: str, slot: re.Match[str], tables: dict[str, re.Match[str]]) -> str:
+def _find_owner(path: Path, name: str, slot: re.Match[str], tables: dict[str, re.Match[str]]) -> str:
     """The weight that a slot belongs to: of the tables of its name the one whose module path ends most like the slot's.
 
     A model and its optimizer have prefixes of their own in a state, such as `model.` and `optim.state.`, so paths differ in front.
@@ -388,7 +390,7 @@ def _common_end(one: str | None, other: str | None) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _width(tensor: _Tensor, weight: _Tensor) -> int | str:
+def _slot_width(tensor: _ChunkedTensor, weight: _ChunkedTensor) -> int | str:
     """The width of a slot (0: one number a row), or why a table here cannot have it."""
     rows = weight.shape[0]
     if tensor.shape == weight.shape:

@@ -30,10 +30,10 @@ from torchrec_embcache import _native, initializers
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
-from torchrec_embcache.folder import Folder, sync, write_at
+from torchrec_embcache.folder import DirectoryHandle, sync, write_at
 from torchrec_embcache.optimizers import BY_KIND, OptimizerSpec
 
-from .checkpoints import Opened
+from .checkpoints import OpenCheckpoint
 from .torchrec_dcp import MAX_ROWS, METADATA_FILE
 
 __all__ = ["DcpNames", "write_tables"]
@@ -41,7 +41,7 @@ __all__ = ["DcpNames", "write_tables"]
 #: Bytes of the rows of a part, all columns together; of the rows that are put into order of their parts at once.
 _PART_BYTES = 64 << 20
 #: How many first values are asked for at once.
-_BORN_AT_ONCE = 65_536
+_INIT_CHUNK_ROWS = 65_536
 #: What `KeyedOptimizer.state_dict()` of TorchRec's fused optimizers calls the slots, by ours.
 _NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "exp_avg_sq"}
 _INITIALIZERS = {
@@ -71,39 +71,39 @@ class DcpNames:
 
 
 @dataclass(frozen=True)
-class _Column:
+class _DcpColumn:
     """A tensor of a table: its name in the checkpoint, and which floats of a row it has (`end` - `begin` of them; one: [N])."""
 
     name: str
     path: tuple[str, ...]
     begin: int
     end: int
-    narrow: bool
+    is_scalar: bool
 
 
-def write_tables(opened: Opened, target: Folder, names: DcpNames) -> list[dict[str, Any]]:
+def write_tables(opened: OpenCheckpoint, target: DirectoryHandle, names: DcpNames) -> list[dict[str, Any]]:
     """Write every table of a checkpoint, then the list of tensors that makes the directory a checkpoint.
 
     Raises `InputError` (a table whose number of rows was not given, an id that is no row number), `UnsupportedError` (slots that
     TorchRec has no name for), and `StorageError` where the disk fails.
     """
-    plans = [_plan(entry, names) for entry in opened.tables]
-    _check_given(opened, names)
+    plans = [_plan_table(entry, names) for entry in opened.tables]
+    _check_names(opened, names)
     found = [column.name for _, columns, _ in plans for column in columns]
     if twice := sorted({name for name in found if found.count(name) > 1}):
         raise InputError(f"two tables would be {twice[0]!r}: tell them apart with --rename")
     metadata = Metadata({}, {}, {}, None, CURRENT_DCP_VERSION)
     written = []
     for at, (entry, (rows, columns, optimizer)) in enumerate(zip(opened.tables, plans, strict=True)):
-        _Table(opened, target, entry, rows, columns, optimizer).write(f"__0_{at}.distcp", metadata)
+        _DcpTableWriter(opened, target, entry, rows, columns, optimizer).write(f"__0_{at}.distcp", metadata)
         written.append(
             {key: entry[key] for key in ("module", "table", "dim")} | {"rows": rows, "optimizer": optimizer.kind}
         )
-    target.publish(METADATA_FILE, pickle.dumps(metadata))
+    target.write_atomically(METADATA_FILE, pickle.dumps(metadata))
     return written
 
 
-def _check_given(opened: Opened, names: DcpNames) -> None:
+def _check_names(opened: OpenCheckpoint, names: DcpNames) -> None:
     """`InputError` for an option that names what the checkpoint does not have: it may be a typing error."""
     tables = {name for entry in opened.tables for name in (entry["table"], f"{entry['module']}/{entry['table']}")}
     modules = {entry["module"] for entry in opened.tables}
@@ -118,7 +118,7 @@ def _check_given(opened: Opened, names: DcpNames) -> None:
             raise InputError(f"{option} {unknown[0]}: the checkpoint has {sorted(known)}")
 
 
-def _plan(entry: dict[str, Any], names: DcpNames) -> tuple[int, list[_Column], type[OptimizerSpec]]:
+def _plan_table(entry: dict[str, Any], names: DcpNames) -> tuple[int, list[_DcpColumn], type[OptimizerSpec]]:
     """A table's number of rows, its tensors and its optimizer."""
     module, table, dim = entry["module"], entry["table"], entry["dim"]
     rows = names.rows.get(f"{module}/{table}", names.rows.get(table))
@@ -138,25 +138,25 @@ def _plan(entry: dict[str, Any], names: DcpNames) -> tuple[int, list[_Column], t
     weight = ".".join(part for part in (module, kind, called, "weight") if part)
     model = (names.model_key,) if names.model_key else ()
     state = (*((names.optimizer_key,) if names.optimizer_key else ()), "state", weight)
-    columns = [_Column(".".join((*model, weight)), (*model, weight), 0, dim, narrow=False)]
+    columns = [_DcpColumn(".".join((*model, weight)), (*model, weight), 0, dim, is_scalar=False)]
     for at, slot in enumerate(optimizer.slot_names):
         if slot in slots:
             begin, narrow = dim * (1 + at), at >= optimizer.vector_slots
             path = (*state, f"{called}.{_NAMES[slot]}")
-            columns.append(_Column(".".join(path), path, begin, begin + (1 if narrow else dim), narrow))
+            columns.append(_DcpColumn(".".join(path), path, begin, begin + (1 if narrow else dim), narrow))
     return rows, columns, optimizer
 
 
-class _Table:
+class _DcpTableWriter:
     """A table on its way: rows into the file without a name, and from there part by part into the checkpoint's."""
 
     def __init__(
         self,
-        opened: Opened,
-        target: Folder,
+        opened: OpenCheckpoint,
+        target: DirectoryHandle,
         entry: dict[str, Any],
         rows: int,
-        columns: list[_Column],
+        columns: list[_DcpColumn],
         optimizer: type[OptimizerSpec],
     ) -> None:
         self._opened, self._target, self._entry, self._columns = opened, target, entry, columns
@@ -168,25 +168,25 @@ class _Table:
 
     def write(self, name: str, metadata: Metadata) -> None:
         with contextlib.ExitStack() as open_files:
-            spool = _Spool(self._target, self._row, self._part_rows)
+            spool = _RowSpool(self._target, self._row, self._part_rows)
             open_files.callback(spool.close)
-            self._spool(spool)
-            fd = self._target.create(name)
+            self._fill_spool(spool)
+            fd = self._target.create_file(name)
             open_files.callback(os.close, fd)
-            born = _Births(self._entry)
+            born = _InitialRows(self._entry)
             at = 0
             for part in range(-(-self._rows // self._part_rows)):
                 begin = part * self._part_rows
-                floats = self._part(spool, part, born)
+                floats = self._read_part(spool, part, born)
                 for column in self._columns:
-                    data = _saved(floats[:, column.begin : column.end], narrow=column.narrow)
-                    write_at(fd, self._target.at(name), at, data)
-                    self._note(metadata, column, begin, len(floats), _StorageInfo(name, at, len(data)))
+                    data = _serialize_tensor(floats[:, column.begin : column.end], is_scalar=column.is_scalar)
+                    write_at(fd, self._target.path_of(name), at, data)
+                    self._record_chunk(metadata, column, begin, len(floats), _StorageInfo(name, at, len(data)))
                     at += len(data)
-            sync(fd, self._target.at(name))
+            sync(fd, self._target.path_of(name))
 
-    def _spool(self, spool: "_Spool") -> None:
-        def take(block: _native.RowBlock) -> None:
+    def _fill_spool(self, spool: "_RowSpool") -> None:
+        def add_block(block: _native.RowBlock) -> None:
             if len(outside := block.ids[(block.ids < 0) | (block.ids >= self._rows)]):
                 raise InputError(
                     f"table {self._entry['table']!r} has a row of the id {outside[0]}, and TorchRec's ids are row numbers, here "
@@ -198,13 +198,13 @@ class _Table:
             rows["floats"][:, : block.vectors.shape[1]] = block.vectors
             if self._scalar:
                 rows["floats"][:, -1] = block.scalars
-            spool.take(rows)
+            spool.add(rows)
 
         entry = self._entry
-        self._opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], take)
-        spool.end()
+        self._opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], add_block)
+        spool.flush()
 
-    def _part(self, spool: "_Spool", part: int, born: "_Births") -> NDArray[np.float32]:
+    def _read_part(self, spool: "_RowSpool", part: int, initial_rows: "_InitialRows") -> NDArray[np.float32]:
         """The rows of a part in the order of their ids. Those without a row in the checkpoint are as they would be born."""
         begin = part * self._part_rows
         count = min(self._part_rows, self._rows - begin)
@@ -214,14 +214,16 @@ class _Table:
             floats[rows["id"] - begin] = rows["floats"]
             there[rows["id"] - begin] = True
         missing = np.flatnonzero(~there)
-        for at in range(0, len(missing), _BORN_AT_ONCE):
-            piece = missing[at : at + _BORN_AT_ONCE]
-            floats[piece, : self._entry["dim"]] = born.weights(begin + piece)
+        for at in range(0, len(missing), _INIT_CHUNK_ROWS):
+            piece = missing[at : at + _INIT_CHUNK_ROWS]
+            floats[piece, : self._entry["dim"]] = initial_rows.weights(begin + piece)
         return floats
 
-    def _note(self, metadata: Metadata, column: _Column, begin: int, count: int, stored: _StorageInfo) -> None:
+    def _record_chunk(
+        self, metadata: Metadata, column: _DcpColumn, begin: int, count: int, stored: _StorageInfo
+    ) -> None:
         """Note a chunk in the list of tensors."""
-        wide = () if column.narrow else (column.end - column.begin,)
+        wide = () if column.is_scalar else (column.end - column.begin,)
         entry = metadata.state_dict_metadata.setdefault(
             column.name,
             TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((self._rows, *wide)), []),
@@ -233,19 +235,19 @@ class _Table:
         metadata.storage_data[MetadataIndex(column.name, offsets, len(entry.chunks) - 1)] = stored
 
 
-class _Spool:
+class _RowSpool:
     """Rows in a file that has no name, so that nothing stays of it, and where the rows of each part lie in it."""
 
-    def __init__(self, folder: Folder, row: np.dtype[Any], part_rows: int) -> None:
+    def __init__(self, folder: DirectoryHandle, row: np.dtype[Any], part_rows: int) -> None:
         self._row, self._part_rows = row, part_rows
-        self._path = folder.at("rows.tmp")
-        self._fd = folder.create("rows.tmp")
+        self._path = folder.path_of("rows.tmp")
+        self._fd = folder.create_file("rows.tmp")
         try:
             folder.remove("rows.tmp")
         except BaseException:
             os.close(self._fd)
             raise
-        self._waiting: list[NDArray[Any]] = []
+        self._buffered: list[NDArray[Any]] = []
         self._count = 0
         self._length = 0
         #: By part: the numbers of the first row and of the row after the last, of each run of its rows.
@@ -254,19 +256,19 @@ class _Spool:
     def close(self) -> None:
         os.close(self._fd)
 
-    def take(self, rows: NDArray[Any]) -> None:
+    def add(self, rows: NDArray[Any]) -> None:
         """Rows in any order. They are written when there are enough of them that the runs of a part are long."""
-        self._waiting.append(rows)
+        self._buffered.append(rows)
         self._count += len(rows)
         if self._count >= self._part_rows:
-            self.end()
+            self.flush()
 
-    def end(self) -> None:
+    def flush(self) -> None:
         """Write what waits."""
         if not self._count:
             return
-        rows = np.concatenate(self._waiting)
-        self._waiting, self._count = [], 0
+        rows = np.concatenate(self._buffered)
+        self._buffered, self._count = [], 0
         parts = rows["id"] // self._part_rows
         rows = rows[np.argsort(parts, kind="stable")]
         present, counts = np.unique(parts, return_counts=True)
@@ -289,7 +291,7 @@ class _Spool:
             yield rows
 
 
-class _Births:
+class _InitialRows:
     """What rows of a table are born with."""
 
     def __init__(self, entry: dict[str, Any]) -> None:
@@ -310,9 +312,9 @@ class _Births:
         return found
 
 
-def _saved(values: NDArray[np.float32], *, narrow: bool) -> NDArray[np.uint8]:
+def _serialize_tensor(values: NDArray[np.float32], *, is_scalar: bool) -> NDArray[np.uint8]:
     """A tensor as `torch.save` writes it."""
-    plain = np.ascontiguousarray(values[:, 0] if narrow else values)
+    plain = np.ascontiguousarray(values[:, 0] if is_scalar else values)
     out = io.BytesIO()
     torch.save(torch.from_numpy(plain), out)
     return np.frombuffer(out.getbuffer(), np.uint8)

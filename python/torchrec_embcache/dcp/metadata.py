@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrec_embcache.exceptions import CorruptionError, UnsupportedError
 
-__all__ = ["Extent", "from_json", "to_json"]
+__all__ = ["DenseExtent", "from_json", "to_json"]
 
 # What the file says that it is.
 _FORMAT = "torchrec-embcache dense"
@@ -36,7 +36,7 @@ _MEMORY_FORMATS = {str(form): form for form in (torch.contiguous_format, torch.c
 
 
 @dataclass(frozen=True)
-class Extent:
+class DenseExtent:
     """Where an item of a state dict is stored, and in which form.
 
     `offset`: where the item begins in the stream of `rank`, in bytes. `bytes`: its length. `kind` is the form:
@@ -59,7 +59,7 @@ def to_json(metadata: Metadata) -> bytes:
 
     `UnsupportedError` for planner data of a type that JSON cannot hold.
     """
-    storage: dict[MetadataIndex, Extent] = metadata.storage_data
+    storage: dict[MetadataIndex, DenseExtent] = metadata.storage_data
     meta = metadata.storage_meta or StorageMeta()
     document = {
         "format": _FORMAT,
@@ -70,7 +70,7 @@ def to_json(metadata: Metadata) -> bytes:
         "checkpoint_id": None if meta.checkpoint_id is None else str(meta.checkpoint_id),
         "modules": list(meta.modules),
         "items": {name: _item_to_json(item) for name, item in metadata.state_dict_metadata.items()},
-        "storage": [[*_index_to_json(index), _extent_to_json(extent)] for index, extent in storage.items()],
+        "storage": [[*_index_to_json(index), _dense_extent_to_json(extent)] for index, extent in storage.items()],
         "planner_data": _value_to_json(metadata.planner_data),
     }
     return json.dumps(document, indent=0).encode()
@@ -96,7 +96,7 @@ def from_json(text: bytes, path: str, stream_bytes: Sequence[int]) -> Metadata:
             if index is not None and type(index) is not int:
                 raise TypeError(f"{index!r} is not the number of a chunk")
             key = MetadataIndex(_text(fqn), None if offset is None else _sizes(offset), index)
-            storage[key] = _extent_from_json(extent, stream_bytes)
+            storage[key] = _dense_extent_from_json(extent, stream_bytes)
         items = {_text(name): _item_from_json(item) for name, item in document["items"].items()}
         return Metadata(
             state_dict_metadata=items,
@@ -154,13 +154,13 @@ def _index_to_json(index: MetadataIndex) -> tuple[str, list[int] | None, int | N
     return index.fqn, None if index.offset is None else list(index.offset), index.index
 
 
-def _extent_to_json(extent: Extent) -> dict[str, Any]:
-    fields = {**dataclasses.asdict(extent), "shape": list(extent.shape)}
-    fields["dtype"] = None if extent.dtype is None else _name(extent.dtype)
+def _dense_extent_to_json(dense_extent: DenseExtent) -> dict[str, Any]:
+    fields = {**dataclasses.asdict(dense_extent), "shape": list(dense_extent.shape)}
+    fields["dtype"] = None if dense_extent.dtype is None else _name(dense_extent.dtype)
     return fields
 
 
-def _extent_from_json(fields: dict[str, Any], stream_bytes: Sequence[int]) -> Extent:
+def _dense_extent_from_json(fields: dict[str, Any], stream_bytes: Sequence[int]) -> DenseExtent:
     rank, offset, length, kind = fields["rank"], fields["offset"], fields["bytes"], fields["kind"]
     if type(rank) is not int or not 0 <= rank < len(stream_bytes):
         raise ValueError(f"an extent is of rank {rank!r} of {len(stream_bytes)}")
@@ -174,7 +174,7 @@ def _extent_from_json(fields: dict[str, Any], stream_bytes: Sequence[int]) -> Ex
     dtype = _DTYPES[fields["dtype"]] if kind == "raw" else None
     if dtype is not None and math.prod(shape) * dtype.itemsize != length:
         raise ValueError(f"{length} bytes for {list(shape)} of {dtype}")
-    return Extent(offset, length, kind, dtype, shape, rank)
+    return DenseExtent(offset, length, kind, dtype, shape, rank)
 
 
 def _name(dtype: torch.dtype) -> str:

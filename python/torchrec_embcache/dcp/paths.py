@@ -3,31 +3,31 @@
 import os
 
 from torchrec_embcache.exceptions import PathError
-from torchrec_embcache.paths import Directory, GivenPath, given_path, open_to_load, open_to_save
+from torchrec_embcache.paths import CheckedPath, CheckpointDirectory, check_path, open_to_load, open_to_save
 
-__all__ = ["AtPath", "holds_checkpoint", "rank_to_load", "rank_to_save"]
+__all__ = ["CheckpointPathMixin", "has_checkpoint", "open_rank_to_load", "open_rank_to_save"]
 
 
-class AtPath:
+class CheckpointPathMixin:
     """What DCP asks a reader and a writer about the path that they are for."""
 
     path: str
     # What was wrong with the path that `reset` was given. It is raised where DCP raises it on every rank.
-    _refused: PathError | None = None
+    _path_error: PathError | None = None
 
-    def _take_path(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+    def _set_path(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         """Take the path of the next save or load; None leaves it as it is. `_check_path` says what is wrong with it."""
         if checkpoint_id:
-            self._refused = None
+            self._path_error = None
             try:
-                self.path = given_path("path", checkpoint_id)
+                self.path = check_path("path", checkpoint_id)
             except PathError as error:
-                self._refused = error
+                self._path_error = error
 
     def _check_path(self) -> None:
         """`PathError` where `reset` was given no path."""
-        if self._refused is not None:
-            raise self._refused
+        if self._path_error is not None:
+            raise self._path_error
 
     @property
     def checkpoint_id(self) -> str:
@@ -38,26 +38,26 @@ class AtPath:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """True if a reader or a writer takes it: it is a path, and not the address of another storage."""
         try:
-            given_path("checkpoint_id", checkpoint_id)
+            check_path("checkpoint_id", checkpoint_id)
         except PathError:
             return False
         return True
 
 
-def _of_rank(directory: Directory, rank: int) -> GivenPath:
-    return GivenPath(os.path.join(directory.path, f"rank-{rank}"))
+def _rank_path(directory: CheckpointDirectory, rank: int) -> CheckedPath:
+    return CheckedPath(os.path.join(directory.path, f"rank-{rank}"))
 
 
-def rank_to_save(directory: Directory, rank: int) -> Directory:
+def open_rank_to_save(directory: CheckpointDirectory, rank: int) -> CheckpointDirectory:
     """Where a rank that saves alone has its checkpoints, made when missing."""
-    return open_to_save(_of_rank(directory, rank))
+    return open_to_save(_rank_path(directory, rank))
 
 
-def rank_to_load(directory: Directory, rank: int) -> Directory:
+def open_rank_to_load(directory: CheckpointDirectory, rank: int) -> CheckpointDirectory:
     """Where a rank that saved alone has its checkpoints."""
-    return open_to_load(_of_rank(directory, rank))
+    return open_to_load(_rank_path(directory, rank))
 
 
-def holds_checkpoint(directory: Directory) -> bool:
+def has_checkpoint(directory: CheckpointDirectory) -> bool:
     """Whether a checkpoint was ever published in the directory. `StorageError` where that cannot be told."""
-    return directory.has("LATEST")
+    return directory.contains("LATEST")

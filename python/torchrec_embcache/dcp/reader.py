@@ -16,33 +16,33 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchrec_embcache.collective import refuse_difference
+from torchrec_embcache.collective import check_arguments_match
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, StateError
-from torchrec_embcache.paths import given_path, open_to_load
-from torchrec_embcache.progress import Tracker
+from torchrec_embcache.paths import check_path, open_to_load
+from torchrec_embcache.progress import ProgressTracker
 from torchrec_embcache.sessions.load import LoadSession
-from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.ranks import SingleRank
 from torchrec_embcache.shards import shards_of
-from torchrec_embcache.tensor_bytes import load_whole, read_box
-from torchrec_embcache.under_way import finish_saves
-from torchrec_embcache.whole_model import expect_state_dicts
+from torchrec_embcache.tensor_bytes import deserialize_tensor, read_box
+from torchrec_embcache.under_way import wait_for_saves
+from torchrec_embcache.whole_model import suppress_state_dict_warnings
 
-from .metadata import Extent, from_json
-from .paths import AtPath, rank_to_load
+from .metadata import DenseExtent, from_json
+from .paths import CheckpointPathMixin, open_rank_to_load
 
 __all__ = ["EmbCacheStorageReader"]
 
 
 @dataclass
-class _Load:
+class _LoadState:
     """A checkpoint that is being loaded."""
 
     session: LoadSession
     # Whether this rank saved it alone.
-    is_own: bool
+    is_per_rank: bool
 
 
-class EmbCacheStorageReader(AtPath, StorageReader):
+class EmbCacheStorageReader(CheckpointPathMixin, StorageReader):
     """Reads for `dcp.load` what `EmbCacheStorageWriter` saved: into any sharding, dtype and device, tables into any budgets.
 
     Tensors are verified as they are read. They are read without a copy where their target is contiguous host memory.
@@ -71,22 +71,22 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         manifests are damaged (`CorruptionError`) nothing is changed; DCP raises its `CheckpointException` with these.
         """
         super().__init__()
-        self.path = given_path("path", path)
+        self.path = check_path("path", path)
         self.model = model
         self.slots = slots
-        expect_state_dicts(model)
+        suppress_state_dict_warnings(model)
         self.load_id = str(uuid.uuid4())
-        self.storage_data: dict[MetadataIndex, Extent] = {}
-        self._load: _Load | None = None
+        self.storage_data: dict[MetadataIndex, DenseExtent] = {}
+        self._load: _LoadState | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Load from `checkpoint_id`, a path, from now on."""
-        self._take_path(checkpoint_id)
+        self._set_path(checkpoint_id)
         self.load_id = str(uuid.uuid4())
         self.storage_data = {}
-        self._end()
+        self._close_load()
 
-    def _end(self) -> None:
+    def _close_load(self) -> None:
         """End the load that was begun, if there is one."""
         load, self._load = self._load, None
         if load is not None:
@@ -98,9 +98,9 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         rank = kwargs.get("rank")
         directory = open_to_load(self.path)
         if rank is not None:
-            directory = rank_to_load(directory, rank)
+            directory = open_rank_to_load(directory, rank)
         with contextlib.ExitStack() as undo:
-            session = undo.enter_context(LoadSession(OneRank(), slots=self.slots))
+            session = undo.enter_context(LoadSession(SingleRank(), slots=self.slots))
             session.open(directory)
             reader = session.reader
             document = reader.dense_metadata()
@@ -110,8 +110,8 @@ class EmbCacheStorageReader(AtPath, StorageReader):
             metadata = from_json(document, path, reader.stream_bytes())
             metadata.storage_meta = metadata.storage_meta or StorageMeta()
             metadata.storage_meta.load_id = self.load_id
-            self._end()
-            self._load = _Load(session, is_own=rank is not None)
+            self._close_load()
+            self._load = _LoadState(session, is_per_rank=rank is not None)
             undo.pop_all()
             return metadata
 
@@ -121,16 +121,16 @@ class EmbCacheStorageReader(AtPath, StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check that the model's tables fit, before any rank changes anything."""
-        load = self._current()
+        load = self._active_load()
         if self.model is not None:
             try:
                 shards = shards_of(self.model)
-                finish_saves()
+                wait_for_saves()
                 load.session.check(shards)
             except BaseException:
-                self._end()
+                self._close_load()
                 raise
-        if not load.is_own:
+        if not load.is_per_rank:
             arguments = {"model": "given" if self.model is not None else "left out", "slots": str(bool(self.slots))}
             plan.storage_data = load.session.reader.name, arguments
         return plan
@@ -143,7 +143,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         said = [plan.storage_data for plan in plans if plan.storage_data is not None]
         names = {name for name, _ in said}
         if said:
-            refuse_difference([("EmbCacheStorageReader", arguments) for _, arguments in said])
+            check_arguments_match([("EmbCacheStorageReader", arguments) for _, arguments in said])
         if len(names) > 1:
             raise StateError(
                 f"a save replaced the checkpoint in {self.checkpoint_id} while ranks opened it ({sorted(names)}): load again"
@@ -152,24 +152,24 @@ class EmbCacheStorageReader(AtPath, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items and tables."""
-        load = self._current()
+        load = self._active_load()
         with load.session as session:
             for item in sorted(plan.items, key=self._stream_offset):
                 self._read_item(session, item, planner)
             if self.model is not None:
-                session.load(lambda: Tracker(None, "load"))
+                session.load(lambda: ProgressTracker(None, "load"))
             session.close()
         self._load = None
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _current(self) -> _Load:
+    def _active_load(self) -> _LoadState:
         if self._load is None:
             raise StateError("read_metadata() comes before the other calls of a load")
         return self._load
 
-    def _extent(self, item: ReadItem) -> Extent:
+    def _dense_extent(self, item: ReadItem) -> DenseExtent:
         extent = self.storage_data.get(item.storage_index)
         if extent is None:
             raise CorruptionError(
@@ -178,22 +178,22 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         return extent
 
     def _stream_offset(self, item: ReadItem) -> tuple[int, int]:
-        extent = self._extent(item)
+        extent = self._dense_extent(item)
         return extent.rank, extent.offset
 
     def _read_item(self, session: LoadSession, item: ReadItem, planner: LoadPlanner) -> None:
-        extent = self._extent(item)
+        extent = self._dense_extent(item)
 
         def read(start: int, into: NDArray[np.uint8]) -> None:
-            session.reader.read_extent(extent.rank, extent.offset + start, into)
+            session.reader.read_dense(extent.rank, extent.offset + start, into)
 
-        def whole() -> NDArray[np.uint8]:
+        def read_all() -> NDArray[np.uint8]:
             into = np.empty(extent.bytes, np.uint8)
             read(0, into)
             return into
 
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(whole().data))
+            planner.load_bytes(item, io.BytesIO(read_all().data))
             return
         target = planner.resolve_tensor(item)
         # The tensor is narrowed as torch does it: a dimension as long as the saved tensor's starts at 0.
@@ -201,7 +201,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
             self._check_box(item, extent.shape, target)
             read_box(read, extent.dtype, extent.shape, tuple(item.storage_offsets), target.detach())
         else:
-            saved = load_whole(whole())
+            saved = deserialize_tensor(read_all())
             self._check_box(item, saved.shape, target)
             for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 if length < saved.size(dim):

@@ -8,16 +8,16 @@ from typing import Any
 from torch import nn
 
 from torchrec_embcache import _native
-from torchrec_embcache.beside import BesideTraining, finish_saves
+from torchrec_embcache.beside import AsyncSaveRunner, wait_for_saves
 from torchrec_embcache.collective import world_size
 from torchrec_embcache.exceptions import EmbCacheError, InputError, PathError, StateError
-from torchrec_embcache.paths import Directory, open_to_save
+from torchrec_embcache.paths import CheckpointDirectory, open_to_save
 from torchrec_embcache.sessions.part import PartSession, next_epoch_of
-from torchrec_embcache.sessions.ranks import OneRank
-from torchrec_embcache.sessions.sweep import by_name, sweep_before_save
-from torchrec_embcache.shards import Shard, shards_as_they_are, shards_of
+from torchrec_embcache.sessions.ranks import SingleRank
+from torchrec_embcache.sessions.sweep import sweep_before_save, tables_by_name
+from torchrec_embcache.shards import ModuleShard, shards_of, shards_unopened
 
-__all__ = ["PartResult", "Staged", "TableWriter"]
+__all__ = ["PartResult", "StagedTables", "TableWriter"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PartResult:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedTables:
     """The tables at the moment of `stage()`, on their way into a part. This can be pickled, and then waits until they are
     written.
     """
@@ -65,15 +65,15 @@ class TableWriter:
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
-        self.expected = model is not None
-        self._staged: Staged | None = None
+        self.has_model = model is not None
+        self._staged: StagedTables | None = None
         # Held until the next save, so that no other save sweeps it.
-        self._held: PartSession | None = None
+        self._snapshot_part: PartSession | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Hand over what was staged to whoever unpickles this. It is no longer here then."""
         staged, self._staged = self._staged, None
-        return {**self.__dict__, "model": None, "_staged": staged, "_held": None}
+        return {**self.__dict__, "model": None, "_staged": staged, "_snapshot_part": None}
 
     def stage(self, path: str, check: Callable[[], object]) -> None:
         """Hold the rows as of now, when no save beside training is under way; a thread writes them to a part.
@@ -83,57 +83,57 @@ class TableWriter:
         What fails, as it may on one rank alone, fails that save, on every rank. Where there is one rank, `PathError` and
         `InputError` are raised.
         """
-        if not self.expected:
+        if not self.has_model:
             return
         self.close()
-        directories: list[Directory] = []
+        directories: list[CheckpointDirectory] = []
 
         def open_all() -> None:
             check()
-            finish_saves()
+            wait_for_saves()
             directories.append(open_to_save(path))
             self._shards()
 
         try:
-            shards = shards_as_they_are(self._model_here())
-            sweep_before_save(by_name(shards), OneRank(), open_all)
-            self._staged = Staged(self._hold(directories[0], shards, next_epoch_of(shards)))
+            shards = shards_unopened(self._require_model())
+            sweep_before_save(tables_by_name(shards), SingleRank(), open_all)
+            self._staged = StagedTables(self._snapshot(directories[0], shards, next_epoch_of(shards)))
         except EmbCacheError as error:
             if isinstance(error, InputError | PathError) and world_size() == 1:
                 raise
-            self._staged = Staged(error)
+            self._staged = StagedTables(error)
 
-    def _hold(self, directory: Directory, shards: list[Shard], epoch: int) -> Future[PartResult]:
+    def _snapshot(self, directory: CheckpointDirectory, shards: list[ModuleShard], epoch: int) -> Future[PartResult]:
         part = PartSession()
 
         def release() -> None:
             # No delta builds on this checkpoint, so nothing has to be kept for one.
             for _, _, table in shards:
-                table.native.saved_beside(epoch)
+                table.native.finish_background_save(epoch)
 
-        def give_up() -> None:
+        def cancel() -> None:
             part.abandon()
             release()
 
         def write() -> PartResult:
             try:
                 with part:
-                    part.write_held_tables()
+                    part.write_snapshot()
                     return PartResult(part.finish(), epoch)
             finally:
                 release()
 
-        with BesideTraining([table for _, _, table in shards], directory.path, give_up) as save:
+        with AsyncSaveRunner([table for _, _, table in shards], directory.path, cancel) as save:
             part.begin(directory)
-            part.hold_tables(shards, epoch)
-            self._held = part
+            part.snapshot_tables(shards, epoch)
+            self._snapshot_part = part
             return save.start(write)
 
-    def take_staged(self) -> Staged | None:
+    def take_staged(self) -> StagedTables | None:
         """Return what was staged, for the save that begins, and forget it here."""
         staged, self._staged = self._staged, None
         if staged is None:
-            self._held = None
+            self._snapshot_part = None
         return staged
 
     def sweep(self) -> None:
@@ -141,22 +141,22 @@ class TableWriter:
 
         `StateError` where the model is in another process.
         """
-        if self.expected:
+        if self.has_model:
 
             def open_all() -> None:
-                finish_saves()
+                wait_for_saves()
                 self._shards()
 
-            sweep_before_save(by_name(shards_as_they_are(self._model_here())), OneRank(), open_all)
+            sweep_before_save(tables_by_name(shards_unopened(self._require_model())), SingleRank(), open_all)
 
     def write(self, part: PartSession) -> int | None:
         """Write the rows, as of now; the epoch of rows trained from now on, None where there are no tables.
 
         `StateError` where the model is in another process, or is trained meanwhile.
         """
-        if not self.expected:
+        if not self.has_model:
             return None
-        finish_saves()
+        wait_for_saves()
         shards = self._shards()
         epoch = next_epoch_of(shards)
         part.write_tables(shards, epoch)
@@ -166,21 +166,21 @@ class TableWriter:
         """Forget what was staged, when it is written."""
         if self._staged is not None:
             self._staged.wait()
-        self._staged = self._held = None
+        self._staged = self._snapshot_part = None
 
-    def abandon(self, staged: Staged | None) -> None:
+    def abandon(self, staged: StagedTables | None) -> None:
         """Remove the part that was `staged` for a save that failed, when it is written."""
         if staged is not None:
             staged.wait()
-        held, self._held = self._held, None
+        held, self._snapshot_part = self._snapshot_part, None
         if held is not None:
             held.abandon()
 
-    def _shards(self) -> list[Shard]:
+    def _shards(self) -> list[ModuleShard]:
         """This rank's tables, opened."""
-        return shards_of(self._model_here())
+        return shards_of(self._require_model())
 
-    def _model_here(self) -> nn.Module:
+    def _require_model(self) -> nn.Module:
         if self.model is None:
             raise StateError(
                 "the tables are in the process that trains: leave async_stager out, so that the writer stages them"

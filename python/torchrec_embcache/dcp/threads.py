@@ -10,12 +10,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchrec_embcache.collective import world_size
 from torchrec_embcache.exceptions import InputError
 
-__all__ = ["refuse_default_group"]
+__all__ = ["check_async_save_group"]
 
 _ASYNC_SAVE = inspect.unwrap(async_save).__code__
 
 
-def refuse_default_group() -> None:
+def check_async_save_group() -> None:
     """`InputError` where the running `dcp.async_save` would save in a thread, by the group that training uses.
 
     DCP gives a writer the arguments of the call nowhere, so that they are read from its frame. A process has a group of its own.

@@ -21,19 +21,19 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torchrec_embcache import _native
-from torchrec_embcache.collective import refuse_difference
+from torchrec_embcache.collective import check_arguments_match
 from torchrec_embcache.exceptions import StateError, UnsupportedError
-from torchrec_embcache.paths import Directory, given_path, open_to_save
+from torchrec_embcache.paths import CheckpointDirectory, check_path, open_to_save
 from torchrec_embcache.sessions.part import PartSession
-from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.ranks import SingleRank
 from torchrec_embcache.sessions.save import SaveSession
-from torchrec_embcache.tensor_bytes import is_raw, save_whole, windows
-from torchrec_embcache.whole_model import expect_state_dicts
+from torchrec_embcache.tensor_bytes import byte_windows, is_raw, serialize_tensor
+from torchrec_embcache.whole_model import suppress_state_dict_warnings
 
-from .metadata import Extent, to_json
-from .paths import AtPath, holds_checkpoint, rank_to_save
-from .tables import PartResult, Staged, TableWriter
-from .threads import refuse_default_group
+from .metadata import DenseExtent, to_json
+from .paths import CheckpointPathMixin, has_checkpoint, open_rank_to_save
+from .tables import PartResult, StagedTables, TableWriter
+from .threads import check_async_save_group
 
 __all__ = ["EmbCacheStorageWriter"]
 
@@ -42,30 +42,30 @@ _DCP_VERSION = "1.0.0"
 
 
 @dataclass
-class _Save:
+class _SaveState:
     """The state of one save on this rank."""
 
     path: str
     rank: int
     use_collectives: bool
-    staged: Staged | None
+    staged: StagedTables | None
     # Held until the save is over, so that no other save sweeps it.
     part: PartSession | None = None
 
     # Both are checked and made at their first use. All of this save works in what their paths lead to then.
 
     @functools.cached_property
-    def root(self) -> Directory:
+    def root(self) -> CheckpointDirectory:
         """The directory at `path`."""
         return open_to_save(self.path)
 
     @functools.cached_property
-    def directory(self) -> Directory:
+    def directory(self) -> CheckpointDirectory:
         """The directory of the checkpoints: that at `path`, or where each rank saves alone this rank's own below it."""
-        return self.root if self.use_collectives else rank_to_save(self.root, self.rank)
+        return self.root if self.use_collectives else open_rank_to_save(self.root, self.rank)
 
 
-class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
+class EmbCacheStorageWriter(CheckpointPathMixin, BlockingAsyncStager, StorageWriter):
     """Writes what `dcp.save` and `dcp.async_save` are given, and a model's tables, as one checkpoint of this package.
 
     One save at a time goes through a writer; it may be used for any number of saves, each of which replaces the checkpoint before.
@@ -104,13 +104,13 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         whose place this class can stand by its name alone. They change nothing: every save is synced, and divided by bytes.
         """
         super().__init__(cache_staged_state_dict=cache_staged_state_dict)
-        self.path = given_path("path", path)
+        self.path = check_path("path", path)
         self.model = model
         self.overwrite = overwrite
         self.save_id = str(uuid.uuid4())
         self._tables = TableWriter(model)
-        expect_state_dicts(model)
-        self._save: _Save | None = None
+        suppress_state_dict_warnings(model)
+        self._save: _SaveState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The configuration, and the name of the part with the tables that were staged: for the process that saves."""
@@ -118,7 +118,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to `checkpoint_id`, a path, from now on."""
-        self._take_path(checkpoint_id)
+        self._set_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
 
         `InputError` where several ranks save in threads and `async_save` was given no process group of its own.
         """
-        refuse_default_group()
+        check_async_save_group()
         # The tables first, because there ranks may wait for each other, and what comes before may fail on one of them.
         self._tables.stage(self.path, self._check_path)
         try:
@@ -152,40 +152,40 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         """Begin a save, as `rank` of those that save together. `PathError` where `reset` was given no path."""
         self._check_path()
         staged = self._tables.take_staged()
-        self._save = _Save(self.path, kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
+        self._save = _SaveState(self.path, kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan, with what all ranks have to give alike."""
-        self._current()
-        return dataclasses.replace(plan, storage_data={"model": "given" if self._tables.expected else "left out"})
+        self._active_save()
+        return dataclasses.replace(plan, storage_data={"model": "given" if self._tables.has_model else "left out"})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check the directory, and remove what killed saves left there. The coordinator does this before any rank writes.
 
         `InputError` where some ranks give a model and others do not.
         """
-        save = self._current()
-        with self._abandoning(save):
+        save = self._active_save()
+        with self._abandon_on_error(save):
             self._prepare(save, plans)
         return plans
 
-    def _prepare(self, save: _Save, plans: list[SavePlan]) -> None:
+    def _prepare(self, save: _SaveState, plans: list[SavePlan]) -> None:
         # A plan that DCP has cached says nothing.
         if said := [plan.storage_data for plan in plans if plan.storage_data is not None]:
-            refuse_difference([("EmbCacheStorageWriter", each) for each in said])
+            check_arguments_match([("EmbCacheStorageWriter", each) for each in said])
         if not save.use_collectives:
-            if self._tables.expected and dist.is_initialized() and dist.get_world_size() > 1:
+            if self._tables.has_model and dist.is_initialized() and dist.get_world_size() > 1:
                 raise UnsupportedError(
                     "use_collectives=False saves each rank alone, and tables are whole over all: leave model out"
                 )
-            if holds_checkpoint(save.root):
+            if has_checkpoint(save.root):
                 raise StateError(
                     f"{self.path!r} holds a checkpoint of all ranks, which a load would find first: "
                     "give use_collectives=False a path of its own"
                 )
-        if not self.overwrite and holds_checkpoint(save.directory):
+        if not self.overwrite and has_checkpoint(save.directory):
             raise StateError(f"Checkpoint already exists in {save.directory} and overwrite=False: give another path")
-        _native.sweep_parts(save.directory)
+        _native.remove_stale_parts(save.directory)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items and tables durably into a part, which the coordinator takes over in `finish`.
@@ -193,8 +193,8 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         Before that, tables that are swept at saves are swept. Here, because all ranks come here or none: where one fails before,
         in its planner for one, DCP has ended the save on all. So no rank waits for another that does not sweep.
         """
-        save = self._current()
-        with self._abandoning(save):
+        save = self._active_save()
+        with self._abandon_on_error(save):
             if save.staged is None:
                 self._tables.sweep()
             save.part = part = PartSession()
@@ -211,13 +211,13 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Gather the ranks' parts into a checkpoint and publish it. Until then a load finds the one before."""
-        save = self._current()
-        with self._abandoning(save):
+        save = self._active_save()
+        with self._abandon_on_error(save):
             self._publish(save.directory, metadata, results)
         self._save = None
 
     @contextlib.contextmanager
-    def _abandoning(self, save: _Save) -> Iterator[None]:
+    def _abandon_on_error(self, save: _SaveState) -> Iterator[None]:
         """Abandon this rank's parts where an error or an interrupt ends the save."""
         try:
             yield
@@ -228,7 +228,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
             self._tables.abandon(save.staged)
             raise
 
-    def _publish(self, directory: Directory, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _publish(self, directory: CheckpointDirectory, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [[result.storage_data for result in of_rank] for of_rank in results]
         parts = [[entry for entry in of_rank if isinstance(entry, PartResult)] for of_rank in written]
         metadata.version = _DCP_VERSION
@@ -237,17 +237,17 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
             result.index: dataclasses.replace(result.storage_data, rank=rank)
             for rank, of_rank in enumerate(results)
             for result in of_rank
-            if isinstance(result.storage_data, Extent)
+            if isinstance(result.storage_data, DenseExtent)
         }
         document = to_json(metadata)
         # The least epoch counts, so that rows that any rank trains from now on count as modified after this checkpoint.
         epochs = [part.epoch for of_rank in parts for part in of_rank if part.epoch is not None]
-        with SaveSession(directory, OneRank()) as session:
+        with SaveSession(directory, SingleRank()) as session:
             session.begin()
             session.adopt([[part.part for part in of_rank] for of_rank in parts], document)
             session.publish(min(epochs, default=1))
 
-    def _current(self) -> _Save:
+    def _active_save(self) -> _SaveState:
         if self._save is None:
             raise StateError("set_up_storage_writer() comes before the other calls of a save")
         return self._save
@@ -255,17 +255,17 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
 
 def _write_item(part: PartSession, item: WriteItem, planner: SavePlanner) -> WriteResult:
     data = planner.resolve_data(item)
-    extent = Extent(0, 0, "bytes")
+    extent = DenseExtent(0, 0, "bytes")
     if isinstance(data, io.BytesIO):
         part.append(np.frombuffer(data.getbuffer(), np.uint8))
     elif is_raw(data):
-        extent = Extent(0, 0, "raw", data.dtype, tuple(data.shape))
-        for window in windows(data.detach()):
+        extent = DenseExtent(0, 0, "raw", data.dtype, tuple(data.shape))
+        for window in byte_windows(data.detach()):
             part.append(window)
     else:
-        extent = Extent(0, 0, "saved")
-        part.append(np.frombuffer(save_whole(data.detach()), np.uint8))
-    stored = part.end_extent()
+        extent = DenseExtent(0, 0, "saved")
+        part.append(np.frombuffer(serialize_tensor(data.detach()), np.uint8))
+    stored = part.end_dense_extent()
     return WriteResult(item.index, stored.bytes, dataclasses.replace(extent, offset=stored.offset, bytes=stored.bytes))
 
 

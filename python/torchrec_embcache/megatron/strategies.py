@@ -14,23 +14,23 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
-from torchrec_embcache.collective import together
+from torchrec_embcache.collective import run_on_all_ranks
 from torchrec_embcache.exceptions import EmbCacheWarning, StorageError, UnsupportedError
 from torchrec_embcache.saver import Saver, SaveReport
 
 from .tables import (
-    State,
-    agreed,
+    StateDict,
+    check_present,
     check_saved,
-    check_there,
     folder_of,
     keys_in,
     load_tables,
     metadata_of,
     model_of,
-    remove_left_overs,
+    remove_leftovers,
     remove_tensors,
     save_tables,
+    take_tables,
 )
 
 __all__ = ["STRATEGY", "LoadCommonStrategy", "LoadShardedStrategy", "SaveCommonStrategy", "SaveShardedStrategy"]
@@ -38,12 +38,14 @@ __all__ = ["STRATEGY", "LoadCommonStrategy", "LoadShardedStrategy", "SaveCommonS
 # Backend and version: what `dist_checkpointing.save` is given, and what a checkpoint's metadata.json says.
 STRATEGY = ("torchrec_embcache", 1)
 # Backends whose checkpoints the load strategies read: without tables they are the same files.
-READABLE = {STRATEGY[0], "torch_dist", "torch"}
+READABLE_BACKENDS = {STRATEGY[0], "torch_dist", "torch"}
 
 
 def _check_backend(loaded: str) -> None:
-    if loaded not in READABLE:
-        raise UnsupportedError(f"the checkpoint was written by {loaded!r}: this strategy reads {sorted(READABLE)}")
+    if loaded not in READABLE_BACKENDS:
+        raise UnsupportedError(
+            f"the checkpoint was written by {loaded!r}: this strategy reads {sorted(READABLE_BACKENDS)}"
+        )
 
 
 def _check_version(loaded: int) -> None:
@@ -51,7 +53,7 @@ def _check_version(loaded: int) -> None:
         raise UnsupportedError(f"the checkpoint is of version {loaded}: this strategy reads version {STRATEGY[1]}")
 
 
-class _HandlesShardedObjects:
+class _ShardedObjectsMixin:
     """A strategy that takes `ShardedObject`s too, and says so by a property, as megatron's interface has it."""
 
     @property
@@ -60,7 +62,7 @@ class _HandlesShardedObjects:
         return True
 
 
-class SaveShardedStrategy(_HandlesShardedObjects, TorchDistSaveShardedStrategy):
+class SaveShardedStrategy(_ShardedObjectsMixin, TorchDistSaveShardedStrategy):
     """Megatron's strategy for tensors and objects, and tables beside; synchronous or asynchronous.
 
     With `async_save` all is of the moment of the call. Tensors are written when the request is executed, as megatron does, tables
@@ -74,26 +76,30 @@ class SaveShardedStrategy(_HandlesShardedObjects, TorchDistSaveShardedStrategy):
         'torchrec_embcache'
     """
 
-    def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1], *args: Any, **named: Any) -> None:
+    def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1], *args: Any, **kwargs: Any) -> None:
         """Take the same arguments as megatron's strategy."""
-        super().__init__(backend, version, *args, **named)
+        super().__init__(backend, version, *args, **kwargs)
         self._writer: Any = None  # of the last request
 
-    def async_save(self, sharded_state_dict: State, checkpoint_dir: Path, *args: Any, **named: Any) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: StateDict, checkpoint_dir: Path, *args: Any, **kwargs: Any
+    ) -> AsyncRequest:
         """Hold the tables' rows, and return the request that writes the rest. Collective. Raises what `Saver.save_async` does."""
-        rest, tables = agreed("SaveShardedStrategy.async_save", sharded_state_dict, checkpoint_dir, check_saved)
+        rest, tables = take_tables("SaveShardedStrategy.async_save", sharded_state_dict, checkpoint_dir, check_saved)
         # Where objects are left to the common strategy, it has saved the tables by now.
         if self.can_handle_sharded_objects:
-            remove_left_overs(tables, checkpoint_dir)
+            remove_leftovers(tables, checkpoint_dir)
         under_way = [
             Saver(path_checks="basic").save_async(model_of(each), os.path.join(checkpoint_dir, folder_of(each.key)))
             for each in tables.values()
         ]
-        request = super().async_save(rest, checkpoint_dir, *args, **named)
-        return request._replace(finalize_fns=[partial(_wait_for, under_way, self._writer), *request.finalize_fns])
+        request = super().async_save(rest, checkpoint_dir, *args, **kwargs)
+        return request._replace(
+            finalize_fns=[partial(_wait_for_tables, under_way, self._writer), *request.finalize_fns]
+        )
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *more: Any) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *args: Any) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *args)
         self._writer = writer
         if torch.cuda.is_available():
             return request
@@ -101,7 +107,7 @@ class SaveShardedStrategy(_HandlesShardedObjects, TorchDistSaveShardedStrategy):
         return request._replace(preload_fn=preload, finalize_fns=[partial(_finish, *save_state_dict_ret)])
 
 
-def _wait_for(saves: Sequence[Future[SaveReport]], writer: Any) -> None:
+def _wait_for_tables(saves: Sequence[Future[SaveReport]], writer: Any) -> None:
     """Wait for the tables. Where one fails, nobody asks for what became of the tensors: it is taken out of megatron's queue here.
 
     That queue is the process's. What stays in it would be taken for the result of the next save, which would publish places in
@@ -131,10 +137,10 @@ def _finish(writer: Any, metadata: Any, ranks: Any) -> None:
                 )
             writer.finish(metadata, gathered)
 
-    together(publish)
+    run_on_all_ranks(publish)
 
 
-class LoadShardedStrategy(_HandlesShardedObjects, TorchDistLoadShardedStrategy):
+class LoadShardedStrategy(_ShardedObjectsMixin, TorchDistLoadShardedStrategy):
     """Megatron's strategy for tensors and objects, and tables beside.
 
     Examples:
@@ -142,18 +148,18 @@ class LoadShardedStrategy(_HandlesShardedObjects, TorchDistLoadShardedStrategy):
         >>> megatron.LoadShardedStrategy().check_backend_compatibility("torch_dist")  # megatron's own checkpoints are read too
     """
 
-    def load(self, sharded_state_dict: State, checkpoint_dir: Path, *args: Any, **named: Any) -> State:
+    def load(self, sharded_state_dict: StateDict, checkpoint_dir: Path, *args: Any, **kwargs: Any) -> StateDict:
         """Load the state dict. Tables are loaded into their model, which stands in it where they stood. Collective.
 
         Raises `MismatchError` where the checkpoint has no tables of a key, before anything is loaded, and what `Saver.load` does.
         """
-        rest, tables = agreed("LoadShardedStrategy.load", sharded_state_dict, checkpoint_dir, check_there)
-        loaded = super().load(rest, checkpoint_dir, *args, **named) if rest else {}
+        rest, tables = take_tables("LoadShardedStrategy.load", sharded_state_dict, checkpoint_dir, check_present)
+        loaded = super().load(rest, checkpoint_dir, *args, **kwargs) if rest else {}
         return load_tables(tables, checkpoint_dir, loaded)
 
-    def load_sharded_metadata(self, checkpoint_dir: Path) -> State:
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> StateDict:
         """Tensors, objects and tables of the checkpoint, without data."""
-        found: State = super().load_sharded_metadata(checkpoint_dir)
+        found: StateDict = super().load_sharded_metadata(checkpoint_dir)
         # Where objects are left to the common strategy, so are the tables.
         return found | metadata_of(checkpoint_dir) if self.can_handle_sharded_objects else found
 
@@ -179,7 +185,7 @@ class LoadShardedStrategy(_HandlesShardedObjects, TorchDistLoadShardedStrategy):
         _check_version(loaded_version)
 
 
-class SaveCommonStrategy(_HandlesShardedObjects, TorchCommonSaveStrategy):
+class SaveCommonStrategy(_ShardedObjectsMixin, TorchCommonSaveStrategy):
     """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
 
     Examples:
@@ -192,16 +198,18 @@ class SaveCommonStrategy(_HandlesShardedObjects, TorchCommonSaveStrategy):
         """Take the same arguments as megatron's strategy."""
         super().__init__(backend, version)
 
-    def save_sharded_objects(self, sharded_objects_state_dict: State, checkpoint_dir: str | os.PathLike[str]) -> None:
+    def save_sharded_objects(
+        self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]
+    ) -> None:
         """Save objects as megatron does, and tables by `Saver`. Collective."""
         call = "SaveCommonStrategy.save_sharded_objects"
-        rest, tables = agreed(call, sharded_objects_state_dict, checkpoint_dir, check_saved)
-        remove_left_overs(tables, checkpoint_dir)
+        rest, tables = take_tables(call, sharded_objects_state_dict, checkpoint_dir, check_saved)
+        remove_leftovers(tables, checkpoint_dir)
         super().save_sharded_objects(rest, checkpoint_dir)
         save_tables(tables, checkpoint_dir)
 
 
-class LoadCommonStrategy(_HandlesShardedObjects, TorchCommonLoadStrategy):
+class LoadCommonStrategy(_ShardedObjectsMixin, TorchCommonLoadStrategy):
     """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
 
     Examples:
@@ -210,15 +218,17 @@ class LoadCommonStrategy(_HandlesShardedObjects, TorchCommonLoadStrategy):
         True
     """
 
-    def load_sharded_objects(self, sharded_objects_state_dict: State, checkpoint_dir: str | os.PathLike[str]) -> State:
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]
+    ) -> StateDict:
         """Load objects as megatron does, and tables into their models. Collective."""
         call = "LoadCommonStrategy.load_sharded_objects"
-        rest, tables = agreed(call, sharded_objects_state_dict, checkpoint_dir, check_there)
+        rest, tables = take_tables(call, sharded_objects_state_dict, checkpoint_dir, check_present)
         return load_tables(tables, checkpoint_dir, super().load_sharded_objects(rest, checkpoint_dir))
 
-    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> State:
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
         """Objects and tables of the checkpoint, without data."""
-        found: State = super().load_sharded_metadata(checkpoint_dir)
+        found: StateDict = super().load_sharded_metadata(checkpoint_dir)
         return found | metadata_of(checkpoint_dir)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:

@@ -15,36 +15,36 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import FileSystemReader
 from torch import nn
 
-from torchrec_embcache.collective import agree_on_arguments, is_distributed, rank, together
+from torchrec_embcache.collective import agree_on_arguments, is_distributed, rank, run_on_all_ranks
 from torchrec_embcache.config import check_name
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError
-from torchrec_embcache.folder import Folder
+from torchrec_embcache.folder import DirectoryHandle
 from torchrec_embcache.saver import Saver
-from torchrec_embcache.under_way import finish_saves
+from torchrec_embcache.under_way import wait_for_saves
 from torchrec_embcache.whole_model import cache_modules
 
 __all__ = [
     "ShardedTables",
-    "State",
-    "Tables",
-    "agreed",
+    "StateDict",
+    "TablesByPath",
+    "check_present",
     "check_saved",
-    "check_there",
     "folder_of",
     "keys_in",
     "load_tables",
     "metadata_of",
     "model_of",
-    "remove_left_overs",
+    "remove_leftovers",
     "remove_tensors",
     "save_tables",
     "sharded_tables",
+    "take_tables",
 ]
 
 # How the directory of the tables of a key begins in a checkpoint.
 PREFIX = "embcache-"
 
-State = dict[str, Any]
+StateDict = dict[str, Any]
 
 
 @dataclass
@@ -67,7 +67,7 @@ class ShardedTables(ShardedObject):
 
 
 # The tables of a sharded state dict, by their keys in it from the outermost to their own.
-Tables = dict[tuple[str, ...], ShardedTables]
+TablesByPath = dict[tuple[str, ...], ShardedTables]
 
 
 def sharded_tables(model: nn.Module, key: str = "embcache", *, slots: bool = True) -> dict[str, ShardedTables]:
@@ -99,16 +99,16 @@ def folder_of(key: str) -> str:
     return name
 
 
-def _take(state: Mapping[str, Any], above: tuple[str, ...] = ()) -> tuple[State, Tables]:
+def _split_tables(state: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> tuple[StateDict, TablesByPath]:
     """A sharded state dict without its tables, and the tables by their keys in it, from the outermost to their own."""
-    rest: State = {}
-    found: Tables = {}
+    rest: StateDict = {}
+    found: TablesByPath = {}
     for name, value in state.items():
-        here = (*above, name)
+        here = (*prefix, name)
         if isinstance(value, ShardedTables):
             found[here] = value
         elif isinstance(value, dict) and value:
-            rest[name], below = _take(value, here)
+            rest[name], below = _split_tables(value, here)
             found |= below
             if not rest[name]:
                 del rest[name]
@@ -124,17 +124,17 @@ def _take(state: Mapping[str, Any], above: tuple[str, ...] = ()) -> tuple[State,
     return rest, found
 
 
-def agreed(
-    call: str,
+def take_tables(
+    call_name: str,
     state: Mapping[str, Any],
     directory: str | os.PathLike[str],
-    check: Callable[[Tables, str | os.PathLike[str]], None],
-) -> tuple[State, Tables]:
+    check: Callable[[TablesByPath, str | os.PathLike[str]], None],
+) -> tuple[StateDict, TablesByPath]:
     """Take the tables out of a sharded state dict, once every rank has `check`ed them and gives the same keys. Collective."""
-    taken: list[tuple[State, Tables]] = []
+    taken: list[tuple[StateDict, TablesByPath]] = []
 
     def arguments() -> dict[str, object]:
-        rest, tables = _take(state)
+        rest, tables = _split_tables(state)
         check(tables, directory)
         taken.append((rest, tables))
         return {
@@ -142,7 +142,7 @@ def agreed(
             "sharded_tables": sorted((each.key, each.slots) for each in tables.values()),
         }
 
-    agree_on_arguments(call, arguments)
+    agree_on_arguments(call_name, arguments)
     return taken[0]
 
 
@@ -151,13 +151,13 @@ def _holds_tables(value: object) -> bool:
     return isinstance(value, ShardedTables) or any(map(_holds_tables, below))
 
 
-def save_tables(tables: Tables, directory: str | os.PathLike[str]) -> None:
+def save_tables(tables: TablesByPath, directory: str | os.PathLike[str]) -> None:
     """Save the rows of every model. Collective."""
     for each in tables.values():
         Saver(path_checks="basic").save(model_of(each), os.path.join(directory, folder_of(each.key)))
 
 
-def check_saved(tables: Tables, directory: str | os.PathLike[str]) -> None:
+def check_saved(tables: TablesByPath, directory: str | os.PathLike[str]) -> None:
     """`InputError` for tables that are for a load alone, `StateError` for tables without their model."""
     del directory
     for each in tables.values():
@@ -168,19 +168,19 @@ def check_saved(tables: Tables, directory: str | os.PathLike[str]) -> None:
         model_of(each)
 
 
-def load_tables(tables: Tables, directory: str | os.PathLike[str], into: State) -> State:
-    """Load the rows into the models. In `into` each model stands where its tables stood."""
+def load_tables(tables: TablesByPath, directory: str | os.PathLike[str], state: StateDict) -> StateDict:
+    """Load the rows into the models. In `state` each model stands where its tables stood."""
     for (*above, name), each in tables.items():
         model = model_of(each)
         Saver(path_checks="basic").load(model, os.path.join(directory, folder_of(each.key)), slots=each.slots)
-        target = into
+        target = state
         for part in above:
             target = target.setdefault(part, {})
         target[name] = model
-    return into
+    return state
 
 
-def check_there(tables: Tables, directory: str | os.PathLike[str]) -> None:
+def check_present(tables: TablesByPath, directory: str | os.PathLike[str]) -> None:
     """`MismatchError` where a checkpoint lacks the tables of a key, `StateError` for tables without their model."""
     known = set(keys_in(directory))
     missing = [each.key for each in tables.values() if each.key not in known]
@@ -190,17 +190,17 @@ def check_there(tables: Tables, directory: str | os.PathLike[str]) -> None:
         model_of(each)
 
 
-def remove_left_overs(tables: Tables, directory: str | os.PathLike[str]) -> None:
+def remove_leftovers(tables: TablesByPath, directory: str | os.PathLike[str]) -> None:
     """Remove tables of other keys that a save which was never finished has left in `directory`. Collective."""
 
     def remove() -> None:
-        finish_saves()
+        wait_for_saves()
         # Megatron writes this file last. A directory that has it is a checkpoint.
         if rank() == 0 and not os.path.exists(os.path.join(directory, "metadata.json")):
             for key in set(keys_in(directory)) - {each.key for each in tables.values()}:
                 shutil.rmtree(os.path.join(directory, folder_of(key)))
 
-    together(remove)
+    run_on_all_ranks(remove)
 
 
 def model_of(tables: ShardedTables) -> nn.Module:
@@ -243,8 +243,8 @@ def remove_tensors(directory: Path, prefix: str) -> bool:
         planner_data=kept(old.planner_data),
         storage_data=stored,
     )
-    with Folder(str(directory), os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder:
-        folder.publish(".metadata", pickle.dumps(new))
+    with DirectoryHandle(str(directory), os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder:
+        folder.write_atomically(".metadata", pickle.dumps(new))
         files = {where.relative_path for where in stored.values()}
         for name in sorted({where.relative_path for where in old.storage_data.values()} - files):
             folder.remove(name)

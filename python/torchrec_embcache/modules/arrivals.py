@@ -16,26 +16,26 @@ from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec_embcache.exceptions import ConfigError, InputError, UnsupportedError
 from torchrec_embcache.table_shard import TableShard
 
-__all__ = ["TrainedBy", "import_torchrec", "trained_by"]
+__all__ = ["TrainedState", "find_trained_state", "import_torchrec"]
 
 #: The numbers of a param group that a table's optimizer takes over.
-_TAKEN = frozenset({"lr", "eps", "betas", "weight_decay"})
+_KNOWN_HYPERPARAMETERS = frozenset({"lr", "eps", "betas", "weight_decay"})
 #: How many rows are copied at a time.
 _IMPORT_ROWS = 65_536
 
 
 @dataclass(frozen=True)
-class TrainedBy:
+class TrainedState:
     """What trained one weight of TorchRec's: the optimizer's class, its numbers, and its state of that weight."""
 
     kind: type[torch.optim.Optimizer]
-    numbers: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
     state: Mapping[str, Any]
 
-    def mark(self, param: nn.Parameter) -> None:
+    def annotate(self, param: nn.Parameter) -> None:
         """Note the optimizer on `param`, the zero-row weight of a table, as `apply_optimizer_in_backward` does."""
         param.__dict__["_optimizer_classes"] = [self.kind]
-        param.__dict__["_optimizer_kwargs"] = [dict(self.numbers)]
+        param.__dict__["_optimizer_kwargs"] = [dict(self.hyperparameters)]
         param.__dict__["_in_backward_optimizers"] = [EmptyFusedOptimizer()]
 
     def step(self) -> int:
@@ -58,9 +58,9 @@ class TrainedBy:
         return values.detach().reshape(rows, width) if width else values.detach().reshape(rows)
 
 
-def trained_by(
+def find_trained_state(
     weight: nn.Parameter, optimizer: torch.optim.Optimizer | Literal["in_backward"] | None
-) -> TrainedBy | None:
+) -> TrainedState | None:
     """What trained `weight`: `optimizer`, or with "in_backward" the one that `apply_optimizer_in_backward` put there.
 
     None for None. Raises `ConfigError` where `optimizer` is not one, or does not have the weight.
@@ -81,18 +81,20 @@ def trained_by(
         )
     for group in optimizer.param_groups:
         if any(param is weight for param in group["params"]):
-            return TrainedBy(type(optimizer), _numbers(type(optimizer), group), optimizer.state.get(weight, {}))
+            return TrainedState(
+                type(optimizer), _hyperparameters(type(optimizer), group), optimizer.state.get(weight, {})
+            )
     raise ConfigError(
         f"optimizer={type(optimizer).__name__} does not have the weights of TorchRec's module: give the one that has"
     )
 
 
-def _numbers(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+def _hyperparameters(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a param group that a table's optimizer takes, and all others that are not at their default."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
     numbers = {}
     for name, value in group.items():
-        if name in _TAKEN:
+        if name in _KNOWN_HYPERPARAMETERS:
             numbers[name] = float(value) if isinstance(value, Tensor) else value
         elif name not in ("params", "initial_lr") and value != defaults.get(name):
             numbers[name] = value
@@ -102,15 +104,15 @@ def _numbers(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dic
     return numbers
 
 
-def import_torchrec(table: TableShard, weight: Tensor, by: TrainedBy | None) -> None:
-    """Import rows 0 to N - 1 of a table from TorchRec's `weight` [N, D], some at a time, with the slots that `by` has."""
+def import_torchrec(table: TableShard, weight: Tensor, trained_state: TrainedState | None) -> None:
+    """Import rows 0 to N - 1 of a table from TorchRec's `weight` [N, D] in chunks, with the slots that `trained_state` has."""
     if weight.dtype != torch.float32:
         raise UnsupportedError(f"table {table.name!r} has {weight.dtype} weights: rows are float32, convert it first")
     spec = table.spec
     slots: dict[str, Tensor] = {}
-    if by is not None:
+    if trained_state is not None:
         for number, name in enumerate(spec.slot_names):
-            values = by.slot(name, weight, table.dim if number < spec.vector_slots else 0)
+            values = trained_state.slot(name, weight, table.dim if number < spec.vector_slots else 0)
             if values is not None:
                 slots[name] = values
     for first in range(0, len(weight), _IMPORT_ROWS):
@@ -118,5 +120,5 @@ def import_torchrec(table: TableShard, weight: Tensor, by: TrainedBy | None) -> 
         rows = weight[some]
         parts = {name: values[some] for name, values in slots.items()} if slots else None
         table.import_rows(torch.arange(first, first + len(rows), dtype=torch.int64, device="cpu"), rows, parts)
-    if by is not None:
-        table.native.set_step(by.step())
+    if trained_state is not None:
+        table.native.set_step(trained_state.step())

@@ -12,8 +12,8 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_embcache.cache import CacheTable, internals
-from torchrec_embcache.closing import ClosedByWith
+from torchrec_embcache.cache import CacheTable, shard_of
+from torchrec_embcache.closing import CloseOnExitMixin
 from torchrec_embcache.collective import is_distributed, world_size
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
@@ -21,20 +21,20 @@ from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import OptimizerSpec, check_one_optimizer
 from torchrec_embcache.whole_model import CacheModule
 
-from .arrivals import import_torchrec, trained_by
+from .arrivals import find_trained_state, import_torchrec
 from .configs import CacheConfig, as_cache_configs
-from .features import check_features, in_order
+from .features import check_features, reorder_features
 from .optimizer import TableOptimizer
 from .optimizer_choice import OPTIMIZER_ATTRIBUTES, choose_optimizer, no_optimizer_error
-from .tables import ModuleTables, Shard, table_weights, tables_text, trainable, zero_row_parameter
+from .tables import ModuleTables, ShardPlacement, is_trainable, placeholder_parameter, table_weights, tables_text
 
-__all__ = ["CacheCollection", "Trainer", "matching", "stand_ins"]
+__all__ = ["CacheCollection", "TrainingOptimizer", "match_configs", "placeholder_configs"]
 
 #: What trained a module of TorchRec's: an optimizer, the optimizers in its backward, or nothing that is to be kept.
-Trainer = torch.optim.Optimizer | Literal["in_backward"] | None
+TrainingOptimizer = torch.optim.Optimizer | Literal["in_backward"] | None
 
 
-class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
+class CacheCollection(CacheModule, CloseOnExitMixin, FusedOptimizerModule):
     """What both unsharded collections share, as a mixin over TorchRec's class.
 
     The tables are checked when the module is made, and opened when they are first used.
@@ -69,11 +69,11 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
         for config in configs:
             holder = self._holder()[config.name]
             del holder.weight
-            holder.register_parameter("weight", zero_row_parameter(config.embedding_dim, on))
-        shards = {config.name: Shard() for config in configs}
+            holder.register_parameter("weight", placeholder_parameter(config.embedding_dim, on))
+        shards = {config.name: ShardPlacement() for config in configs}
         self._tables = ModuleTables(
             configs,
-            module=_files_name(name),
+            module=_ssd_module_name(name),
             tiers=tiers,
             seed=seed,
             device=on,
@@ -81,7 +81,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             specs=dict.fromkeys(shards),
         )
         self._counts_clicks = self._tables.counts_clicks
-        self._flushes = self._tables.flush_schedule(collective=False)
+        self._flush_schedule = self._tables.flush_schedule(collective=False)
         self._features = [feature for config in configs for feature in config.feature_names]
         self._anchor = torch.zeros(0, dtype=torch.float32, device=on, requires_grad=True)
         self._lookup: tuple[TableOptimizer, LookupGroup] | None = None
@@ -107,15 +107,15 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizer of all tables that have one, with a param group for each; learning-rate schedulers work on it."""
-        return self._ready()[0]
+        return self._ready_lookup()[0]
 
-    def settle(self) -> None:
+    def sync_optimizers(self) -> None:
         """Give the tables the optimizers that `apply_optimizer_in_backward` has set by now."""
-        self._ready()
+        self._ready_lookup()
 
     def param_group(self, table: str) -> dict[str, Any] | None:
         """The table's entry of `param_groups`; None where the table has no optimizer."""
-        return self._ready()[0].groups.get(table)
+        return self._ready_lookup()[0].groups.get(table)
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +125,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
     def reset_parameters(self) -> None:
         """Do nothing. A row is born when it is first looked up."""
 
-    def _ready(self, weights: Mapping[str, nn.Parameter] | None = None) -> tuple[TableOptimizer, LookupGroup]:
+    def _ready_lookup(self, weights: Mapping[str, nn.Parameter] | None = None) -> tuple[TableOptimizer, LookupGroup]:
         """The optimizer as it is set by now, and the lookup over all tables. `weights`: what `weights()` returns, if known."""
         if not self._tables:
             raise StateError(f"module {self.name!r} was sharded and its tables went with it: use the sharded module")
@@ -141,7 +141,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             self._lookup = optimizer, self._tables.group(self._configs, optimizer)
         return self._lookup
 
-    def _start(self, features: Any, *, weighted: bool) -> tuple[KeyedJaggedTensor, LookupGroup, bool]:
+    def _begin_forward(self, features: Any, *, weighted: bool) -> tuple[KeyedJaggedTensor, LookupGroup, bool]:
         """The batch, checked and in the order of the tables' features, the lookup, and whether this forward trains."""
         owner = f"{type(self).__name__} {self.name!r}"
         features = check_features(
@@ -153,18 +153,18 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             device=self._device,
         )
         weights = self.weights()
-        train = self.training and torch.is_grad_enabled() and trainable(owner, weights)
-        _, lookup = self._ready(weights)
+        train = self.training and torch.is_grad_enabled() and is_trainable(owner, weights)
+        _, lookup = self._ready_lookup(weights)
         if train:
-            self._check_alone(owner)
+            self._check_single_rank(owner)
             if self._tables.untrainable:
                 raise no_optimizer_error(self._tables.untrainable)
             for name, weight in weights.items():
                 check_one_optimizer(name, weight)
-            self._flushes.before_forward()
-        return in_order(features, self._features), lookup, train
+            self._flush_schedule.flush_if_due()
+        return reorder_features(features, self._features), lookup, train
 
-    def _check_alone(self, owner: str) -> None:
+    def _check_single_rank(self, owner: str) -> None:
         """`StateError` where each of several ranks would train a table of its own, and `replicated` does not say so."""
         ranks = world_size()
         if ranks > 1 and not self._replicated:
@@ -178,7 +178,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             )
 
     def shard_tables(
-        self, shards: Mapping[str, Shard], fused_params: Mapping[str, Any] | None, device: torch.device
+        self, shards: Mapping[str, ShardPlacement], fused_params: Mapping[str, Any] | None, device: torch.device
     ) -> ModuleTables:
         """The tables of one rank, which take over the rows of their buckets. The tables of this module are closed."""
         weights = self.weights()
@@ -193,7 +193,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             specs=specs,
         )
         self._lookup = None
-        tables.take_rows(self._tables.hand_over())
+        tables.import_rows_from(self._tables.release_tables())
         return tables
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -217,9 +217,9 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
     def __repr__(self) -> str:
         """A line for each table. TorchRec's own modules inside are stand-ins of one row, so that they are not shown."""
         groups = self._lookup[0].groups if self._lookup is not None else {}
-        return f"{type(self).__name__}(\n{tables_text(self._tables, groups, self._chosen())}\n)"
+        return f"{type(self).__name__}(\n{tables_text(self._tables, groups, self._chosen_optimizers())}\n)"
 
-    def _chosen(self) -> dict[str, OptimizerSpec]:
+    def _chosen_optimizers(self) -> dict[str, OptimizerSpec]:
         """What `apply_optimizer_in_backward` has set for tables that take it at their first step. A wrong one is told there."""
         if not self._tables:
             return {}
@@ -229,9 +229,9 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
                 chosen[name] = choose_optimizer(name, weights[name], None)
         return {name: spec for name, spec in chosen.items() if spec is not None}
 
-    def planned_rows(self, name: str) -> int:
+    def planner_rows(self, name: str) -> int:
         """How many rows the planner prices a table at: those that fit its budgets in RAM, at most `num_embeddings`."""
-        table = internals(self._tables[name])
+        table = shard_of(self._tables[name])
         config = next(config for config in self._configs if config.name == name)
         budget = table.tiers.host + table.tiers.device
         rows: int = min(config.num_embeddings, budget // (4 * table.spec.record_floats(table.dim)))
@@ -251,7 +251,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             self._lookup[1].drop_prefetched()
         self._tables.close()
 
-    def take_over(self, holder: nn.ModuleDict, optimizer: Trainer) -> None:
+    def import_from_torchrec(self, holder: nn.ModuleDict, optimizer: TrainingOptimizer) -> None:
         """Import rows 0 to N - 1 of each table of TorchRec's module, with the state that `optimizer` keeps of them.
 
         Weights that are frozen stay so, and so does the mode of the module.
@@ -259,14 +259,14 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
         On an error the tables are closed and not flushed, so that no directory stays in use, and no half of the rows is resumed.
         """
         sources = {name: holder.get_parameter(f"{name}.weight") for name in self._tables}
-        trained = {name: trained_by(source, optimizer) for name, source in sources.items()}
+        trained = {name: find_trained_state(source, optimizer) for name, source in sources.items()}
         for name, weight in self.weights().items():
             if (by := trained[name]) is not None:
-                by.mark(weight)
+                by.annotate(weight)
         try:
-            self.settle()
+            self.sync_optimizers()
             for name, table in self._tables.items():
-                import_torchrec(internals(table), sources[name].detach(), trained[name])
+                import_torchrec(shard_of(table), sources[name].detach(), trained[name])
                 self.weights()[name].requires_grad_(sources[name].requires_grad)
             self.train(holder.training)
         except BaseException as error:
@@ -274,7 +274,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             raise
 
 
-def _files_name(name: str) -> str:
+def _ssd_module_name(name: str) -> str:
     """The name of the SSD directory of an unsharded module. Every rank has all rows, so that each needs a directory of its own."""
     rank = dist.get_rank() if is_distributed() else 0
     return f"{name}-unsharded-{rank}" if rank else name
@@ -290,7 +290,7 @@ def _share_group(param: nn.Parameter, group: dict[str, Any]) -> None:
             groups[0] = group
 
 
-def stand_ins(configs: list[Any]) -> list[Any]:
+def placeholder_configs(configs: list[Any]) -> list[Any]:
     """Copies of `configs` of one row each. TorchRec's constructors allocate the weights, on meta, where 10^18 rows overflow."""
     made = []
     for config in configs:
@@ -300,13 +300,13 @@ def stand_ins(configs: list[Any]) -> list[Any]:
     return made
 
 
-def matching(tables: Sequence[Any] | None, given: list[Any], kind: type[Any]) -> list[CacheConfig]:
-    """The configs of a module with the rows of TorchRec's, whose configs are `given`.
+def match_configs(tables: Sequence[Any] | None, theirs: list[Any], kind: type[Any]) -> list[CacheConfig]:
+    """The configs of a module with the rows of TorchRec's, whose configs are `theirs`.
 
-    `tables` says more of each table where it is not None. `ConfigError` where it does not match `given`.
+    `tables` says more of each table where it is not None. `ConfigError` where it does not match `theirs`.
     """
-    configs = as_cache_configs(given if tables is None else tables, kind)
-    wanted = {config.name: (config.embedding_dim, config.feature_names) for config in given}
+    configs = as_cache_configs(theirs if tables is None else tables, kind)
+    wanted = {config.name: (config.embedding_dim, config.feature_names) for config in theirs}
     have = {config.name: (config.embedding_dim, config.feature_names) for config in configs}
     if wanted != have:
         raise ConfigError(

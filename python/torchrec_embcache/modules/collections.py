@@ -15,9 +15,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.host_copies import host_copies
-from torchrec_embcache.tracing import as_one_call
+from torchrec_embcache.tracing import trace_as_call
 
-from .collection import CacheCollection, Trainer, matching, stand_ins
+from .collection import CacheCollection, TrainingOptimizer, match_configs, placeholder_configs
 from .configs import EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig, as_cache_configs, lifecycle_of
 from .features import clicks_of, ids_and_offsets
 
@@ -120,7 +120,7 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
                 f"is_weighted=True with admission ShowClick (tables {', '.join(clicked)}): clicks are the batch's weights; put "
                 "these tables into a collection that is not weighted"
             )
-        EmbeddingBagCollection.__init__(self, stand_ins(configs), is_weighted, torch.device("meta"))
+        EmbeddingBagCollection.__init__(self, placeholder_configs(configs), is_weighted, torch.device("meta"))
         self._embedding_bag_configs = configs
         self._prepare(configs, tiers, name, seed, device, replicated)
         self._mean = [config.pooling == PoolingType.MEAN for config in configs for _ in config.feature_names]
@@ -132,7 +132,7 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
         tiers: TierBudgets | None = None,
         *,
         tables: Sequence[EmbeddingBagConfig] | None = None,
-        optimizer: Trainer = None,
+        optimizer: TrainingOptimizer = None,
         name: str = "embeddings",
         seed: int = 0,
         replicated: bool = False,
@@ -166,9 +166,9 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
             >>> torch.equal(rows.weights, ebc.embedding_bags["item"].weight)
             True
         """
-        configs = matching(tables, collection.embedding_bag_configs(), EmbCacheEmbeddingBagConfig)
+        configs = match_configs(tables, collection.embedding_bag_configs(), EmbCacheEmbeddingBagConfig)
         made = cls(configs, collection.is_weighted(), tiers=tiers, name=name, seed=seed, replicated=replicated)
-        made.take_over(collection.embedding_bags, optimizer)
+        made.import_from_torchrec(collection.embedding_bags, optimizer)
         return made
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -178,10 +178,10 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
         Keys of `features` that no table reads are ignored. Raises `InputError` for a malformed batch, `StateError` where a table
         that is to be trained has no optimizer, and `CapacityError` where the last tier is full and `on_full` is "error".
         """
-        traced = as_one_call(self, features)
+        traced = trace_as_call(self, features)
         if traced is not None:
             return traced
-        features, lookup, train = self._start(features, weighted=self._is_weighted)
+        features, lookup, train = self._begin_forward(features, weighted=self._is_weighted)
         ids, offsets = ids_and_offsets(features)
         values = lookup.pooled(
             ids,
@@ -275,7 +275,7 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
             raise ConfigError(
                 f"embedding_dim differs between tables ({widths}): the tables of a sequence collection have one width"
             )
-        EmbeddingCollection.__init__(self, stand_ins(configs), torch.device("meta"), need_indices)
+        EmbeddingCollection.__init__(self, placeholder_configs(configs), torch.device("meta"), need_indices)
         self._embedding_configs = configs
         self._prepare(configs, tiers, name, seed, device, replicated)
 
@@ -286,7 +286,7 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
         tiers: TierBudgets | None = None,
         *,
         tables: Sequence[EmbeddingConfig] | None = None,
-        optimizer: Trainer = None,
+        optimizer: TrainingOptimizer = None,
         name: str = "embeddings",
         seed: int = 0,
         replicated: bool = False,
@@ -301,11 +301,11 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
             >>> len(ours.tables["word"])
             100
         """
-        configs = matching(tables, collection.embedding_configs(), EmbCacheEmbeddingConfig)
+        configs = match_configs(tables, collection.embedding_configs(), EmbCacheEmbeddingConfig)
         made = cls(
             configs, need_indices=collection.need_indices(), tiers=tiers, name=name, seed=seed, replicated=replicated
         )
-        made.take_over(collection.embeddings, optimizer)
+        made.import_from_torchrec(collection.embeddings, optimizer)
         return made
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -314,10 +314,10 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
 
         Raises as `EmbCacheEmbeddingBagCollection.forward`.
         """
-        traced = as_one_call(self, features)
+        traced = trace_as_call(self, features)
         if traced is not None:
             return cast(dict[str, JaggedTensor], traced)
-        features, lookup, train = self._start(features, weighted=False)
+        features, lookup, train = self._begin_forward(features, weighted=False)
         ids, lengths = features.values(), features.lengths().view(len(features.keys()), -1)
         ids_there, lengths_there = (copy.numpy() for copy in host_copies([ids, lengths]))
         counts = lengths_there.sum(1).tolist()

@@ -19,10 +19,10 @@ from torchrec_embcache.admission import Admission, NotAdmitted
 from torchrec_embcache.config import (
     DEFAULT_TOTAL_NUM_BUCKETS,
     MAX_NUM_BUCKETS,
+    CachePolicy,
+    MissingRead,
     OnFull,
-    Policy,
     TierBudgets,
-    Unseen,
     check_choice,
     check_int,
     check_name,
@@ -32,13 +32,13 @@ from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.initializers import Initializer, Uniform
 from torchrec_embcache.lifecycle import (
     DEFAULT_SCORE_HALF_LIFE_STEPS,
-    LONGEST_SCORE_HALF_LIFE_STEPS,
-    Lifecycle,
+    MAX_SCORE_HALF_LIFE_STEPS,
+    LifecycleConfig,
 )
-from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig, Translated
+from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig, TranslatedConfig
 from torchrec_embcache.telling import OnEvict, check_on_evict
 
-from .virtual_tables import translated
+from .virtual_tables import translate_policy
 
 __all__ = [
     "EmbCacheEmbeddingBagConfig",
@@ -78,12 +78,12 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
         tiers: the table's budgets on each rank; None: a part of the module's, which share RAM as far as possible.
         policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
         on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
-        unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads, which is
+        missing: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads, which is
             the initial value where every id gets a row, and else `not_admitted`.
         admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
         not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
-            "shared": one row of the table, which the gradients of all such ids train. It counts in the length of a mean. Unless
-            it is "shared", its gradient is dropped. Only with `admission`.
+            "oov": one row of the table, which the gradients of all such ids train. It counts in the length of a mean. Unless
+            it is "oov", its gradient is dropped. Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
         on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for
@@ -117,9 +117,9 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
     total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
     initializer: Initializer | None = None
     tiers: TierBudgets | None = None
-    policy: Policy = "s3fifo"
+    policy: CachePolicy = "s3fifo"
     on_full: OnFull = "error"
-    unseen: Unseen | None = None
+    missing: MissingRead | None = None
     admission: Admission | None = None
     not_admitted: NotAdmitted = "zeros"
     score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
@@ -128,7 +128,7 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
     admit_and_evict_config: AdmitAndEvictConfig | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_config(self)
         if self.pooling not in (PoolingType.SUM, PoolingType.MEAN):
             raise ConfigError(
                 f"table {self.name!r}: pooling={self.pooling!r} is not known: use PoolingType.SUM or PoolingType.MEAN"
@@ -152,9 +152,9 @@ class EmbCacheEmbeddingConfig(EmbeddingConfig):
     total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
     initializer: Initializer | None = None
     tiers: TierBudgets | None = None
-    policy: Policy = "s3fifo"
+    policy: CachePolicy = "s3fifo"
     on_full: OnFull = "error"
-    unseen: Unseen | None = None
+    missing: MissingRead | None = None
     admission: Admission | None = None
     not_admitted: NotAdmitted = "zeros"
     score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
@@ -163,22 +163,22 @@ class EmbCacheEmbeddingConfig(EmbeddingConfig):
     admit_and_evict_config: AdmitAndEvictConfig | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_config(self)
 
 
 CacheConfig = EmbCacheEmbeddingBagConfig | EmbCacheEmbeddingConfig
 #: Names that no entry of the `nn.ModuleDict` can have in which TorchRec keeps its tables.
-_TAKEN = frozenset(dir(torch.nn.ModuleDict()))
+_RESERVED_NAMES = frozenset(dir(torch.nn.ModuleDict()))
 
 
-def _check(config: CacheConfig) -> None:
+def _check_config(config: CacheConfig) -> None:
     check_name("name", config.name)
     table = f"table {config.name!r}: "
     if "." in config.name:
         raise ConfigError(
             f"{table}name must not hold a dot, which separates modules in parameter names: use another character"
         )
-    if config.name in _TAKEN:
+    if config.name in _RESERVED_NAMES:
         raise ConfigError(
             f"{table}name is that of an attribute of torch.nn.ModuleDict, in which TorchRec keeps tables: use another, such as "
             f"{config.name + '_table'!r}"
@@ -216,7 +216,7 @@ def _check(config: CacheConfig) -> None:
             )
     if config.tiers is not None and not isinstance(config.tiers, TierBudgets):
         raise ConfigError(f"{table}tiers={config.tiers!r}: give a TierBudgets")
-    check_choice(f"{table}policy", config.policy, Policy)
+    check_choice(f"{table}policy", config.policy, CachePolicy)
     check_choice(f"{table}on_full", config.on_full, OnFull)
     check_on_evict(table, config.on_evict)
     lifecycle_of(config)
@@ -237,59 +237,61 @@ def table_initializer(config: CacheConfig) -> Initializer:
     return config.initializer or Uniform(config.get_weight_init_min(), config.get_weight_init_max())
 
 
-def lifecycle_of(config: CacheConfig) -> Lifecycle:
+def lifecycle_of(config: CacheConfig) -> LifecycleConfig:
     """The life of a table's rows, as its own settings, TorchRec's policy or RecSDK's configuration say it."""
     of = f"table {config.name!r}: "
-    half_life, eviction = _with_torchrecs(config, of)
-    recsdks = _recsdks(config, of)
+    half_life, eviction = _merge_torchrec_policy(config, of)
+    recsdks = _recsdk_settings(config, of)
     given = {
         "admission": config.admission is not None,
         "not_admitted": config.not_admitted != "zeros",
         "eviction": config.eviction is not None,
         "virtual_table_eviction_policy": config.virtual_table_eviction_policy is not None,
     }
-    if recsdks != Translated() and any(given.values()):
+    if recsdks != TranslatedConfig() and any(given.values()):
         names = " and ".join(name for name, is_given in given.items() if is_given)
         raise ConfigError(f"{of}admit_and_evict_config and {names} contradict each other: give one way to say it")
-    return Lifecycle.checked(
+    return LifecycleConfig.checked(
         admission=recsdks.admission or config.admission,
-        not_admitted=recsdks.not_admitted if recsdks != Translated() else config.not_admitted,
+        not_admitted=recsdks.not_admitted if recsdks != TranslatedConfig() else config.not_admitted,
         score_half_life_steps=half_life,
         eviction=recsdks.eviction or eviction,
-        unseen=config.unseen,
-        of=of,
+        missing=config.missing,
+        owner=of,
     )
 
 
-def _with_torchrecs(config: CacheConfig, of: str) -> tuple[object, object]:
+def _merge_torchrec_policy(config: CacheConfig, owner: str) -> tuple[object, object]:
     """The half life of scores in steps, and the eviction, of a table's own settings or of TorchRec's policy."""
     given = config.virtual_table_eviction_policy
     if given is None:
         return config.score_half_life_steps, config.eviction
     if config.eviction is not None:
-        raise ConfigError(f"{of}eviction and virtual_table_eviction_policy contradict each other: give one of them")
-    meant = translated(given, of)
+        raise ConfigError(f"{owner}eviction and virtual_table_eviction_policy contradict each other: give one of them")
+    meant = translate_policy(given, owner)
     if meant.eviction is None or meant.scores_decay:
         return config.score_half_life_steps, meant.eviction
-    if config.score_half_life_steps not in (DEFAULT_SCORE_HALF_LIFE_STEPS, LONGEST_SCORE_HALF_LIFE_STEPS):
+    if config.score_half_life_steps not in (DEFAULT_SCORE_HALF_LIFE_STEPS, MAX_SCORE_HALF_LIFE_STEPS):
         raise ConfigError(
-            f"{of}score_half_life_steps={config.score_half_life_steps!r} and virtual_table_eviction_policy contradict each other: "
+            f"{owner}score_half_life_steps={config.score_half_life_steps!r} and virtual_table_eviction_policy "
+            f"contradict each other: "
             "the counts of that policy do not decay; leave score_half_life_steps out"
         )
-    return LONGEST_SCORE_HALF_LIFE_STEPS, meant.eviction
+    return MAX_SCORE_HALF_LIFE_STEPS, meant.eviction
 
 
-def _recsdks(config: CacheConfig, of: str) -> Translated:
+def _recsdk_settings(config: CacheConfig, owner: str) -> TranslatedConfig:
     """What RecSDK's configuration says; all defaults where there is none."""
     given = config.admit_and_evict_config
     if not isinstance(given, AdmitAndEvictConfig | None):
         raise ConfigError(
-            f"{of}admit_and_evict_config={given!r} is not known: give torchrec_embcache.lifecycle_configs.AdmitAndEvictConfig(...)"
+            f"{owner}admit_and_evict_config={given!r} is not known: give "
+            f"torchrec_embcache.lifecycle_configs.AdmitAndEvictConfig(...)"
         )
     try:
-        return Translated() if given is None else given.translated()
+        return TranslatedConfig() if given is None else given.translate()
     except (ConfigError, UnsupportedError) as error:
-        raise type(error)(f"{of}admit_and_evict_config: {error}") from None
+        raise type(error)(f"{owner}admit_and_evict_config: {error}") from None
 
 
 def num_buckets(config: CacheConfig) -> int:
@@ -308,7 +310,7 @@ def as_cache_configs(tables: object, kind: type[Any]) -> list[Any]:
     configs = []
     seen: set[str] = set()
     for table in tables:
-        config = table if isinstance(table, kind) else _from_torchrec(table, kind)
+        config = table if isinstance(table, kind) else _copy_from_torchrec(table, kind)
         if config.name in seen:
             raise ConfigError(f"tables names {config.name!r} twice: give every table a name of its own")
         seen.add(config.name)
@@ -319,7 +321,7 @@ def as_cache_configs(tables: object, kind: type[Any]) -> list[Any]:
     return configs
 
 
-def _from_torchrec(table: object, kind: type[Any]) -> Any:
+def _copy_from_torchrec(table: object, kind: type[Any]) -> Any:
     if not isinstance(table, BaseEmbeddingConfig) or not issubclass(kind, type(table)):
         raise ConfigError(f"tables holds {table!r}: give {kind.__name__}")
     names = {field.name for field in dataclasses.fields(kind)}

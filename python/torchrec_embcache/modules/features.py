@@ -12,9 +12,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.host_copies import host_copies
-from torchrec_embcache.rows import check_plain, clicks_array, contiguous
+from torchrec_embcache.rows import check_dense, clicks_array, contiguous
 
-__all__ = ["check_features", "clicks_of", "copied", "ids_and_offsets", "in_order"]
+__all__ = ["check_features", "clicks_of", "copy_features", "ids_and_offsets", "reorder_features"]
 
 
 def check_features(
@@ -51,7 +51,7 @@ def check_features(
         )
     values, weights = features.values(), features.weights_or_none()
     _check_tensor(owner, "values", values, (torch.int64, torch.int32), "int64 (or int32)", device)
-    lengths = _lengths(owner, features, device)
+    lengths = _check_lengths(owner, features, device)
     if weighted:
         if weights is None:
             raise InputError(
@@ -61,7 +61,7 @@ def check_features(
         if weights.numel() != values.numel():
             raise InputError(f"{owner}: {weights.numel()} weights for {values.numel()} values: give one a value")
     elif clicks:
-        weights = _clicks(owner, weights, values)
+        weights = _check_clicks(owner, weights, values)
     elif weights is not None:
         raise InputError(
             f"{owner}: the batch has weights and the module is not weighted: leave them out, or make it with is_weighted=True"
@@ -77,12 +77,12 @@ def check_features(
 
 
 def _check_tensor(
-    owner: str, field: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], wanted: str, device: torch.device
+    owner: str, field: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], expected: str, device: torch.device
 ) -> None:
     if tensor.dtype not in dtypes:
-        raise InputError(f"{owner}: {field} have dtype {tensor.dtype}: give {wanted}")
-    check_plain(f"{owner}: {field}", tensor)
-    if tensor.device.type != device.type or _has_other_number(tensor.device, device):
+        raise InputError(f"{owner}: {field} have dtype {tensor.dtype}: give {expected}")
+    check_dense(f"{owner}: {field}", tensor)
+    if tensor.device.type != device.type or _is_other_device(tensor.device, device):
         raise InputError(
             f"{owner}: {field} are on {tensor.device} and the module on {device}: call .to({str(device)!r}) on the batch"
         )
@@ -90,7 +90,7 @@ def _check_tensor(
         raise InputError(f"{owner}: {field} have shape {tuple(tensor.shape)}: give one dimension")
 
 
-def _has_other_number(one: torch.device, other: torch.device) -> bool:
+def _is_other_device(one: torch.device, other: torch.device) -> bool:
     """Whether two devices of a kind are different ones. The CPU is one device, and a kind alone stands for any of it."""
     return one.type != "cpu" and None not in (one.index, other.index) and one.index != other.index
 
@@ -101,21 +101,21 @@ def clicks_of(features: KeyedJaggedTensor) -> NDArray[np.uint32]:
     return clicks
 
 
-def _clicks(owner: str, weights: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+def _check_clicks(owner: str, weights: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
     if weights is None:
         return torch.zeros(values.numel(), dtype=torch.float64, device=values.device)
     clicks = clicks_array(weights, f"{owner}: weights, which are clicks,", values.numel())
     return torch.from_numpy(clicks.astype(np.float64)).to(values.device)
 
 
-def _lengths(owner: str, features: KeyedJaggedTensor, device: torch.device) -> torch.Tensor:
+def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device) -> torch.Tensor:
     """The lengths of a batch, checked: contiguous int64 [F * B]."""
     count, stride, values = len(features.keys()), features.stride(), features.values()
     offsets = features.offsets_or_none() if features.lengths_or_none() is None else None
     field, given = ("lengths", features.lengths_or_none()) if offsets is None else ("offsets", offsets)
     if given is None:
         raise InputError(f"{owner}: the batch has neither lengths nor offsets: give one of them")
-    check_plain(f"{owner}: {field}", given)
+    check_dense(f"{owner}: {field}", given)
     _check_tensor(owner, field, given.reshape(-1), (torch.int64, torch.int32), "int32 or int64", device)
     lengths = contiguous(features.lengths().long().reshape(-1))
     if count and lengths.numel() != count * stride:
@@ -145,7 +145,7 @@ def ids_and_offsets(features: KeyedJaggedTensor) -> tuple[NDArray[np.int64], NDA
     return ids, offsets
 
 
-def copied(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def copy_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """A batch of the same numbers in memory of its own."""
     weights = features.weights_or_none()
     return KeyedJaggedTensor(
@@ -157,12 +157,12 @@ def copied(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-def in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
+def reorder_features(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
     """`features` with exactly the keys `names`, in that order. A name may occur more than once."""
     keys = features.keys()
     if keys == names:
         return features
-    order, there = _order(tuple(keys), tuple(names), features.device())
+    order, there = _feature_order(tuple(keys), tuple(names), features.device())
     weights = features.weights_or_none()
     if weights is None or not weights.requires_grad:
         return features.permute(order, there)
@@ -180,7 +180,9 @@ def in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor
 
 
 @functools.lru_cache(maxsize=256)
-def _order(keys: tuple[str, ...], names: tuple[str, ...], device: torch.device) -> tuple[list[int], torch.Tensor]:
+def _feature_order(
+    keys: tuple[str, ...], names: tuple[str, ...], device: torch.device
+) -> tuple[list[int], torch.Tensor]:
     """The place of each name in `keys`, as a list and on the device. Most batches have the same keys and share one copy."""
     order = [keys.index(name) for name in names]
     return order, torch.tensor(order, dtype=torch.int32, device=device)

@@ -9,7 +9,7 @@ from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import UnsupportedError
-from torchrec_embcache.optimizers import OptimizerSpec, common_numbers, scaler_error
+from torchrec_embcache.optimizers import OptimizerSpec, common_hyperparameters, grad_scaler_error
 from torchrec_embcache.table_shard import TableShard
 
 __all__ = ["TableOptimizer"]
@@ -28,7 +28,7 @@ class TableOptimizer(FusedOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """`torch.amp.GradScaler.step` asks an optimizer for this first. It raises `UnsupportedError`."""
-        raise scaler_error()
+        raise grad_scaler_error()
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TableOptimizer(FusedOptimizer):
         super().__init__(
             {f"{prefix}{table}.weight": params[table] for table in specs}, state, list(self.groups.values())
         )
-        self.defaults.update(common_numbers(list(self.groups.values())))
+        self.defaults.update(common_hyperparameters(list(self.groups.values())))
         self._tables = list(tables)
 
     def set_optimizer_step(self, step: int) -> None:

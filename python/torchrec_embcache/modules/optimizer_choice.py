@@ -76,7 +76,7 @@ _FBGEMM_DEFAULTS: dict[str, Any] = {
     "max_gradient": 1.0,  # is used with gradient_clipping only
 }
 # Parameters that are taken only with values that change nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "momentum": (0, 0.0),
     "dampening": (0, 0.0),
     "nesterov": (False,),
@@ -111,7 +111,7 @@ def choose_optimizer(
     called = ""
     values = dict(_FBGEMM_DEFAULTS)
     if fused_params:
-        chosen = _type_of(table, fused_params.get("optimizer", EmbOptimType.EXACT_SGD))
+        chosen = _spec_type(table, fused_params.get("optimizer", EmbOptimType.EXACT_SGD))
         called = f"EmbOptimType.{fused_params.get('optimizer', EmbOptimType.EXACT_SGD).name}"
     if classes:
         if classes[0] not in _BY_CLASS:
@@ -126,17 +126,17 @@ def choose_optimizer(
     if chosen is AdamW and torch.optim.AdamW not in classes and "L2" in map(_decay_mode, (fused_params, in_backward)):
         chosen = Adam
     if fused_params:
-        _take(table, "fused_params", chosen, fused_params, values)
+        _apply_hyperparameters(table, "fused_params", chosen, fused_params, values)
     if classes:
         if classes[0] is torch.optim.AdamW:
             values["weight_decay"] = 0.01
-        _take(table, "apply_optimizer_in_backward", chosen, in_backward, values)
+        _apply_hyperparameters(table, "apply_optimizer_in_backward", chosen, in_backward, values)
     values["betas"] = (values.pop("beta1"), values.pop("beta2"))
     if not values.pop("gradient_clipping"):
         values["max_gradient"] = None
     fields = chosen.__dataclass_fields__
     try:
-        return chosen(**{name: value for name, value in values.items() if name in fields}).call(called)
+        return chosen(**{name: value for name, value in values.items() if name in fields}).with_display_name(called)
     except ConfigError as error:
         raise ConfigError(f"table {table!r}: {error}") from None
 
@@ -145,7 +145,7 @@ def _class_name(cls: type[Any]) -> str:
     return f"{cls.__module__.split('.')[0]}.optim.{cls.__name__}"
 
 
-def _type_of(table: str, kind: object) -> type[OptimizerSpec]:
+def _spec_type(table: str, kind: object) -> type[OptimizerSpec]:
     if kind not in _BY_TYPE:
         known = ", ".join(entry.name for entry in _BY_TYPE)
         raise UnsupportedError(
@@ -154,7 +154,7 @@ def _type_of(table: str, kind: object) -> type[OptimizerSpec]:
     return _BY_TYPE[kind]
 
 
-def _take(
+def _apply_hyperparameters(
     table: str, source: str, chosen: type[OptimizerSpec], given: Mapping[str, Any], values: dict[str, Any]
 ) -> None:
     for name, value in given.items():
@@ -181,7 +181,7 @@ def _take(
             values[name] = value
         elif name == "weight_decay_mode":
             _check_decay_mode(table, source, chosen, value, given)
-        elif name != "optimizer" and not any(value is only or value == only for only in _NEUTRAL.get(name, ())):
+        elif name != "optimizer" and not any(value is only or value == only for only in _NEUTRAL_VALUES.get(name, ())):
             raise UnsupportedError(
                 f"table {table!r}: {source} {name}={value!r} is not supported: known are lr, eps, betas, weight_decay, "
                 "gradient_clipping, max_gradient, optimizer"

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torchrec.optim.fused import EmptyFusedOptimizer
 
-from torchrec_embcache.cache import CacheTable, RowChunk, RowMetadata, internals
+from torchrec_embcache.cache import CacheTable, RowChunk, RowMetadata, shard_of
 from torchrec_embcache.config import TierBudgets, bucket_range
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
-from torchrec_embcache.row_notes import mark_as_stand_in
-from torchrec_embcache.table_copy import described, step_taken_over
+from torchrec_embcache.row_notes import mark_as_placeholder
+from torchrec_embcache.table_copy import describe_table, inherited_step
 from torchrec_embcache.table_settings import ModuleShare, SharedBudget, row_bytes
 from torchrec_embcache.table_shard import TableShard
 
@@ -23,38 +23,48 @@ from .configs import CacheConfig, lifecycle_of, num_buckets, table_initializer
 from .optimizer import TableOptimizer
 from .optimizer_choice import no_optimizer_error
 
-__all__ = ["ModuleTables", "Shard", "split_budgets", "table_weights", "tables_text", "trainable", "zero_row_parameter"]
+__all__ = [
+    "ModuleTables",
+    "ShardPlacement",
+    "is_trainable",
+    "placeholder_parameter",
+    "split_budgets",
+    "table_weights",
+    "tables_text",
+]
 
 
 @dataclass(frozen=True)
-class Shard:
-    """What a rank holds of a table: a share of the buckets where the table is `spread` over ranks, else all of them."""
+class ShardPlacement:
+    """What a rank holds of a table: a share of the buckets where the table is `is_sharded` over ranks, else all of them."""
 
     rank: int = 0
     world_size: int = 1
-    spread: bool = False
+    is_sharded: bool = False
 
     def buckets(self, total_num_buckets: int) -> tuple[int, int]:
         """The buckets [begin, end) of this rank."""
-        return bucket_range(self.rank, self.world_size, total_num_buckets) if self.spread else (0, total_num_buckets)
+        return (
+            bucket_range(self.rank, self.world_size, total_num_buckets) if self.is_sharded else (0, total_num_buckets)
+        )
 
     def rows(self, num_embeddings: int) -> int:
         """How many of `num_embeddings` rows to expect on this rank."""
-        return -(-num_embeddings // self.world_size) if self.spread else num_embeddings
+        return -(-num_embeddings // self.world_size) if self.is_sharded else num_embeddings
 
 
-def zero_row_parameter(dim: int, device: torch.device, *, optimized: bool = False) -> nn.Parameter:
+def placeholder_parameter(dim: int, device: torch.device, *, optimized: bool = False) -> nn.Parameter:
     """The parameter that stands for an unbounded table, of shape [0, D].
 
     `optimized` marks it as TorchRec marks parameters that train in the backward. `in_backward_optimizer_filter` then leaves it out.
     """
-    param = mark_as_stand_in(nn.Parameter(torch.empty(0, dim, dtype=torch.float32, device=device)))
+    param = mark_as_placeholder(nn.Parameter(torch.empty(0, dim, dtype=torch.float32, device=device)))
     if optimized:
         param.__dict__["_in_backward_optimizers"] = [EmptyFusedOptimizer()]
     return param
 
 
-def trainable(owner: str, weights: Mapping[str, nn.Parameter]) -> bool:
+def is_trainable(owner: str, weights: Mapping[str, nn.Parameter]) -> bool:
     """Whether the tables are to be trained. They are frozen where every weight has `requires_grad_(False)`.
 
     `UnsupportedError` where only some have.
@@ -70,18 +80,18 @@ def trainable(owner: str, weights: Mapping[str, nn.Parameter]) -> bool:
 def split_budgets(
     tiers: TierBudgets | None,
     configs: Iterable[CacheConfig],
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, ShardPlacement],
     specs: Mapping[str, OptimizerSpec | None],
 ) -> dict[str, tuple[TierBudgets, ModuleShare | None]]:
     """The budgets of each table of `shards`: its own, or a part of the module's `tiers`. The share is of a table that shares RAM.
 
-    Every table gets a minimum of each budget: `_MINIMUM`, or half of an equal share where that is less. The rest is divided in
+    Every table gets a minimum of each budget: `_MIN_BYTES`, or half of an equal share where that is less. The rest is divided in
     proportion to expected rows times bytes a row. Tables that share RAM have only the minimum of it fixed: see `_module_shares`.
 
     `ConfigError` where a table has neither, or its part has no room for a row.
     """
     own: dict[str, tuple[TierBudgets, ModuleShare | None]] = {}
-    sharing: dict[str, _Sharing] = {}
+    sharing: dict[str, _BudgetShare] = {}
     for config in configs:
         if config.name not in shards:
             continue
@@ -94,14 +104,14 @@ def split_budgets(
         else:
             row = row_bytes(config.embedding_dim, (specs[config.name] or SGD()).kind, config.policy)
             rows = shards[config.name].rows(config.num_embeddings)
-            sharing[config.name] = _Sharing(
+            sharing[config.name] = _BudgetShare(
                 rows,
                 {"device_bytes": row.device, "host_bytes": row.host, "ssd_bytes": row.ssd},
                 shares_ram=config.on_full == "error" and not tiers.ssd,
             )
     if tiers is None or not sharing:
         return own
-    parts = {field: _parts(field, budget, sharing) for field, budget in _byte_fields(tiers).items()}
+    parts = {field: _split_budget(field, budget, sharing) for field, budget in _byte_fields(tiers).items()}
     shares = _module_shares(tiers, sharing, parts["host_bytes"])
     for name in sharing:
         part: dict[str, Any] = {field: of_tables[name] for field, of_tables in parts.items()}
@@ -110,7 +120,7 @@ def split_budgets(
 
 
 @dataclass(frozen=True)
-class _Sharing:
+class _BudgetShare:
     """A table that shares its module's budgets."""
 
     rows: int
@@ -126,41 +136,41 @@ class _Sharing:
 
 
 #: What every table of a module gets of each budget that they share, if there is enough.
-_MINIMUM = {"device_bytes": 1 << 20, "host_bytes": 1 << 20, "ssd_bytes": 8 << 20}
+_MIN_BYTES = {"device_bytes": 1 << 20, "host_bytes": 1 << 20, "ssd_bytes": 8 << 20}
 
 
-def _parts(field: str, budget: int, sharing: Mapping[str, _Sharing]) -> dict[str, int]:
+def _split_budget(field: str, budget: int, shares: Mapping[str, _BudgetShare]) -> dict[str, int]:
     """The share of each table in one budget of their module."""
-    minimum = min(_MINIMUM[field], budget // (2 * len(sharing)))
-    needs = {name: table.need(field) for name, table in sharing.items()}
-    rest, total = budget - minimum * len(sharing), max(sum(needs.values()), 1)
+    minimum = min(_MIN_BYTES[field], budget // (2 * len(shares)))
+    needs = {name: table.need(field) for name, table in shares.items()}
+    rest, total = budget - minimum * len(shares), max(sum(needs.values()), 1)
     parts = {name: minimum + rest * need // total for name, need in needs.items()}
     for name, part in parts.items():
-        row = sharing[name].row_bytes[field]
-        if budget and part < row and len(sharing) > 1:
-            needed = 2 * len(sharing) * max(table.row_bytes[field] for table in sharing.values())
+        row = shares[name].row_bytes[field]
+        if budget and part < row and len(shares) > 1:
+            needed = 2 * len(shares) * max(table.row_bytes[field] for table in shares.values())
             raise ConfigError(
-                f"TierBudgets.{field}={budget} of the module is too small for its {len(sharing)} tables: the share of table "
+                f"TierBudgets.{field}={budget} of the module is too small for its {len(shares)} tables: the share of table "
                 f"{name!r} is {part} bytes, and a row takes {row}; give {needed} or more, or give the table tiers= of its own"
             )
     return parts
 
 
 def _module_shares(
-    tiers: TierBudgets, sharing: Mapping[str, _Sharing], parts: Mapping[str, int]
+    tiers: TierBudgets, sharing: Mapping[str, _BudgetShare], parts: Mapping[str, int]
 ) -> dict[str, ModuleShare]:
     """The shares of those of several tables that share RAM: the minimum each, and together what the `parts` of the others leave."""
     names = [name for name, table in sharing.items() if table.shares_ram]
     if len(sharing) == 1 or not names:
         return {}
-    total, minimum = tiers.host, min(_MINIMUM["host_bytes"], tiers.host // (2 * len(sharing)))
+    total, minimum = tiers.host, min(_MIN_BYTES["host_bytes"], tiers.host // (2 * len(sharing)))
     own = {name: max(minimum, sharing[name].row_bytes["host_bytes"]) for name in names}
     fixed = sum(own.values()) + sum(part for name, part in parts.items() if name not in own)
     # How much of each byte that is added to the budget a table that shares can have at least. The rest goes to the parts of others,
     # and to all minima while these depend on the budget.
     needs = {name: table.need("host_bytes") for name, table in sharing.items()}
     gain = max(sum(needs[name] for name in names), 1) / max(sum(needs.values()), 1)
-    if minimum < _MINIMUM["host_bytes"]:
+    if minimum < _MIN_BYTES["host_bytes"]:
         gain = min(gain, (1 / len(sharing) + gain) / 2)
     budget = SharedBudget(total - fixed, host_bytes=total, tables=len(sharing), gain=gain)
     return {name: ModuleShare(own_bytes=own[name], budget=budget) for name in names}
@@ -186,7 +196,7 @@ class ModuleTables(Mapping[str, CacheTable]):
         tiers: TierBudgets | None,
         seed: int,
         device: torch.device,
-        shards: Mapping[str, Shard],
+        shards: Mapping[str, ShardPlacement],
         specs: Mapping[str, OptimizerSpec | None],
     ) -> None:
         """Check everything, and open nothing.
@@ -194,9 +204,9 @@ class ModuleTables(Mapping[str, CacheTable]):
         `shards` has the tables of this rank; `specs` has their optimizers, where they are known.
         """
         self.device = device
-        if any(config.unseen != configs[0].unseen for config in configs):
+        if any(config.missing != configs[0].missing for config in configs):
             raise UnsupportedError(
-                f"module {module!r}: tables differ in unseen, which is not supported yet: give all the same, or two modules"
+                f"module {module!r}: tables differ in missing, which is not supported yet: give all the same, or two modules"
             )
         lives = {config.name: lifecycle_of(config) for config in configs}
         #: Whether the admission of any of them counts clicks.
@@ -222,7 +232,7 @@ class ModuleTables(Mapping[str, CacheTable]):
                 on_full=config.on_full,
                 admission=lives[config.name].admission,
                 not_admitted=lives[config.name].not_admitted,
-                unseen=lives[config.name].unseen,
+                missing=lives[config.name].missing,
                 score_half_life_steps=lives[config.name].score_half_life_steps,
                 eviction=lives[config.name].eviction,
                 on_evict=config.on_evict,
@@ -236,7 +246,7 @@ class ModuleTables(Mapping[str, CacheTable]):
             if config.name in shards
         }
         for name, (_, share) in budgets.items():
-            shard = internals(self._tables[name])
+            shard = shard_of(self._tables[name])
             shard.settings = replace(shard.settings, share=share)
 
     def __getitem__(self, name: str) -> CacheTable:
@@ -250,7 +260,7 @@ class ModuleTables(Mapping[str, CacheTable]):
 
     def shard(self, name: str) -> TableShard | None:
         """This rank's shard of a table, as the modules work with it; None where the rank has none."""
-        return internals(self._tables[name]) if name in self._tables else None
+        return shard_of(self._tables[name]) if name in self._tables else None
 
     @property
     def untrainable(self) -> list[str]:
@@ -263,7 +273,7 @@ class ModuleTables(Mapping[str, CacheTable]):
         On an error, such as `CapacityError` where the rows with these slots do not fit the budgets, the table is as it was. Where
         its rows cannot be put back either, as after a second Ctrl-C, it refuses all use.
         """
-        table = internals(self._tables[name])
+        table = shard_of(self._tables[name])
         if not table.is_open or table.spec.kind == spec.kind or len(table) == 0:
             table.optimizer = spec
             return
@@ -271,10 +281,10 @@ class ModuleTables(Mapping[str, CacheTable]):
         chunks = list(table.export())
         optimizer, before, step, epoch = table.optimizer, table.spec, table.step(), table.native.epoch()
         try:
-            _put_anew(table, spec, chunks, weights_only=True)
+            _replace_rows(table, spec, chunks, weights_only=True)
         except BaseException:
             try:
-                _put_anew(table, before, chunks, weights_only=False)
+                _replace_rows(table, before, chunks, weights_only=False)
                 table.native.set_step(step)
                 table.native.set_epoch(epoch)
                 table.optimizer = optimizer
@@ -285,12 +295,12 @@ class ModuleTables(Mapping[str, CacheTable]):
                 raise
             raise
 
-    def hand_over(self) -> dict[str, CacheTable]:
+    def release_tables(self) -> dict[str, CacheTable]:
         """Give up the tables: they are returned, and none are left here."""
         tables, self._tables = self._tables, {}
         return tables
 
-    def take_rows(self, source: Mapping[str, CacheTable]) -> None:
+    def import_rows_from(self, source: Mapping[str, CacheTable]) -> None:
         """Take over the rows of this rank's buckets from the open tables of an unsharded module, and close these.
 
         On an error all tables are closed, so that no directory stays in use. Tables that have only a part of their rows are not
@@ -298,53 +308,53 @@ class ModuleTables(Mapping[str, CacheTable]):
         """
         try:
             for name, table in source.items():
-                target = internals(self._tables[name]) if name in self._tables else None
+                target = shard_of(self._tables[name]) if name in self._tables else None
                 # Tables that move without a copy keep the budget that they share.
                 if target is not None and target.world_size == 1:
-                    target.settings = replace(target.settings, share=internals(table).settings.share)
+                    target.settings = replace(target.settings, share=shard_of(table).settings.share)
                 if table.is_open:
-                    self._take_table(name, table)
+                    self._import_table(name, table)
         except BaseException as error:
-            self.close_unflushed(error, whole=list(source.values()))
+            self.close_unflushed(error, complete_tables=list(source.values()))
             raise
 
-    def _take_table(self, name: str, table: CacheTable) -> None:
+    def _import_table(self, name: str, table: CacheTable) -> None:
         if name not in self._tables:
             table.close()
             return
-        target = internals(self._tables[name])
+        target = shard_of(self._tables[name])
         if target.world_size == 1:  # it has the same buckets and the same files, so that the table itself moves
             self._tables[name] = table
             if target.optimizer is not None:
                 self.set_optimizer(name, target.optimizer)
             return
-        same_slots = internals(table).spec.kind == target.spec.kind
+        same_slots = shard_of(table).spec.kind == target.spec.kind
         for chunk in table.export():
             mine = torch.from_numpy(target.owns(chunk.ids.numpy()))
             slots = {slot: values[mine] for slot, values in chunk.slots.items()} if same_slots else None
             columns = {field.name: getattr(chunk.metadata, field.name)[mine] for field in fields(RowMetadata)}
             target.import_rows(chunk.ids[mine], chunk.weights[mine], slots, RowMetadata(**columns))
-        target.native.take_counts(internals(table).native)
+        target.native.adopt_lifecycle(shard_of(table).native)
         if same_slots:
             target.native.set_step(table.step())
-            target.loaded_step = step_taken_over(internals(table))
+            target.loaded_step = inherited_step(shard_of(table))
         table.close()
 
     def optimizer(self, prefix: str, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> TableOptimizer:
         """The optimizer of those of the tables `names` that have one, with the keys `<prefix><table>.weight`."""
         specs = {name: spec for name in names if (spec := self._tables[name].optimizer) is not None}
-        return TableOptimizer(prefix, params, specs, [internals(self._tables[name]) for name in specs])
+        return TableOptimizer(prefix, params, specs, [shard_of(self._tables[name]) for name in specs])
 
     def group(
         self,
         configs: Sequence[CacheConfig],
         optimizer: TableOptimizer,
         after_backward: Callable[[Exception | None], None] | None = None,
-        add_up: Callable[[torch.Tensor], None] | None = None,
+        all_reduce: Callable[[torch.Tensor], None] | None = None,
     ) -> LookupGroup:
         """A lookup over the features of `configs`, table after table. Every backward reads the groups of `optimizer`.
 
-        See `LookupGroup` for `after_backward` and `add_up`.
+        See `LookupGroup` for `after_backward` and `all_reduce`.
         """
         names = [config.name for config in configs]
 
@@ -355,8 +365,8 @@ class ModuleTables(Mapping[str, CacheTable]):
             return [optimizer.groups[name] for name in names]
 
         features = [index for index, config in enumerate(configs) for _ in config.feature_names]
-        tables = [internals(self._tables[name]) for name in names]
-        return LookupGroup(tables, features, param_groups, after_backward=after_backward, add_up=add_up)
+        tables = [shard_of(self._tables[name]) for name in names]
+        return LookupGroup(tables, features, param_groups, after_backward=after_backward, all_reduce=all_reduce)
 
     def flush_schedule(self, *, collective: bool) -> FlushSchedule:
         """When these tables are flushed while they train; `collective`: by all ranks together."""
@@ -368,16 +378,16 @@ class ModuleTables(Mapping[str, CacheTable]):
         if first is not None:
             raise first
 
-    def close_unflushed(self, error: BaseException, whole: Sequence[CacheTable] = ()) -> None:
+    def close_unflushed(self, error: BaseException, complete_tables: Sequence[CacheTable] = ()) -> None:
         """Close every table without a flush, because `error` came before they had all the rows that they were to take over.
 
-        `whole` are tables that have all of their rows, and are flushed and closed too.
+        `complete_tables` are tables that have all of their rows, and are flushed and closed too.
         """
-        keep = {id(table) for table in whole}
-        tables = [*whole, *(table for table in self._tables.values() if id(table) not in keep)]
+        keep = {id(table) for table in complete_tables}
+        tables = [*complete_tables, *(table for table in self._tables.values() if id(table) not in keep)]
         # Before any is closed: where a Ctrl-C ends the closing, those left open are not flushed when the process ends.
-        for table in tables[len(whole) :]:
-            internals(table).never_flush()
+        for table in tables[len(complete_tables) :]:
+            shard_of(table).set_unflushable()
         _close_after(error, [table.close for table in tables])
 
 
@@ -398,7 +408,7 @@ def _close_after(error: BaseException, closes: Iterable[Callable[[], None]]) -> 
         error.add_note(f"closing the tables failed too: {failure}")
 
 
-def _put_anew(table: TableShard, spec: OptimizerSpec, chunks: Iterable[RowChunk], *, weights_only: bool) -> None:
+def _replace_rows(table: TableShard, spec: OptimizerSpec, chunks: Iterable[RowChunk], *, weights_only: bool) -> None:
     """Replace the rows of a table by those of `chunks`, with the slots of the optimizer `spec`."""
     table.native.clear_rows()
     table.optimizer = spec
@@ -418,5 +428,5 @@ def tables_text(
     """
     chosen = chosen or {}
     return "\n".join(
-        f"  {described(internals(table), groups.get(name), chosen.get(name))}" for name, table in tables.items()
+        f"  {describe_table(shard_of(table), groups.get(name), chosen.get(name))}" for name, table in tables.items()
     )

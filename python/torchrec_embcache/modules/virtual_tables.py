@@ -1,7 +1,7 @@
 """TorchRec's eviction policies of virtual tables, in this package's settings.
 
-What means the same is taken; docs/lifecycle.md has the table of fields. A field that cannot be honoured, also one that a later
-version of TorchRec adds, is an `UnsupportedError` that names it.
+Fields with an equivalent are translated; docs/eviction-configs.md has the table of fields. A field without one, including fields
+that a later version of TorchRec adds, raises an `UnsupportedError` that names it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from torchrec.modules.embedding_configs import (
 from torchrec_embcache.eviction import All, L2Norm, Policy, Rule, Score, Ttl
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 
-__all__ = ["Translated", "translated"]
+__all__ = ["TranslatedPolicy", "translate_policy"]
 
 _PER_RANK = "it counts rows of one rank, so that other rows would leave with another number of ranks"
 _PER_SWEEP = (
@@ -48,14 +48,14 @@ _AT_DEFAULT = {
     "enable_auto_feature_score_collection": _FEATURE_SCORES,
 }
 # Fields of inference, and those of training that they have to equal. TorchRec fills them in so.
-_SAME_AS = {
+_INFERENCE_FIELDS = {
     "inference_eviction_threshold": "eviction_threshold",
     "inference_eviction_ttl_mins": "eviction_ttl_mins",
 }
 
 
 @dataclass(frozen=True)
-class Translated:
+class TranslatedPolicy:
     """What a policy of TorchRec's means here."""
 
     eviction: Policy | None
@@ -63,128 +63,132 @@ class Translated:
     """False: the scores that it looks at must not decay."""
 
 
-def translated(policy: object, of: str) -> Translated:
-    """What `policy` means, in this package's settings. Errors begin with `of`, the table.
+def translate_policy(policy: object, table_prefix: str) -> TranslatedPolicy:
+    """What `policy` means, in this package's settings. Errors begin with `table_prefix`, the table.
 
     `UnsupportedError` names a field, or a class, that nothing here means the same as.
     """
     name = type(policy).__name__
     if not isinstance(policy, VirtualTableEvictionPolicy):
         raise UnsupportedError(
-            f"{of}virtual_table_eviction_policy={policy!r} is not supported: give one of TorchRec's policies, or eviction="
+            f"{table_prefix}virtual_table_eviction_policy={policy!r} is not supported: give one of TorchRec's "
+            f"policies, or eviction="
         )
     rule_of = _RULES.get(type(policy))
     if rule_of is None:
         raise UnsupportedError(
-            f"{of}virtual_table_eviction_policy={name}(...) is not supported: it is none of TorchRec's that are known here; give "
+            f"{table_prefix}virtual_table_eviction_policy={name}(...) is not supported: it is none of TorchRec's "
+            f"that are known here; give "
             "eviction= (torchrec_embcache.eviction)"
         )
     if isinstance(policy, FeatureScoreBasedEvictionPolicy) and not policy.enable_eviction:
-        return Translated(None, scores_decay=True)
-    owner = f"{of}virtual_table_eviction_policy={name}"
+        return TranslatedPolicy(None, scores_decay=True)
+    owner = f"{table_prefix}virtual_table_eviction_policy={name}"
     try:
-        rule = rule_of(_Fields(policy, owner))
+        rule = rule_of(_PolicyFields(policy, owner))
     except ConfigError as error:
         raise ConfigError(f"{owner}(...) means {error}") from None
-    return Translated(
+    return TranslatedPolicy(
         eviction=None if rule is None else Policy([rule]),
         scores_decay=not isinstance(policy, CountBasedEvictionPolicy | CountTimestampMixedEvictionPolicy),
     )
 
 
-class _Fields:
+class _PolicyFields:
     """The fields of a policy, of which those are refused that nothing reads."""
 
     def __init__(self, policy: Any, owner: str) -> None:
         self._owner = owner
-        self._given = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+        self._values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
         self._defaults = {
             field.name: field.default if field.default is not dataclasses.MISSING else None
             for field in dataclasses.fields(policy)
         }
 
-    def take(self, name: str) -> Any:
+    def read(self, name: str) -> Any:
         """The value of a field that is honoured."""
-        return self._given.pop(name)
+        return self._values.pop(name)
 
-    def refuse(self, name: str, value: object, why: str) -> UnsupportedError:
+    def unsupported_error(self, name: str, value: object, reason: str) -> UnsupportedError:
         """The error of a field."""
-        return UnsupportedError(f"{self._owner}({name}={value!r}) is not supported: {why}")
+        return UnsupportedError(f"{self._owner}({name}={value!r}) is not supported: {reason}")
 
-    def refuse_rest(self, taken: dict[str, Any]) -> None:
-        """Refuse the fields that nothing took, unless they say nothing. `taken` has the values of those that were."""
-        for name, value in self._given.items():
-            if name in _SAME_AS and _SAME_AS[name] in taken:
+    def check_unused(self, read_fields: dict[str, Any]) -> None:
+        """Refuse the fields that nothing took, unless they say nothing. `read_fields` has the values of those that were."""
+        for name, value in self._values.items():
+            if name in _INFERENCE_FIELDS and _INFERENCE_FIELDS[name] in read_fields:
                 # None: TorchRec did not fill it in.
-                if value is not None and value != taken[_SAME_AS[name]]:
-                    raise self.refuse(name, value, _AT_INFERENCE)
+                if value is not None and value != read_fields[_INFERENCE_FIELDS[name]]:
+                    raise self.unsupported_error(name, value, _AT_INFERENCE)
             elif name == "inference_eviction_feature_score_threshold":
                 if value:
-                    raise self.refuse(name, value, _FEATURE_SCORES)
+                    raise self.unsupported_error(name, value, _FEATURE_SCORES)
             elif value != self._defaults[name] and value != {}:  # TorchRec fills in {} where scores are to be collected
-                raise self.refuse(name, value, _AT_DEFAULT.get(name, "this package does not know the field"))
+                raise self.unsupported_error(name, value, _AT_DEFAULT.get(name, "this package does not know the field"))
 
 
-def _count(fields: _Fields) -> Rule | None:
+def _count_rule(fields: _PolicyFields) -> Rule | None:
     threshold = _threshold(fields)
-    fields.refuse_rest({"eviction_threshold": threshold})
+    fields.check_unused({"eviction_threshold": threshold})
     return Score(below=threshold) if threshold else None
 
 
-def _threshold(fields: _Fields) -> Any:
+def _threshold(fields: _PolicyFields) -> Any:
     """The bound of counts that do not decay."""
-    threshold, decay = fields.take("eviction_threshold"), fields.take("decay_rate")
+    threshold, decay = fields.read("eviction_threshold"), fields.read("decay_rate")
     if threshold and decay != 1:
-        raise fields.refuse("decay_rate", decay, _PER_SWEEP)
+        raise fields.unsupported_error("decay_rate", decay, _PER_SWEEP)
     return threshold
 
 
-def _timestamp(fields: _Fields) -> Rule | None:
-    minutes = fields.take("eviction_ttl_mins")
-    fields.refuse_rest({"eviction_ttl_mins": minutes})
+def _timestamp_rule(fields: _PolicyFields) -> Rule | None:
+    minutes = fields.read("eviction_ttl_mins")
+    fields.check_unused({"eviction_ttl_mins": minutes})
     return Ttl(seconds=minutes * 60) if minutes else None
 
 
-def _mixed(fields: _Fields) -> Rule | None:
-    minutes, threshold = fields.take("eviction_ttl_mins"), _threshold(fields)
-    fields.refuse_rest({"eviction_ttl_mins": minutes, "eviction_threshold": threshold})
+def _mixed_rule(fields: _PolicyFields) -> Rule | None:
+    minutes, threshold = fields.read("eviction_ttl_mins"), _threshold(fields)
+    fields.check_unused({"eviction_ttl_mins": minutes, "eviction_threshold": threshold})
     if minutes and threshold:
         return All([Ttl(seconds=minutes * 60), Score(below=threshold)])
     if minutes or threshold:
         name, value = ("eviction_threshold", threshold) if minutes else ("eviction_ttl_mins", minutes)
-        raise fields.refuse(
+        raise fields.unsupported_error(
             name, value, "FBGEMM then evicts nothing at all; give the policy of the other field alone, or none"
         )
     return None
 
 
-def _norm(fields: _Fields) -> Rule | None:
-    threshold = fields.take("eviction_threshold")
-    fields.refuse_rest({"eviction_threshold": threshold})
+def _norm_rule(fields: _PolicyFields) -> Rule | None:
+    threshold = fields.read("eviction_threshold")
+    fields.check_unused({"eviction_threshold": threshold})
     return L2Norm(below=threshold) if threshold else None
 
 
-def _feature_score(fields: _Fields) -> Rule | None:
-    fields.take("enable_eviction")
-    fields.take("decay_rate")  # with a time, which alone is taken, it means nothing
-    minutes = fields.take("eviction_ttl_mins")
+def _feature_score_rule(fields: _PolicyFields) -> Rule | None:
+    fields.read("enable_eviction")
+    fields.read("decay_rate")  # with a time, which alone is taken, it means nothing
+    minutes = fields.read("eviction_ttl_mins")
     if not minutes:
-        raise fields.refuse("eviction_ttl_mins", minutes, f"it asks for feature scores, and {_FEATURE_SCORES}")
-    fields.refuse_rest({"eviction_ttl_mins": minutes})
+        raise fields.unsupported_error(
+            "eviction_ttl_mins", minutes, f"it asks for feature scores, and {_FEATURE_SCORES}"
+        )
+    fields.check_unused({"eviction_ttl_mins": minutes})
     return Ttl(seconds=minutes * 60)
 
 
-def _none(fields: _Fields) -> Rule | None:
-    fields.refuse_rest({})
+def _no_rule(fields: _PolicyFields) -> Rule | None:
+    fields.check_unused({})
     return None
 
 
 # By the class itself: a class derived from one of these may mean something else.
-_RULES: dict[type[Any], Callable[[_Fields], Rule | None]] = {
-    CountBasedEvictionPolicy: _count,
-    TimestampBasedEvictionPolicy: _timestamp,
-    CountTimestampMixedEvictionPolicy: _mixed,
-    FeatureL2NormBasedEvictionPolicy: _norm,
-    FeatureScoreBasedEvictionPolicy: _feature_score,
-    NoEvictionPolicy: _none,
+_RULES: dict[type[Any], Callable[[_PolicyFields], Rule | None]] = {
+    CountBasedEvictionPolicy: _count_rule,
+    TimestampBasedEvictionPolicy: _timestamp_rule,
+    CountTimestampMixedEvictionPolicy: _mixed_rule,
+    FeatureL2NormBasedEvictionPolicy: _norm_rule,
+    FeatureScoreBasedEvictionPolicy: _feature_score_rule,
+    NoEvictionPolicy: _no_rule,
 }

@@ -12,7 +12,7 @@ from .catalog import METRICS, Metric
 from .jsonl import JsonlLogger
 from .prometheus import PrometheusExporter
 from .rates import scalars
-from .sampling import Sample, Sampler, TableSample, Value
+from .sampling import MetricValue, Sample, Sampler, TableSample
 from .serving import SERVING_METRICS, ServingCollector
 from .tensorboard import TensorBoardLogger
 
@@ -21,12 +21,12 @@ __all__ = [
     "SERVING_METRICS",
     "JsonlLogger",
     "Metric",
+    "MetricValue",
     "PrometheusExporter",
     "Sample",
     "Sampler",
     "ServingCollector",
     "TableSample",
     "TensorBoardLogger",
-    "Value",
     "scalars",
 ]

@@ -17,52 +17,55 @@ from torchrec_embcache.exceptions import ConfigError
 
 from .sampling import Sample, Sampler
 
-__all__ = ["Monitor", "WarnsOnce", "close_at_exit"]
+__all__ = ["FailureLogger", "SampleMonitor", "close_at_exit"]
 
 _log = logging.getLogger(__name__)
 # A thread that writes to a disk which does not answer is left behind after so many seconds.
-_MOST_WAIT_S = 5.0
+_MAX_WAIT_S = 5.0
 
 
-class WarnsOnce:
+class FailureLogger:
     """Says the first failure of a monitor, and none after it until it has worked again."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said = False
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_logged = False
 
-    def failed(self, error: Exception) -> None:
+    def log_failure(self, error: Exception) -> None:
         """Say it as a warning, unless the call before failed too."""
-        if not self._said:
-            self._said = True
+        if not self._is_logged:
+            self._is_logged = True
             _log.warning(
-                "%s: nothing is written until this works again: %s: %s", self._what, type(error).__name__, error
+                "%s: nothing is written until this works again: %s: %s", self._name, type(error).__name__, error
             )
 
-    def worked(self) -> None:
+    def reset(self) -> None:
         """The next failure is news."""
-        self._said = False
+        self._is_logged = False
 
 
-class Monitor(ABC):
+class SampleMonitor(ABC):
     """Samples a model, and writes each sample. The model and its tables may go at any time."""
 
     def __init__(self, model: nn.Module, interval_s: float | None) -> None:
         if interval_s is not None and (isinstance(interval_s, bool) or not 0.0 < interval_s <= threading.TIMEOUT_MAX):
             raise ConfigError(f"interval_s={interval_s!r}: give seconds above 0, or None to call sample(step) yourself")
         self._sampler = Sampler(model)
-        self._writing = threading.Lock()
-        self._warns = WarnsOnce(repr(self))
-        self._ends = threading.Event()
+        self._write_lock = threading.Lock()
+        self._failure_logger = FailureLogger(repr(self))
+        self._stop_event = threading.Event()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         if interval_s is not None:
             # The thread holds no reference to the monitor while it waits, so that one that is dropped ends it.
             self._thread = threading.Thread(
-                target=_repeat, args=(weakref.ref(self), self._ends, interval_s), name="embcache-monitor", daemon=True
+                target=_run_periodically,
+                args=(weakref.ref(self), self._stop_event, interval_s),
+                name="embcache-monitor",
+                daemon=True,
             )
             self._thread.start()
-        weakref.finalize(self, self._ends.set).atexit = False
+        weakref.finalize(self, self._stop_event.set).atexit = False
         close_at_exit(self)
 
     @abstractmethod
@@ -79,23 +82,23 @@ class Monitor(ABC):
         """
         if self._pid != os.getpid():
             return  # a forked child has its parent's tables and files
-        with self._writing:
-            if self._ends.is_set():
+        with self._write_lock:
+            if self._stop_event.is_set():
                 return
             try:
                 taken = self._sampler.sample(step)
                 if taken.tables:
                     self._write(taken)
             except Exception as error:
-                self._warns.failed(error)
+                self._failure_logger.log_failure(error)
             else:
-                self._warns.worked()
+                self._failure_logger.reset()
 
     def close(self) -> None:
         """Write nothing from now on, and end the thread; harmless twice."""
-        self._ends.set()
+        self._stop_event.set()
         if self._thread is not None and self._pid == os.getpid() and self._thread is not threading.current_thread():
-            self._thread.join(_MOST_WAIT_S)
+            self._thread.join(_MAX_WAIT_S)
             self._thread = None
 
     def __enter__(self) -> Self:
@@ -105,8 +108,8 @@ class Monitor(ABC):
         self.close()
 
 
-def _repeat(monitor: weakref.ref[Monitor], ends: threading.Event, interval_s: float) -> None:
-    while not ends.wait(interval_s):
+def _run_periodically(monitor: weakref.ref[SampleMonitor], stop_event: threading.Event, interval_s: float) -> None:
+    while not stop_event.wait(interval_s):
         found = monitor()
         if found is None:
             return
@@ -117,20 +120,20 @@ def _repeat(monitor: weakref.ref[Monitor], ends: threading.Event, interval_s: fl
 # ---- the end of the process
 
 
-class _Closes(Protocol):
+class _Closeable(Protocol):
     def close(self) -> None: ...
 
 
-_open: weakref.WeakSet[_Closes] = weakref.WeakSet()
+_open_monitors: weakref.WeakSet[_Closeable] = weakref.WeakSet()
 
 
-def close_at_exit(monitor: _Closes) -> None:
+def close_at_exit(monitor: _Closeable) -> None:
     """Close it when the process ends, before tables are flushed and closed."""
-    _open.add(monitor)
+    _open_monitors.add(monitor)
 
 
 def _close_all() -> None:
-    for monitor in list(_open):
+    for monitor in list(_open_monitors):
         with contextlib.suppress(Exception):
             monitor.close()
 

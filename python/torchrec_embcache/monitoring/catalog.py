@@ -1,6 +1,6 @@
 """Every number of `stats()`: its path there, its name in Prometheus, and what it means.
 
-A field of the classes in `metrics.py` without a line here fails a test, and is shown in JSON lines all the same.
+A field of the classes in `stats.py` without a line here fails a test, and is shown in JSON lines all the same.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["METRICS", "Kind", "Metric"]
+__all__ = ["METRICS", "Metric", "MetricKind"]
 
 #: What a number does: a counter only rises while its table is open; a gauge goes up and down; a flag is 0 or 1; a text is an info
 #: metric.
-Kind = Literal["counter", "gauge", "flag", "text", "histogram"]
+MetricKind = Literal["counter", "gauge", "flag", "text", "histogram"]
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,27 @@ class Metric:
 
     path: str
     name: str
-    kind: Kind
+    kind: MetricKind
     about: str
     label: str | None = None
 
 
-def _tier(tier: str, where: str) -> list[Metric]:
+def _tier(tier: str, location: str) -> list[Metric]:
     """The counters that every tier has."""
 
-    def metric(path: str, name: str, kind: Kind, about: str) -> Metric:
+    def metric(path: str, name: str, kind: MetricKind, about: str) -> Metric:
         return Metric(f"{tier}.{path}", f"embcache_{tier}_{name}", kind, about)
 
     return [
-        metric("rows", "rows", "gauge", f"Rows that are {where} now."),
-        metric("bytes", "bytes", "gauge", f"Bytes that they take {where}, the tier's index included."),
+        metric("rows", "rows", "gauge", f"Rows that are {location} now."),
+        metric("bytes", "bytes", "gauge", f"Bytes that they take {location}, the tier's index included."),
         metric("capacity_bytes", "capacity_bytes", "gauge", "The tier's budget in bytes."),
-        metric("hits", "hits_total", "counter", f"Distinct ids of batches whose rows were found {where}."),
+        metric("hits", "hits_total", "counter", f"Distinct ids of batches whose rows were found {location}."),
         metric(
-            "misses", "misses_total", "counter", f"Distinct ids of batches that were looked for {where} and not found."
+            "misses",
+            "misses_total",
+            "counter",
+            f"Distinct ids of batches that were looked for {location} and not found.",
         ),
         metric("evictions", "evictions_total", "counter", "Rows that left the tier to make room."),
         metric("read_bytes", "read_bytes_total", "counter", "Bytes that were read from the tier for batches."),
@@ -112,8 +115,8 @@ METRICS: tuple[Metric, ...] = (
         "How long the disk took for a read that brought rows.",
     ),
     Metric(
-        "ssd.row_bytes_given",
-        "embcache_ssd_given_bytes_total",
+        "ssd.logical_written_bytes",
+        "embcache_ssd_logical_written_bytes_total",
         "counter",
         "Bytes of the rows that were given to the tier to be written.",
     ),
@@ -138,14 +141,14 @@ METRICS: tuple[Metric, ...] = (
         'Rows that `on_full="evict"` removed from the tier.',
     ),
     Metric(
-        "ssd.published_given_up",
-        "embcache_ssd_flush_given_up",
+        "ssd.has_lost_flush",
+        "embcache_ssd_flush_lost",
         "flag",
         "1 where the last flush can no longer be resumed, because the room of its files was needed.",
     ),
     Metric(
-        "ssd.room_waits",
-        "embcache_ssd_room_waits_total",
+        "ssd.space_waits",
+        "embcache_ssd_space_waits_total",
         "counter",
         "How often a call waited until compaction had made room.",
     ),
@@ -162,8 +165,8 @@ METRICS: tuple[Metric, ...] = (
         "Ids without a row that got one. An id counts once a batch.",
     ),
     Metric(
-        "admission.refused",
-        "embcache_admission_refused_ids_total",
+        "admission.not_admitted",
+        "embcache_admission_not_admitted_ids_total",
         "counter",
         "Ids without a row that got none. An id counts once a batch.",
     ),
@@ -186,14 +189,14 @@ METRICS: tuple[Metric, ...] = (
         label="rule",
     ),
     Metric(
-        "eviction.under_way",
-        "embcache_eviction_under_way",
+        "eviction.is_sweeping",
+        "embcache_eviction_sweeping",
         "flag",
         "1 while rows that a sweep takes are still to leave their tier.",
     ),
     Metric(
-        "eviction.untold",
-        "embcache_eviction_untold_rows",
+        "eviction.undelivered",
+        "embcache_eviction_undelivered_rows",
         "gauge",
         "Rows that left, and wait for `on_evict` or `drain_evicted`.",
     ),

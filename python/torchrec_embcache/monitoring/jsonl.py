@@ -11,19 +11,19 @@ from typing import Any
 from torch import nn
 
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.metrics import Histogram
-from torchrec_embcache.paths import given_path
+from torchrec_embcache.paths import check_path
+from torchrec_embcache.stats import Histogram
 
-from .background import Monitor
-from .sampling import Sample, TableSample, Value
+from .background import SampleMonitor
+from .sampling import MetricValue, Sample, TableSample
 
-__all__ = ["JsonlLogger", "line_of", "sample_of"]
+__all__ = ["JsonlLogger", "sample_from_line", "sample_to_line"]
 
 # The first second of the year 10,000, after the last time that can be shown.
-_END_OF_TIME = 253_402_300_800.0
+_MAX_TIME = 253_402_300_800.0
 
 
-class JsonlLogger(Monitor):
+class JsonlLogger(SampleMonitor):
     """Appends the counters of a model's tables to a file, one JSON object a sample.
 
     An object has `time` (seconds since 1970), `step`, and `tables`: for each table its `module`, `table`, `rank`, and `values` by
@@ -55,8 +55,8 @@ class JsonlLogger(Monitor):
     """
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str], *, interval_s: float | None = 10.0) -> None:
-        self._path = given_path("path", path)
-        self._cut = False
+        self._path = check_path("path", path)
+        self._has_partial_line = False
         super().__init__(model, interval_s)
 
     def __repr__(self) -> str:
@@ -64,33 +64,33 @@ class JsonlLogger(Monitor):
 
     def _write(self, sample: Sample) -> None:
         # A line that the disk had no room for is ended, so that the next one is whole.
-        line = ("\n" if self._cut else "") + line_of(sample) + "\n"
+        line = ("\n" if self._has_partial_line else "") + sample_to_line(sample) + "\n"
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             data = line.encode()
             written = os.write(file, data)
-            self._cut = 0 < written < len(data)
-            if self._cut:
+            self._has_partial_line = 0 < written < len(data)
+            if self._has_partial_line:
                 raise OSError(f"only {written} of {len(data)} bytes could be appended to {self._path}")
         finally:
             os.close(file)
 
 
-def line_of(sample: Sample) -> str:
+def sample_to_line(sample: Sample) -> str:
     """A sample as one line of JSON, without its end."""
     tables = [
         {
             "module": table.module,
             "table": table.table,
             "rank": table.rank,
-            "values": {path: _plain(value) for path, value in table.values.items()},
+            "values": {path: _to_json_value(value) for path, value in table.values.items()},
         }
         for table in sample.tables
     ]
     return json.dumps({"time": sample.time, "step": sample.step, "tables": tables}, separators=(",", ":"))
 
 
-def sample_of(line: str) -> Sample:
+def sample_from_line(line: str) -> Sample:
     """The sample of a line. Raises `InputError` for a line that is none."""
     try:
         found = json.loads(line)
@@ -99,40 +99,40 @@ def sample_of(line: str) -> Sample:
                 str(table["module"]),
                 str(table["table"]),
                 int(table["rank"]),
-                {path: _value(value) for path, value in table["values"].items()},
+                {path: _from_json_value(value) for path, value in table["values"].items()},
             )
             for table in found["tables"]
         ]
         time, step = float(found["time"]), found["step"]
-        if not 0.0 <= time < _END_OF_TIME or not isinstance(step, int | None):
+        if not 0.0 <= time < _MAX_TIME or not isinstance(step, int | None):
             raise ValueError(f"time {time} or step {step!r} is none")
         return Sample(time, step, tuple(tables))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InputError(f"this is no sample of JsonlLogger: {line[:80]!r} ({error})") from error
 
 
-def _plain(value: Value) -> Any:
+def _to_json_value(value: MetricValue) -> Any:
     if isinstance(value, Histogram):
         return {"count": value.count, "sum_ns": value.sum_ns, "buckets": value.buckets}
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _value(value: Any) -> Value:
+def _from_json_value(value: Any) -> MetricValue:
     if isinstance(value, dict):
         if "buckets" in value:
-            buckets = tuple((_counter(bound), _counter(count)) for bound, count in value["buckets"])
-            return Histogram(_counter(value["count"]), _counter(value["sum_ns"]), buckets)
-        return {str(name): _counter(number) for name, number in value.items()}
+            buckets = tuple((_check_counter(bound), _check_counter(count)) for bound, count in value["buckets"])
+            return Histogram(_check_counter(value["count"]), _check_counter(value["sum_ns"]), buckets)
+        return {str(name): _check_counter(number) for name, number in value.items()}
     if isinstance(value, str | bool):
         return value
     if isinstance(value, int):
-        return _counter(value)
+        return _check_counter(value)
     if isinstance(value, float) and math.isfinite(value):
         return value
     raise TypeError(f"{value!r} is no value")
 
 
-def _counter(value: Any) -> int:
+def _check_counter(value: Any) -> int:
     """A number that fits 64 bits, as every counter does."""
     number = int(value)
     if not -(1 << 63) <= number < 1 << 64:

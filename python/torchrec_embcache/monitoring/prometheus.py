@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from torchrec_embcache.exceptions import StorageError, UnsupportedError
-from torchrec_embcache.metrics import Histogram
 from torchrec_embcache.serving.tables import Tables
+from torchrec_embcache.stats import Histogram
 
-from .background import WarnsOnce, close_at_exit
+from .background import FailureLogger, close_at_exit
 from .catalog import METRICS, Metric
-from .sampling import Sampler, TableSample, Value
+from .sampling import MetricValue, Sampler, TableSample
 from .serving import ServingCollector
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class PrometheusExporter:
     """
 
     def __init__(self, model: nn.Module | Tables, port: int, *, host: str = "127.0.0.1") -> None:
-        collectors: list[Any] = [] if isinstance(model, Tables) else [_Collector(Sampler(model))]
+        collectors: list[Any] = [] if isinstance(model, Tables) else [_TableCollector(Sampler(model))]
         collectors.append(ServingCollector(model))
         try:
             from prometheus_client import CollectorRegistry, start_http_server
@@ -82,7 +82,7 @@ class PrometheusExporter:
                 f"cannot serve metrics at {host}:{port} ({error}): give another port, or 0 for a free one"
             ) from error
         self._pid = os.getpid()
-        self._closing = threading.Lock()
+        self._close_lock = threading.Lock()
         self._closed = False
         self.host = host
         self.port: int = self._server.server_port
@@ -96,7 +96,7 @@ class PrometheusExporter:
 
     def close(self) -> None:
         """Serve nothing from now on, and free the port; harmless twice."""
-        with self._closing:
+        with self._close_lock:
             closed, self._closed = self._closed, True
         if closed:
             return
@@ -115,12 +115,12 @@ class PrometheusExporter:
         self.close()
 
 
-class _Collector:
+class _TableCollector:
     """What a registry of prometheus_client asks at each scrape."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._warns = WarnsOnce("PrometheusExporter")
+        self._failure_logger = FailureLogger("PrometheusExporter")
 
     def describe(self) -> Iterator[Family]:
         """Nothing: which metrics there are depends on the tables."""
@@ -131,16 +131,16 @@ class _Collector:
         try:
             tables = self._sampler.sample().tables
         except Exception as error:  # the model was changed amid it
-            self._warns.failed(error)
+            self._failure_logger.log_failure(error)
             return
-        self._warns.worked()
+        self._failure_logger.reset()
         for metric in METRICS:
             having = [table for table in tables if metric.path in table.values]
             if having:
-                yield _family(metric, having)
+                yield _metric_family(metric, having)
 
 
-def _family(metric: Metric, tables: list[TableSample]) -> Family:
+def _metric_family(metric: Metric, tables: list[TableSample]) -> Family:
     from prometheus_client.metrics_core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -158,11 +158,11 @@ def _family(metric: Metric, tables: list[TableSample]) -> Family:
     }
     family = of_kind[metric.kind](metric.name.removesuffix("_total").removesuffix("_info"), metric.about, labels=labels)
     for table in tables:
-        _add(family, metric, [table.module, table.table, str(table.rank)], table.values[metric.path])
+        _add_sample(family, metric, [table.module, table.table, str(table.rank)], table.values[metric.path])
     return family  # type: ignore[no-any-return]
 
 
-def _add(family: Any, metric: Metric, labels: list[str], value: Value) -> None:
+def _add_sample(family: Any, metric: Metric, labels: list[str], value: MetricValue) -> None:
     if isinstance(value, Histogram):
         family.add_metric(labels, buckets=_cumulative(value), sum_value=value.sum_ns / 1e9)
     elif isinstance(value, Mapping):

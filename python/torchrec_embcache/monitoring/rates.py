@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torchrec_embcache.metrics import Histogram
+from torchrec_embcache.stats import Histogram
 
 from .catalog import METRICS
-from .sampling import Sample, TableSample, Value
+from .sampling import MetricValue, Sample, TableSample
 
-__all__ = ["QUANTILES", "TIERS", "between", "scalars"]
+__all__ = ["QUANTILES", "TIERS", "scalars", "table_rates"]
 
 TIERS = ("device", "host", "ssd")
 #: The quantiles of waits that are shown, and what they are called.
@@ -36,12 +36,12 @@ def scalars(before: Sample | None, after: Sample) -> dict[str, float]:
     for table in after.tables:
         last = earlier.get((table.module, table.table, table.rank))
         seconds = after.time - before.time if before is not None and last is not None else 0.0
-        numbers = between(last, table, seconds)
+        numbers = table_rates(last, table, seconds)
         found.update({f"embcache/{table.title}/{name}": number for name, number in numbers.items()})
     return found
 
 
-def between(before: TableSample | None, after: TableSample, seconds: float) -> dict[str, float]:
+def table_rates(before: TableSample | None, after: TableSample, seconds: float) -> dict[str, float]:
     """What a table did between two samples that are `seconds` apart.
 
     Gauges are as they are now. A counter `host.hits` becomes "host/hits_per_second", where `seconds` is above 0.0. A histogram of
@@ -50,75 +50,75 @@ def between(before: TableSample | None, after: TableSample, seconds: float) -> d
 
     Counters of a table that was opened again meanwhile begin anew: they count since then.
     """
-    earlier = before.values if before is not None and not _began_anew(before, after) else {}
+    earlier = before.values if before is not None and not _was_reopened(before, after) else {}
     found: dict[str, float] = {}
     for path, value in after.values.items():
         name, kind = path.replace(".", "/"), _KINDS.get(path)
         if isinstance(value, Histogram):
-            found.update(_of_waits(name, since(value, earlier.get(path))))
+            found.update(_histogram_rates(name, histogram_since(value, earlier.get(path))))
         elif isinstance(value, Mapping):
             last = earlier.get(path)
             for key, number in value.items() if seconds > 0.0 else ():
                 begun = last.get(key) if isinstance(last, Mapping) else None
-                found[f"{name}/{key}_per_second"] = _rise(number, begun) / seconds
+                found[f"{name}/{key}_per_second"] = _increase(number, begun) / seconds
         elif isinstance(value, str):
             continue
         elif kind == "counter":
             if seconds > 0.0:
                 found[f"{name.removesuffix('_ns')}_per_second"] = (
-                    _rise(value, earlier.get(path)) / seconds * _unit(path)
+                    _increase(value, earlier.get(path)) / seconds * _path_scale(path)
                 )
         else:
             found[name] = float(value)
     if seconds > 0.0 and before is not None and "step" in earlier:
-        found["steps_per_second"] = max(0.0, _rise(_number(after.values.get("step")), earlier["step"]) / seconds)
-    found.update(_shares(earlier, after))
+        found["steps_per_second"] = max(0.0, _increase(_as_number(after.values.get("step")), earlier["step"]) / seconds)
+    found.update(_ratios(earlier, after))
     return found
 
 
-def since(value: Histogram, earlier: Value | None) -> Histogram:
+def histogram_since(value: Histogram, earlier: MetricValue | None) -> Histogram:
     """What a histogram has counted since an earlier state of it."""
     return value - earlier if isinstance(earlier, Histogram) else value
 
 
-def _unit(path: str) -> float:
+def _path_scale(path: str) -> float:
     return 1e-9 if path.endswith("_ns") else 1.0
 
 
-def _began_anew(before: TableSample, after: TableSample) -> bool:
+def _was_reopened(before: TableSample, after: TableSample) -> bool:
     """Whether the table was opened again, so that its counters began at 0."""
     return any(
-        kind == "counter" and _number(after.values.get(path)) < _number(before.values.get(path))
+        kind == "counter" and _as_number(after.values.get(path)) < _as_number(before.values.get(path))
         for path, kind in _KINDS.items()
     )
 
 
-def _number(value: Value | None) -> float:
+def _as_number(value: MetricValue | None) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _rise(value: float, earlier: Value | None) -> float:
-    return value - _number(earlier)
+def _increase(value: float, earlier: MetricValue | None) -> float:
+    return value - _as_number(earlier)
 
 
-def _of_waits(name: str, waits: Histogram) -> dict[str, float]:
-    if not waits.count:
+def _histogram_rates(name: str, histogram: Histogram) -> dict[str, float]:
+    if not histogram.count:
         return {}
-    found = {f"{name}/{label}_ms": waits.quantile(q) / 1e6 for label, q in QUANTILES.items()}
-    return {**found, f"{name}/mean_ms": waits.mean_ns / 1e6}
+    found = {f"{name}/{label}_ms": histogram.quantile(q) / 1e6 for label, q in QUANTILES.items()}
+    return {**found, f"{name}/mean_ms": histogram.mean_ns / 1e6}
 
 
-def _shares(earlier: Mapping[str, Value], after: TableSample) -> dict[str, float]:
+def _ratios(earlier: Mapping[str, MetricValue], after: TableSample) -> dict[str, float]:
     """Hits of all that a tier was asked for, and bytes written of all that were given."""
 
     def rise(path: str) -> float:
-        return _rise(_number(after.values.get(path)), earlier.get(path))
+        return _increase(_as_number(after.values.get(path)), earlier.get(path))
 
     found: dict[str, float] = {}
     for tier in TIERS:
         hits, misses = rise(f"{tier}.hits"), rise(f"{tier}.misses")
         if hits + misses > 0:
             found[f"{tier}/hit_rate"] = hits / (hits + misses)
-    if rise("ssd.row_bytes_given") > 0:
-        found["ssd/write_amplification"] = rise("ssd.written_bytes") / rise("ssd.row_bytes_given")
+    if rise("ssd.logical_written_bytes") > 0:
+        found["ssd/write_amplification"] = rise("ssd.written_bytes") / rise("ssd.logical_written_bytes")
     return found

@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from torchrec_embcache.cache import internals
+from torchrec_embcache.cache import shard_of
 from torchrec_embcache.collective import rank as own_rank
 from torchrec_embcache.exceptions import EmbCacheError, InputError
-from torchrec_embcache.metrics import Histogram
-from torchrec_embcache.table_names import shown
+from torchrec_embcache.stats import Histogram
+from torchrec_embcache.table_names import display_name
 from torchrec_embcache.whole_model import cache_modules
 
-__all__ = ["Sample", "Sampler", "TableSample", "Value", "flat"]
+__all__ = ["MetricValue", "Sample", "Sampler", "TableSample", "flatten_stats"]
 
 #: The value of a metric: a number, a flag, a text, a histogram, or numbers by the values of a further label.
-Value = int | float | bool | str | Histogram | Mapping[str, int]
+MetricValue = int | float | bool | str | Histogram | Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class TableSample:
     module: str
     table: str
     rank: int
-    values: Mapping[str, Value]
+    values: Mapping[str, MetricValue]
 
     @property
     def title(self) -> str:
         """What a person calls the table: "<module>/<table>", or the table alone where the model is the module."""
-        return shown((self.module, self.table))
+        return display_name((self.module, self.table))
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Sampler:
         rank = own_rank()
         for path, module in cache_modules(model).items():
             for name, table in module.tables.items():
-                shard = internals(table)
+                shard = shard_of(table)
                 native = shard.native_or_none
                 if native is None or native.is_closed():
                     continue
@@ -132,16 +132,16 @@ class Sampler:
                     stats = shard.stats()
                 except EmbCacheError:
                     continue  # it was closed meanwhile, is torn, or is the parent's of a forked child
-                yield TableSample(path, name, rank, dict(flat(stats)))
+                yield TableSample(path, name, rank, dict(flatten_stats(stats)))
 
 
-def flat(stats: Any, above: str = "") -> Iterator[tuple[str, Value]]:
+def flatten_stats(stats: Any, prefix: str = "") -> Iterator[tuple[str, MetricValue]]:
     """Each number of a dataclass of counters with its path. Parts that are None are left out."""
     for field in fields(stats):
-        value, path = getattr(stats, field.name), f"{above}{field.name}"
+        value, path = getattr(stats, field.name), f"{prefix}{field.name}"
         if value is None:
             continue
         if is_dataclass(value) and not isinstance(value, Histogram):
-            yield from flat(value, f"{path}.")
+            yield from flatten_stats(value, f"{path}.")
         else:
             yield path, value

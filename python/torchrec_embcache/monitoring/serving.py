@@ -50,8 +50,8 @@ SERVING_METRICS: tuple[Metric, ...] = (
     Metric("ids", "embcache_serving_ids_total", "counter", "Ids that were looked up."),
     Metric("missing", "embcache_serving_missing_ids_total", "counter", "Those of them that have no row."),
     Metric(
-        "far_rows",
-        "embcache_serving_far_rows_total",
+        "cold_rows",
+        "embcache_serving_cold_rows_total",
         "counter",
         "Rows whose pages were not seen in memory lately, and were asked for.",
     ),
@@ -116,7 +116,7 @@ class ServingCollector:
         """The metrics of now."""
         having = list(self._stats())
         for metric in SERVING_METRICS if having else ():
-            yield _family(metric, having)
+            yield _serving_family(metric, having)
 
     def _stats(self) -> Iterator[tuple[str, ServingStats]]:
         served = self._served()
@@ -133,7 +133,7 @@ class ServingCollector:
             yield tables.path if times == 1 else f"{tables.path}#{times}", stats
 
 
-def _family(metric: Metric, having: list[tuple[str, ServingStats]]) -> Family:
+def _serving_family(metric: Metric, stats_by_path: list[tuple[str, ServingStats]]) -> Family:
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
     of_kind: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _family(metric: Metric, having: list[tuple[str, ServingStats]]) -> Family:
     }
     name = metric.name.removesuffix("_total").removesuffix("_info")
     family = of_kind[metric.kind](name, metric.about, labels=["path"])
-    for path, stats in having:
+    for path, stats in stats_by_path:
         value = getattr(stats, metric.path)
         if metric.kind == "text":
             family.add_metric([path], {metric.path: value})

@@ -8,14 +8,14 @@ from torch import nn
 
 from torchrec_embcache.exceptions import InputError
 
-from .background import Monitor
+from .background import SampleMonitor
 from .rates import scalars
 from .sampling import Sample
 
 __all__ = ["TensorBoardLogger"]
 
 
-class TensorBoardLogger(Monitor):
+class TensorBoardLogger(SampleMonitor):
     """Writes the counters of a model's tables as scalars, as "embcache/<module>/<table>/host/hit_rate".
 
     What counts is written as a rate a second since the sample before, and what is there as it is. Waits are written as their median

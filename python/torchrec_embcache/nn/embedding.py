@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_embcache.admission import Admission, NotAdmitted
-from torchrec_embcache.cache import Ids, Values
-from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets, Unseen
+from torchrec_embcache.cache import IdsLike, ValuesLike
+from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, CachePolicy, MissingRead, OnFull, TierBudgets
 from torchrec_embcache.eviction import Policy as EvictionPolicy
 from torchrec_embcache.initializers import Initializer
 from torchrec_embcache.lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS
@@ -23,12 +23,12 @@ from torchrec_embcache.table_module import (
     TableModule,
     check_torch_arguments,
     import_pretrained,
-    one_feature,
     optimizer_of,
+    single_feature_splits,
     width_of,
 )
 from torchrec_embcache.telling import OnEvict
-from torchrec_embcache.tracing import as_one_call
+from torchrec_embcache.tracing import trace_as_call
 
 __all__ = ["EmbCacheEmbedding"]
 
@@ -54,10 +54,10 @@ class EmbCacheEmbedding(TableModule):
         padding_idx: an id that reads zeros and is never trained; None: there is no such id.
         policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
         on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
-        unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
+        missing: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
         admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
         not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
-            "shared": one row of the table, which the gradients of all such ids train. Only with `admission`.
+            "oov": one row of the table, which the gradients of all such ids train. Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
         on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for `drain_evicted`.
@@ -108,9 +108,9 @@ class EmbCacheEmbedding(TableModule):
         initializer: Initializer | None = None,
         seed: int = 0,
         padding_idx: int | None = None,
-        policy: Policy = "s3fifo",
+        policy: CachePolicy = "s3fifo",
         on_full: OnFull = "error",
-        unseen: Unseen | None = None,
+        missing: MissingRead | None = None,
         admission: Admission | None = None,
         not_admitted: NotAdmitted = "zeros",
         score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
@@ -137,7 +137,7 @@ class EmbCacheEmbedding(TableModule):
             padding_idx=padding_idx,
             policy=policy,
             on_full=on_full,
-            unseen=unseen,
+            missing=missing,
             admission=admission,
             not_admitted=not_admitted,
             score_half_life_steps=score_half_life_steps,
@@ -151,8 +151,8 @@ class EmbCacheEmbedding(TableModule):
     @classmethod
     def from_pretrained(  # noqa: D417 - the class says the rest
         cls,
-        ids: Ids,
-        weights: Values | None = None,
+        ids: IdsLike,
+        weights: ValuesLike | None = None,
         *,
         name: str,
         tiers: TierBudgets,
@@ -161,9 +161,9 @@ class EmbCacheEmbedding(TableModule):
         initializer: Initializer | None = None,
         seed: int = 0,
         padding_idx: int | None = None,
-        policy: Policy = "s3fifo",
+        policy: CachePolicy = "s3fifo",
         on_full: OnFull = "error",
-        unseen: Unseen | None = None,
+        missing: MissingRead | None = None,
         admission: Admission | None = None,
         not_admitted: NotAdmitted = "zeros",
         score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
@@ -206,7 +206,7 @@ class EmbCacheEmbedding(TableModule):
             padding_idx=padding_idx,
             policy=policy,
             on_full=on_full,
-            unseen=unseen,
+            missing=missing,
             admission=admission,
             not_admitted=not_admitted,
             score_half_life_steps=score_half_life_steps,
@@ -221,7 +221,7 @@ class EmbCacheEmbedding(TableModule):
             sparse=sparse,
             replicated=replicated,
         )
-        import_pretrained(made, ids, cast(Values, weights), freeze=freeze)
+        import_pretrained(made, ids, cast(ValuesLike, weights), freeze=freeze)
         return made
 
     def forward(self, input: Tensor, clicks: Tensor | None = None) -> Tensor:
@@ -237,7 +237,7 @@ class EmbCacheEmbedding(TableModule):
         Raises `InputError` for another `input` or `clicks`, and `CapacityError` where the last tier is full and `on_full` is
         "error".
         """
-        traced = as_one_call(self, input, clicks)
+        traced = trace_as_call(self, input, clicks)
         if traced is not None:
             return cast(Tensor, traced)
         batch, present = self._batch(input, clicks)
@@ -274,7 +274,7 @@ class EmbCacheEmbedding(TableModule):
         ids = ids_array(input, "input", self.table.device)
         counted = self._clicks(clicks, len(ids))
         if self.padding_idx is None:
-            return IdBatch(ids, one_feature(ids), counted), None
+            return IdBatch(ids, single_feature_splits(ids), counted), None
         present = ids != self.padding_idx
         ids = ids[present]
-        return IdBatch(ids, one_feature(ids), None if counted is None else counted[present]), present
+        return IdBatch(ids, single_feature_splits(ids), None if counted is None else counted[present]), present

@@ -11,9 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_embcache.admission import Admission, NotAdmitted
-from torchrec_embcache.bags import bag_bounds
-from torchrec_embcache.cache import Ids, Values
-from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets, Unseen, check_choice
+from torchrec_embcache.bags import bag_offsets
+from torchrec_embcache.cache import IdsLike, ValuesLike
+from torchrec_embcache.config import (
+    DEFAULT_TOTAL_NUM_BUCKETS,
+    CachePolicy,
+    MissingRead,
+    OnFull,
+    TierBudgets,
+    check_choice,
+)
 from torchrec_embcache.eviction import Policy as EvictionPolicy
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.initializers import Initializer
@@ -25,17 +32,17 @@ from torchrec_embcache.table_module import (
     TableModule,
     check_torch_arguments,
     import_pretrained,
-    one_feature,
     optimizer_of,
+    single_feature_splits,
     width_of,
 )
 from torchrec_embcache.telling import OnEvict
-from torchrec_embcache.tracing import as_one_call
+from torchrec_embcache.tracing import trace_as_call
 
 __all__ = ["EmbCacheEmbeddingBag"]
 
 I64 = NDArray[np.int64]
-Mode = Literal["sum", "mean", "max"]
+PoolingMode = Literal["sum", "mean", "max"]
 
 
 class EmbCacheEmbeddingBag(TableModule):
@@ -58,10 +65,10 @@ class EmbCacheEmbeddingBag(TableModule):
         padding_idx: an id that is left out of its bags, and of a mean's divisor; None: there is no such id.
         policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
         on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
-        unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
+        missing: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
         admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
         not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
-            "shared": one row of the table, which the gradients of all such ids train. Only with `admission`.
+            "oov": one row of the table, which the gradients of all such ids train. Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
         on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for `drain_evicted`.
@@ -107,14 +114,14 @@ class EmbCacheEmbeddingBag(TableModule):
         embedding_dim: int,
         tiers: TierBudgets,
         optimizer: OptimizerSpec,
-        mode: Mode = "mean",
+        mode: PoolingMode = "mean",
         include_last_offset: bool = False,
         initializer: Initializer | None = None,
         seed: int = 0,
         padding_idx: int | None = None,
-        policy: Policy = "s3fifo",
+        policy: CachePolicy = "s3fifo",
         on_full: OnFull = "error",
-        unseen: Unseen | None = None,
+        missing: MissingRead | None = None,
         admission: Admission | None = None,
         not_admitted: NotAdmitted = "zeros",
         score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
@@ -144,7 +151,7 @@ class EmbCacheEmbeddingBag(TableModule):
             padding_idx=padding_idx,
             policy=policy,
             on_full=on_full,
-            unseen=unseen,
+            missing=missing,
             admission=admission,
             not_admitted=not_admitted,
             score_half_life_steps=score_half_life_steps,
@@ -154,27 +161,27 @@ class EmbCacheEmbeddingBag(TableModule):
             device=device,
             replicated=replicated,
         )
-        self.mode: Mode = mode
+        self.mode: PoolingMode = mode
         self.include_last_offset = include_last_offset
 
     @classmethod
     def from_pretrained(
         cls,
-        ids: Ids,
-        weights: Values | None = None,
+        ids: IdsLike,
+        weights: ValuesLike | None = None,
         *,
         name: str,
         tiers: TierBudgets,
         optimizer: OptimizerSpec | None = None,
         freeze: bool = True,
-        mode: Mode = "mean",
+        mode: PoolingMode = "mean",
         include_last_offset: bool = False,
         initializer: Initializer | None = None,
         seed: int = 0,
         padding_idx: int | None = None,
-        policy: Policy = "s3fifo",
+        policy: CachePolicy = "s3fifo",
         on_full: OnFull = "error",
-        unseen: Unseen | None = None,
+        missing: MissingRead | None = None,
         admission: Admission | None = None,
         not_admitted: NotAdmitted = "zeros",
         score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
@@ -211,7 +218,7 @@ class EmbCacheEmbeddingBag(TableModule):
             padding_idx=padding_idx,
             policy=policy,
             on_full=on_full,
-            unseen=unseen,
+            missing=missing,
             admission=admission,
             not_admitted=not_admitted,
             score_half_life_steps=score_half_life_steps,
@@ -226,7 +233,7 @@ class EmbCacheEmbeddingBag(TableModule):
             sparse=sparse,
             replicated=replicated,
         )
-        import_pretrained(made, ids, cast(Values, weights), freeze=freeze)
+        import_pretrained(made, ids, cast(ValuesLike, weights), freeze=freeze)
         return made
 
     def extra_repr(self) -> str:
@@ -256,10 +263,10 @@ class EmbCacheEmbeddingBag(TableModule):
         `CapacityError` where the last tier is full and `on_full` is "error". The backward raises torch's `RuntimeError` where
         `offsets` or `per_sample_weights` were changed in place after the forward.
         """
-        traced = as_one_call(self, input, offsets, per_sample_weights, clicks)
+        traced = trace_as_call(self, input, offsets, per_sample_weights, clicks)
         if traced is not None:
             return cast(Tensor, traced)
-        batch, bounds, present = self._bags(input, offsets, clicks)
+        batch, bounds, present = self._split_bags(input, offsets, clicks)
         weights = None
         if per_sample_weights is not None:
             if self.mode != "sum":
@@ -281,7 +288,7 @@ class EmbCacheEmbeddingBag(TableModule):
             train=self._begin_forward(),
             anchor=self.weight,
             clicks=batch.clicks,
-            lent=lent,
+            unchanged_inputs=lent,
         )
 
     def prefetch(
@@ -302,10 +309,10 @@ class EmbCacheEmbeddingBag(TableModule):
             >>> item(torch.tensor([[7, 8]])).sum().backward()
         """
         del per_sample_weights  # the same rows are needed, whatever their weights
-        batch, _, _ = self._bags(input, offsets, clicks)
+        batch, _, _ = self._split_bags(input, offsets, clicks)
         return self._group.prefetch(batch, train=self._trains)
 
-    def _bags(
+    def _split_bags(
         self, input: Tensor, offsets: object, clicks: Tensor | None
     ) -> tuple[IdBatch, I64, NDArray[np.bool_] | None]:
         """The ids [n] that are not padding, where each bag begins in them [B + 1], and where they are in the input [N].
@@ -313,11 +320,13 @@ class EmbCacheEmbeddingBag(TableModule):
         The last is None where all of the input are such ids.
         """
         ids = ids_array(input, "input", self.table.device)
-        bounds = bag_bounds(input, ids, offsets, include_last_offset=self.include_last_offset, device=self.table.device)
+        bounds = bag_offsets(
+            input, ids, offsets, include_last_offset=self.include_last_offset, device=self.table.device
+        )
         counted = self._clicks(clicks, len(ids))
         if self.padding_idx is None:
-            return IdBatch(ids, one_feature(ids), counted), bounds, None
+            return IdBatch(ids, single_feature_splits(ids), counted), bounds, None
         present = ids != self.padding_idx
         ids = ids[present]
-        batch = IdBatch(ids, one_feature(ids), None if counted is None else counted[present])
+        batch = IdBatch(ids, single_feature_splits(ids), None if counted is None else counted[present])
         return batch, np.concatenate([[0], np.cumsum(present)])[bounds], present

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.sizing import Advice, TableTraffic
-from torchrec_embcache.sizing.advice import as_now
+from torchrec_embcache.sizing import BudgetAdvice, TableTraffic
+from torchrec_embcache.sizing.advice import current_advice
 
-from .panels import Line, Mark, Panel, Unit
+from .panels import AxisUnit, Line, Mark, Panel
 
 __all__ = ["curve_panels"]
 
 
 def curve_panels(
-    traffic: Sequence[TableTraffic] | Mapping[str, Sequence[TableTraffic]], advice: Advice | None = None
+    traffic: Sequence[TableTraffic] | Mapping[str, Sequence[TableTraffic]], advice: BudgetAdvice | None = None
 ) -> list[Panel]:
     """The miss ratio curves of tables: one diagram by the share of the rows in RAM, and one by the bytes that these take there.
 
@@ -40,7 +40,7 @@ def curve_panels(
     of_sources = traffic if isinstance(traffic, Mapping) else {"": traffic}
     names = list(dict.fromkeys(table.name for tables in of_sources.values() for table in tables))
     found = [
-        _Curve.of(table, source if len(of_sources) > 1 else "", names.index(table.name), dash, advice)
+        _TableCurve.from_table(table, source if len(of_sources) > 1 else "", names.index(table.name), dash, advice)
         for dash, (source, tables) in enumerate(of_sources.items())
         for table in tables
         if table.curve.lookups and len(table.curve.rows)
@@ -54,15 +54,17 @@ def curve_panels(
 
 
 @dataclass(frozen=True)
-class _Curve:
+class _TableCurve:
     """The points of a table by numbers of rows, and what a row is in each unit."""
 
     line: Line
     marks: tuple[Mark, ...]
-    scales: dict[Unit, float]
+    scales: dict[AxisUnit, float]
 
     @classmethod
-    def of(cls, table: TableTraffic, source: str, color: int, dash: int, advice: Advice | None) -> _Curve:
+    def from_table(
+        cls, table: TableTraffic, source: str, color: int, dash: int, advice: BudgetAdvice | None
+    ) -> _TableCurve:
         curve = table.curve
         # A cache that holds more than all rows is of no use. The curve ends at all of them.
         inside = curve.rows <= table.rows
@@ -73,7 +75,7 @@ class _Curve:
             y.append(curve.at(table.rows))
         line = Line(table.name, tuple(x), tuple(y), color, dash, source)
         marks = []
-        now, advised = as_now(table), advice.tables.get(table.name) if advice is not None else None
+        now, advised = current_advice(table), advice.tables.get(table.name) if advice is not None else None
         for shape, (label, made) in enumerate((("budget of now", now), ("advised budget", advised))):
             if made is not None:
                 rows = max(made.rows_in_ram, 1)
@@ -81,16 +83,18 @@ class _Curve:
         return cls(line, tuple(marks), {"share": 1.0 / table.rows, "bytes": float(table.row_bytes.host)})
 
 
-def _panel(curves: Sequence[_Curve], by: str, x_label: str, unit: Unit) -> Panel:
-    def scaled(curve: _Curve) -> Line:
+def _panel(curves: Sequence[_TableCurve], x_values: str, x_label: str, unit: AxisUnit) -> Panel:
+    def scaled(curve: _TableCurve) -> Line:
         line = curve.line
         x = tuple(rows * curve.scales[unit] for rows in line.x)
-        return Line(line.label, x, line.y, line.color, line.dash, line.of)
+        return Line(line.label, x, line.y, line.color, line.dash, line.table)
 
     marks = tuple(
-        Mark(mark.label, mark.of, mark.x * curve.scales[unit], mark.y, mark.color, mark.shape)
+        Mark(mark.label, mark.table, mark.x * curve.scales[unit], mark.y, mark.color, mark.shape)
         for curve in curves
         for mark in curve.marks
     )
     y_label = "misses (share of lookups)"
-    return Panel(f"Miss ratio by {by}", x_label, y_label, tuple(map(scaled, curves)), marks, unit, "share", x_log=True)
+    return Panel(
+        f"Miss ratio by {x_values}", x_label, y_label, tuple(map(scaled, curves)), marks, unit, "share", x_log=True
+    )

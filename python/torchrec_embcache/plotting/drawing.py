@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec_embcache.exceptions import ConfigError, InputError, UnsupportedError
 
-from .colors import DARK, LIGHT, Theme
-from .panels import Line, Panel, Unit, shown
+from .colors import DARK, LIGHT, ColorTheme
+from .panels import AxisUnit, Line, Panel, format_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "figure_of", "png", "svg", "written"]
+__all__ = ["build_figure", "draw", "figure_to_svg", "png", "svg"]
 
 #: The size of a diagram in inches. PNG has `_DPI` pixels an inch.
 _SIZE = (6.4, 4.2)
 _DPI = 100
 #: As `svg.hashsalt`: the same picture has the same bytes.
-_SALT = "embcache"
+_SVG_HASH_SALT = "embcache"
 #: Patterns of lines: solid, and dashes of several kinds. The last is for budgets.
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (3, 1.5, 1, 1.5)), (0, (1.5, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
 _DOTTED = (0, (1, 2))
-_SHAPES = ("D", "s", "^", "v")
+_MARKERS = ("D", "s", "^", "v")
 #: The key to a diagram names this many ranks. Patterns of more could not be told apart.
-_MOST_NAMED = len(_DASHES)
+_MAX_LEGEND_LINES = len(_DASHES)
 
 
 def draw(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> Figure:
@@ -46,7 +46,7 @@ def draw(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> Fi
         >>> [axes.get_title(loc="left") for axes in figure.axes]
         ['loss']
     """
-    return figure_of(panels, DARK if dark else LIGHT, columns, _SIZE)
+    return build_figure(panels, DARK if dark else LIGHT, columns, _SIZE)
 
 
 def svg(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> str:
@@ -59,7 +59,7 @@ def svg(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> str
         >>> svg([Panel("loss", "step", "loss", (Line("trained", (0.0, 1.0), (0.75, 0.5)),))])[:5]
         '<?xml'
     """
-    return written(draw(panels, dark=dark, columns=columns), " ".join(panel.about() for panel in panels))
+    return figure_to_svg(draw(panels, dark=dark, columns=columns), " ".join(panel.about() for panel in panels))
 
 
 def png(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> bytes:
@@ -70,18 +70,18 @@ def png(panels: Sequence[Panel], *, dark: bool = False, columns: int = 2) -> byt
     return file.getvalue()
 
 
-def written(figure: Figure, about: str) -> str:
+def figure_to_svg(figure: Figure, about: str) -> str:
     """A figure as SVG, always with the same bytes. matplotlib's settings are as before."""
     from matplotlib import rc_context
 
     file = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": _SALT}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": _SVG_HASH_SALT}):
         metadata = {"Date": None, "Creator": "embcache", "Description": about}
         figure.savefig(file, format="svg", facecolor=figure.get_facecolor(), metadata=metadata)
     return file.getvalue()
 
 
-def figure_of(panels: Sequence[Panel], theme: Theme, columns: int, size: tuple[float, float]) -> Figure:
+def build_figure(panels: Sequence[Panel], theme: ColorTheme, columns: int, size: tuple[float, float]) -> Figure:
     """The diagrams as a figure, each of them `size` inches."""
     if not panels:
         raise InputError("there is no diagram to draw")
@@ -93,30 +93,30 @@ def figure_of(panels: Sequence[Panel], theme: Theme, columns: int, size: tuple[f
         raise UnsupportedError('pictures need matplotlib: pip install "torchrec-embcache[plot]"') from missing
     columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure((size[0] * columns, size[1] * rows), dpi=_DPI, facecolor=theme.ground, layout="constrained")
+    figure = Figure((size[0] * columns, size[1] * rows), dpi=_DPI, facecolor=theme.background, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
     for number, panel in enumerate(panels, start=1):
-        _draw(figure.add_subplot(rows, columns, number), panel, theme)
+        _draw_panel(figure.add_subplot(rows, columns, number), panel, theme)
     return figure
 
 
-def _draw(axes: Axes, panel: Panel, theme: Theme) -> None:
-    axes.set_title(panel.title, color=theme.ink, fontsize=11, loc="left", fontweight="bold", pad=10)
-    axes.set_xlabel(panel.x_label, color=theme.ink, fontsize=10)
-    axes.set_ylabel(panel.y_label, color=theme.ink, fontsize=10)
-    axes.set_facecolor(theme.ground)
+def _draw_panel(axes: Axes, panel: Panel, theme: ColorTheme) -> None:
+    axes.set_title(panel.title, color=theme.foreground, fontsize=11, loc="left", fontweight="bold", pad=10)
+    axes.set_xlabel(panel.x_label, color=theme.foreground, fontsize=10)
+    axes.set_ylabel(panel.y_label, color=theme.foreground, fontsize=10)
+    axes.set_facecolor(theme.background)
     axes.grid(color=theme.grid, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=theme.quiet, which="both", labelsize=9)
+    axes.tick_params(colors=theme.muted, which="both", labelsize=9)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(theme.quiet)
+        spine.set_color(theme.muted)
     for line in panel.lines:
         axes.plot(
             line.x,
             line.y,
             color=theme.lines[line.color % len(theme.lines)],
-            linestyle=_pattern(line),
+            linestyle=_dash_pattern(line),
             linewidth=1.2 if line.dash < 0 else 1.8,
             # A line of one point is seen as a dot.
             marker="o" if sum(map(math.isfinite, line.y)) == 1 else None,
@@ -125,28 +125,28 @@ def _draw(axes: Axes, panel: Panel, theme: Theme) -> None:
         color = theme.lines[mark.color % len(theme.lines)]
         axes.plot(
             *([mark.x], [mark.y]),
-            marker=_SHAPES[mark.shape % len(_SHAPES)],
+            marker=_MARKERS[mark.shape % len(_MARKERS)],
             markersize=8,
             color=color,
-            markeredgecolor=theme.ground,
+            markeredgecolor=theme.background,
             linestyle="none",
             zorder=3,
             clip_on=False,
         )
     for axis, unit, is_log in ((axes.xaxis, panel.x_unit, panel.x_log), (axes.yaxis, panel.y_unit, panel.y_log)):
         values = [value for line in panel.lines for value in (line.x if axis is axes.xaxis else line.y)]
-        _scale(axis, unit, values, is_log=is_log, from_zero=panel.y_from_zero and axis is axes.yaxis)
-    _key(axes, panel, theme)
+        _set_scale(axis, unit, values, is_log=is_log, from_zero=panel.y_from_zero and axis is axes.yaxis)
+    _draw_legend(axes, panel, theme)
 
 
-def _pattern(line: Line) -> Any:
+def _dash_pattern(line: Line) -> Any:
     if line.dash < 0:
         return _DOTTED
     # After the last colour, the colours come again with another pattern.
     return _DASHES[(line.dash + line.color // len(LIGHT.lines)) % len(_DASHES)]
 
 
-def _scale(axis: Axis, unit: Unit, values: Sequence[float], *, is_log: bool, from_zero: bool) -> None:
+def _set_scale(axis: Axis, unit: AxisUnit, values: Sequence[float], *, is_log: bool, from_zero: bool) -> None:
     """The kind of an axis, its ends, and what its ticks say."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -154,7 +154,7 @@ def _scale(axis: Axis, unit: Unit, values: Sequence[float], *, is_log: bool, fro
     there = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
     if is_log and there:
         base = 2 if unit == "bytes" else 10
-        low, high = _wide(min(there), max(there), base)
+        low, high = _widen_log_range(min(there), max(there), base)
         set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
         set_scale("log", base=base)
         set_ends(low, high)
@@ -170,12 +170,12 @@ def _scale(axis: Axis, unit: Unit, values: Sequence[float], *, is_log: bool, fro
         elif from_zero:
             set_ends(0.0, 1.02 if unit == "share" else 1.08 * max([value for value in there if value > 0], default=1.0))
     if unit != "number" or is_log:
-        axis.set_major_formatter(FuncFormatter(lambda value, _place: shown(value, unit)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _place: format_value(value, unit)))
     else:
         axis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:,.12g}"))
 
 
-def _wide(low: float, high: float, base: int) -> tuple[float, float]:
+def _widen_log_range(low: float, high: float, base: int) -> tuple[float, float]:
     """Ends of a logarithmic axis with at least two ticks between them."""
     low, high = low / base**0.1, high * base**0.1
     while high / low < 4:
@@ -183,23 +183,23 @@ def _wide(low: float, high: float, base: int) -> tuple[float, float]:
     return low, high
 
 
-def _key(axes: Axes, panel: Panel, theme: Theme) -> None:
+def _draw_legend(axes: Axes, panel: Panel, theme: ColorTheme) -> None:
     """What each colour, pattern and shape is, below the diagram so that it covers nothing."""
     from matplotlib.lines import Line2D
 
     handles: dict[str, Line2D] = {}
     for line in panel.lines:
         color = theme.lines[line.color % len(theme.lines)]
-        style: Any = "-" if line.of and line.color < len(theme.lines) else _pattern(line)
+        style: Any = "-" if line.table and line.color < len(theme.lines) else _dash_pattern(line)
         handles.setdefault(line.label, Line2D([], [], color=color, linestyle=style, linewidth=1.8))
-    owners = list(dict.fromkeys(line.of for line in panel.lines if line.of))
-    for line in panel.lines if len(owners) <= _MOST_NAMED else ():
-        if line.of:
+    owners = list(dict.fromkeys(line.table for line in panel.lines if line.table))
+    for line in panel.lines if len(owners) <= _MAX_LEGEND_LINES else ():
+        if line.table:
             style = _DASHES[line.dash % len(_DASHES)]
-            handles.setdefault(line.of, Line2D([], [], color=theme.quiet, linestyle=style, linewidth=1.8))
+            handles.setdefault(line.table, Line2D([], [], color=theme.muted, linestyle=style, linewidth=1.8))
     for mark in panel.marks:
-        shape = _SHAPES[mark.shape % len(_SHAPES)]
-        handles.setdefault(mark.label, Line2D([], [], marker=shape, linestyle="none", color=theme.quiet, markersize=8))
+        shape = _MARKERS[mark.shape % len(_MARKERS)]
+        handles.setdefault(mark.label, Line2D([], [], marker=shape, linestyle="none", color=theme.muted, markersize=8))
     if not handles or (len(handles) == 1 and next(iter(handles)) in panel.title):
         return
     longest = max(map(len, handles))
@@ -215,4 +215,4 @@ def _key(axes: Axes, panel: Panel, theme: Theme) -> None:
         handlelength=2.6,
     )
     for text in key.get_texts():
-        text.set_color(theme.ink)
+        text.set_color(theme.foreground)

@@ -10,21 +10,21 @@ from typing import Literal
 
 from torchrec_embcache.exceptions import CorruptionError, InputError
 from torchrec_embcache.monitoring import Sample, TableSample
-from torchrec_embcache.monitoring.rates import TIERS, between
+from torchrec_embcache.monitoring.rates import TIERS, table_rates
 
-from .panels import Line, Panel, Unit
+from .panels import AxisUnit, Line, Panel
 
-__all__ = ["Over", "history_panels"]
+__all__ = ["HistoryAxis", "history_panels"]
 
 #: What diagrams are over. "auto" is "step" where steps rise in all tables, and "time" elsewhere.
-Over = Literal["auto", "step", "time"]
+HistoryAxis = Literal["auto", "step", "time"]
 
 _MIB = float(1 << 20)
 _TIER_NAMES = {"device": "device", "host": "host", "ssd": "SSD"}
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _LineSpec:
     """A line of a diagram: its label, the number of `monitoring.rates.between`, and what that is divided by."""
 
     label: str
@@ -35,54 +35,54 @@ class _Shown:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _PanelSpec:
     """A kind of diagram."""
 
     title: str
     y_label: str
-    lines: tuple[_Shown, ...]
-    unit: Unit = "number"
+    lines: tuple[_LineSpec, ...]
+    unit: AxisUnit = "number"
     is_log: bool = False
 
 
-def _by_tier(number: str, label: str = "{}", dash: int = 0) -> tuple[_Shown, ...]:
+def _by_tier(number: str, label: str = "{}", dash: int = 0) -> tuple[_LineSpec, ...]:
     return tuple(
-        _Shown(label.format(_TIER_NAMES[tier]), f"{tier}/{number}", color, dash) for color, tier in enumerate(TIERS)
+        _LineSpec(label.format(_TIER_NAMES[tier]), f"{tier}/{number}", color, dash) for color, tier in enumerate(TIERS)
     )
 
 
 #: The number of the pattern of budgets, which no line of a rank has.
 _DOTTED = -1
 _KINDS = (
-    _Kind("hit rate by tier", "ids found (share)", _by_tier("hit_rate"), "share"),
-    _Kind("rows by tier", "rows", _by_tier("rows"), is_log=True),
-    _Kind(
+    _PanelSpec("hit rate by tier", "ids found (share)", _by_tier("hit_rate"), "share"),
+    _PanelSpec("rows by tier", "rows", _by_tier("rows"), is_log=True),
+    _PanelSpec(
         "bytes by tier",
         "bytes",
         (*_by_tier("bytes"), *_by_tier("capacity_bytes", "{} budget", _DOTTED)),
         "bytes",
         is_log=True,
     ),
-    _Kind(
+    _PanelSpec(
         "SSD reads and writes",
         "MiB a second",
         (
-            _Shown("read", "ssd/read_bytes_per_second", 0, divisor=_MIB),
-            _Shown("written", "ssd/written_bytes_per_second", 1, divisor=_MIB),
+            _LineSpec("read", "ssd/read_bytes_per_second", 0, divisor=_MIB),
+            _LineSpec("written", "ssd/written_bytes_per_second", 1, divisor=_MIB),
         ),
     ),
-    _Kind(
+    _PanelSpec(
         "wait of a batch for its rows",
         "ms",
-        (_Shown("median", "row_wait/p50_ms", 0), _Shown("99th percentile", "row_wait/p99_ms", 1)),
+        (_LineSpec("median", "row_wait/p50_ms", 0), _LineSpec("99th percentile", "row_wait/p99_ms", 1)),
         is_log=True,
     ),
-    _Kind(
+    _PanelSpec(
         "time of a read from SSD",
         "ms",
         (
-            _Shown("median", "ssd/read_latency/p50_ms", 0),
-            _Shown("99th percentile", "ssd/read_latency/p99_ms", 1),
+            _LineSpec("median", "ssd/read_latency/p50_ms", 0),
+            _LineSpec("99th percentile", "ssd/read_latency/p99_ms", 1),
         ),
         is_log=True,
     ),
@@ -91,11 +91,11 @@ _NUMBERS = {shown.number for kind in _KINDS for shown in kind.lines}
 _SINCE = {number for number in _NUMBERS if number.endswith(("hit_rate", "_per_second", "_ms"))}
 
 #: The module, the name and the rank of a table.
-_Key = tuple[str, str, int]
+_SeriesKey = tuple[str, str, int]
 
 
 @dataclass
-class _Series:
+class _TableSeries:
     """The numbers of one table of one rank, sample by sample."""
 
     times: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ class _Series:
     def add(self, time: float, step: int | None, table: TableSample) -> None:
         seconds = time - self._last[0] if self._last is not None else 0.0
         before = self._last[1] if self._last is not None and seconds > 0.0 else None
-        found = between(before, table, max(seconds, 0.0) if before is not None else 0.0)
+        found = table_rates(before, table, max(seconds, 0.0) if before is not None else 0.0)
         for number in _NUMBERS:
             # Of the first sample only gauges count: what has happened before it may have taken days.
             value = math.nan if before is None and number in _SINCE else found.get(number, math.nan)
@@ -122,7 +122,10 @@ class _Series:
 
 
 def history_panels(
-    samples: Iterable[Sample] | Mapping[str, Iterable[Sample]], *, over: Over = "auto", tables: Collection[str] = ()
+    samples: Iterable[Sample] | Mapping[str, Iterable[Sample]],
+    *,
+    over: HistoryAxis = "auto",
+    tables: Collection[str] = (),
 ) -> list[Panel]:
     """What tables did over time: for each table its hit rates, rows and bytes by tier, SSD rates, and waits.
 
@@ -146,42 +149,40 @@ def history_panels(
         ('item: hit rate by tier', 'training step', (nan, 0.75))
     """
     of_sources = samples if isinstance(samples, Mapping) else {"": samples}
-    found: dict[tuple[str, str], dict[tuple[int, str], _Series]] = defaultdict(dict)
+    found: dict[tuple[str, str], dict[tuple[int, str], _TableSeries]] = defaultdict(dict)
     for source, of_source in of_sources.items():
-        for key, series in _series(source, of_source).items():
+        for key, series in _read_series(source, of_source).items():
             if len(series.times) > 1:
                 found[key[:2]][key[2], source] = series
-    chosen = _chosen(found, tables)
+    chosen = _select_tables(found, tables)
     if not chosen:
         raise InputError("there is no table with two samples: what happened between them is shown")
     every = [series for ranks in chosen.values() for series in ranks.values()]
     by_step = over == "step" or (over == "auto" and all(series.has_steps for series in every))
     begin = min(series.times[0] for series in every)
     panels = [
-        _panel(title, kind, _named(ranks), None if by_step else begin)
+        _panel(title, kind, _series_by_label(ranks), None if by_step else begin)
         for title, ranks in chosen.items()
         for kind in _KINDS
     ]
     return [panel for panel in panels if panel.lines]
 
 
-def _series(source: str, samples: Iterable[Sample]) -> dict[_Key, _Series]:
+def _read_series(path: str, samples: Iterable[Sample]) -> dict[_SeriesKey, _TableSeries]:
     """The numbers of the tables of one source."""
-    found: dict[_Key, _Series] = defaultdict(_Series)
+    found: dict[_SeriesKey, _TableSeries] = defaultdict(_TableSeries)
     try:
         for sample in samples:
             for table in sample.tables:
                 found[table.module, table.table, table.rank].add(sample.time, sample.step, table)
     except (OverflowError, ZeroDivisionError, ValueError) as error:
-        raise CorruptionError(
-            f"{source or 'the samples'}: a counter has a value that none can have: {error}"
-        ) from error
+        raise CorruptionError(f"{path or 'the samples'}: a counter has a value that none can have: {error}") from error
     return found
 
 
-def _chosen(
-    found: Mapping[tuple[str, str], dict[tuple[int, str], _Series]], tables: Collection[str]
-) -> dict[str, dict[tuple[int, str], _Series]]:
+def _select_tables(
+    found: Mapping[tuple[str, str], dict[tuple[int, str], _TableSeries]], tables: Collection[str]
+) -> dict[str, dict[tuple[int, str], _TableSeries]]:
     """The tables that are asked for, by what a person calls them."""
     titled = {f"{module}/{table}" if module else table: ranks for (module, table), ranks in found.items()}
     missing = [one for one in tables if not any(one in (title, title.split("/")[-1]) for title in titled)]
@@ -192,7 +193,7 @@ def _chosen(
     }
 
 
-def _named(ranks: Mapping[tuple[int, str], _Series]) -> dict[str, _Series]:
+def _series_by_label(ranks: Mapping[tuple[int, str], _TableSeries]) -> dict[str, _TableSeries]:
     """The series of a table by what each is called; one alone has no name."""
     if len(ranks) == 1:
         return {"": next(iter(ranks.values()))}
@@ -203,7 +204,7 @@ def _named(ranks: Mapping[tuple[int, str], _Series]) -> dict[str, _Series]:
     }
 
 
-def _panel(title: str, kind: _Kind, ranks: Mapping[str, _Series], begin: float | None) -> Panel:
+def _panel(title: str, kind: _PanelSpec, ranks: Mapping[str, _TableSeries], begin: float | None) -> Panel:
     lines: list[Line] = []
     for number, (of, series) in enumerate(ranks.items()):
         x = tuple(series.steps) if begin is None else tuple(time - begin for time in series.times)

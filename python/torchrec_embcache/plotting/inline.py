@@ -7,8 +7,8 @@ from html import escape
 
 from torchrec_embcache.exceptions import InputError
 
-from .colors import DARK, LIGHT, Theme
-from .drawing import figure_of, written
+from .colors import DARK, LIGHT, ColorTheme
+from .drawing import build_figure, figure_to_svg
 from .panels import Panel
 
 __all__ = ["inline_css", "inline_svg"]
@@ -37,7 +37,7 @@ def inline_svg(panel: Panel, name: str) -> str:
     """
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
         raise InputError(f"name={name!r}: give letters, digits and '-', a letter first")
-    text = written(figure_of([panel], LIGHT, 1, _SIZE), "")
+    text = figure_to_svg(build_figure([panel], LIGHT, 1, _SIZE), "")
     whole = text[text.index("<svg") :].rstrip()
     head, _, body = whole.partition(">")
     view = re.search(r'viewBox="[^"]*"', head)
@@ -47,7 +47,7 @@ def inline_svg(panel: Panel, name: str) -> str:
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", body, count=1, flags=re.DOTALL)
     body = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', body)
     body = re.sub(r'(url\(|href=")#', rf"\1#{name}-", body).replace("xlink:href", "href")
-    for variable, color in _variables(LIGHT).items():
+    for variable, color in _css_variables(LIGHT).items():
         body = re.sub(re.escape(color), f"var({variable})", body, flags=re.IGNORECASE)
     body = re.sub(r"<(path|use|rect|g)\b([^<>]*?)/>", r"<\1\2></\1>", body)
     label = escape(panel.about(), quote=True)
@@ -57,7 +57,7 @@ def inline_svg(panel: Panel, name: str) -> str:
 def inline_css() -> str:
     """The style sheet of what `inline_svg` gives: its colours on a light and on a dark ground, as the reader's system asks for.
 
-    The colours are variables, `--plot-ground`, `--plot-ink`, `--plot-quiet`, `--plot-grid` and `--plot-line-0` and so on, which a
+    The colours are variables, `--plot-background`, `--plot-foreground`, `--plot-muted`, `--plot-grid` and `--plot-line-0` and so on, which a
     page may use for itself.
 
     For example `f"<style>{inline_css()}</style>"`; see `inline_svg`.
@@ -68,7 +68,7 @@ def inline_css() -> str:
         True
     """
     light, dark = (
-        " ".join(f"{name}: {color};" for name, color in _variables(theme).items()) for theme in (LIGHT, DARK)
+        " ".join(f"{name}: {color};" for name, color in _css_variables(theme).items()) for theme in (LIGHT, DARK)
     )
     return (
         f":root {{ color-scheme: light dark; {light} }}\n"
@@ -79,6 +79,6 @@ def inline_css() -> str:
     )
 
 
-def _variables(theme: Theme) -> dict[str, str]:
-    named = {f"--plot-{name}": getattr(theme, name) for name in ("ground", "ink", "quiet", "grid")}
+def _css_variables(theme: ColorTheme) -> dict[str, str]:
+    named = {f"--plot-{name}": getattr(theme, name) for name in ("background", "foreground", "muted", "grid")}
     return named | {f"--plot-line-{number}": color for number, color in enumerate(theme.lines)}

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from torchrec_embcache.config import bytes_text
 
-__all__ = ["Line", "Mark", "Panel", "Unit", "shown"]
+__all__ = ["AxisUnit", "Line", "Mark", "Panel", "format_value"]
 
 #: What the numbers of an axis are: shares of 1, bytes, or others, whose unit the label says.
-Unit = Literal["share", "bytes", "number"]
+AxisUnit = Literal["share", "bytes", "number"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Line:
     - `x`, `y`: its n points. A `y` that is NaN is a gap.
     - `color`: the number of its colour. Lines of one colour belong together.
     - `dash`: the number of its pattern; 0 is solid.
-    - `of`: whose it is, where several have such a line: a rank or a file.
+    - `table`: whose it is, where several have such a line: a rank or a file.
 
     Examples:
         >>> from torchrec_embcache.plotting import Line
-        >>> Line("host", (0.0, 10.0), (0.5, 0.75), of="rank 1").title
+        >>> Line("host", (0.0, 10.0), (0.5, 0.75), table="rank 1").title
         'host, rank 1'
     """
 
@@ -36,12 +36,12 @@ class Line:
     y: tuple[float, ...]
     color: int = 0
     dash: int = 0
-    of: str = ""
+    table: str = ""
 
     @property
     def title(self) -> str:
         """Its label, and whose it is."""
-        return f"{self.label}, {self.of}" if self.of else self.label
+        return f"{self.label}, {self.table}" if self.table else self.label
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Mark:
     """A point of a diagram that matters, such as a budget on a curve.
 
     - `label`: what it is, such as "budget of now".
-    - `of`: the title of its line.
+    - `table`: the title of its line.
     - `x`, `y`: where it is.
     - `color`: the number of its colour, as that of its line.
     - `shape`: the number of its shape. Marks of one label have one shape.
@@ -57,11 +57,11 @@ class Mark:
     Examples:
         >>> from torchrec_embcache.plotting import Mark
         >>> Mark("budget of now", "item", x=0.1, y=0.25)
-        Mark(label='budget of now', of='item', x=0.1, y=0.25, color=0, shape=0)
+        Mark(label='budget of now', table='item', x=0.1, y=0.25, color=0, shape=0)
     """
 
     label: str
-    of: str
+    table: str
     x: float
     y: float
     color: int = 0
@@ -93,8 +93,8 @@ class Panel:
     y_label: str
     lines: tuple[Line, ...]
     marks: tuple[Mark, ...] = ()
-    x_unit: Unit = "number"
-    y_unit: Unit = "number"
+    x_unit: AxisUnit = "number"
+    y_unit: AxisUnit = "number"
     x_log: bool = False
     y_log: bool = False
     y_from_zero: bool = True
@@ -105,28 +105,30 @@ class Panel:
         for line in self.lines:
             there = [value for value in line.y if math.isfinite(value)]
             if there:
-                first, last = (shown(value, self.y_unit) for value in (there[0], there[-1]))
+                first, last = (format_value(value, self.y_unit) for value in (there[0], there[-1]))
                 told.append(f"{line.title}: {first} at first, {last} at last.")
         for mark in self.marks:
-            at, of = shown(mark.x, self.x_unit), shown(mark.y, self.y_unit)
-            told.append(f"{mark.label} of {mark.of}: {of} at {at}.")
+            at, of = format_value(mark.x, self.x_unit), format_value(mark.y, self.y_unit)
+            told.append(f"{mark.label} of {mark.table}: {of} at {at}.")
         return " ".join(told)
 
     def _range(self) -> str:
         there = [value for line in self.lines for value in line.x if math.isfinite(value)]
-        return " to ".join(shown(value, self.x_unit) for value in (min(there), max(there))) if there else "nothing"
+        return (
+            " to ".join(format_value(value, self.x_unit) for value in (min(there), max(there))) if there else "nothing"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Its numbers as JSON has them. A gap is null."""
-        lines = [{**vars(line), "x": _plain(line.x), "y": _plain(line.y)} for line in self.lines]
+        lines = [{**vars(line), "x": _to_json_values(line.x), "y": _to_json_values(line.y)} for line in self.lines]
         return {**vars(self), "lines": lines, "marks": [vars(mark) for mark in self.marks]}
 
 
-def _plain(values: Iterable[float]) -> list[float | None]:
+def _to_json_values(values: Iterable[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def shown(value: float, unit: Unit) -> str:
+def format_value(value: float, unit: AxisUnit) -> str:
     """A number as a person reads it."""
     if unit == "share":
         return f"{100 * value:.3g}%"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torchrec_embcache.exceptions import CorruptionError, InputError, StorageError
 from torchrec_embcache.monitoring import Sample
-from torchrec_embcache.monitoring.jsonl import sample_of
-from torchrec_embcache.paths import given_path
+from torchrec_embcache.monitoring.jsonl import sample_from_line
+from torchrec_embcache.paths import check_path
 from torchrec_embcache.sizing import TableTraffic, read_traffic
 
 from .curves import curve_panels
-from .history import Over, history_panels
+from .history import HistoryAxis, history_panels
 from .panels import Panel
 
 __all__ = ["read_panels"]
@@ -27,7 +27,7 @@ _EXPECTED = (
 
 
 def read_panels(
-    paths: Sequence[str | os.PathLike[str]], *, over: Over = "auto", tables: Collection[str] = ()
+    paths: Sequence[str | os.PathLike[str]], *, over: HistoryAxis = "auto", tables: Collection[str] = ()
 ) -> list[Panel]:
     """The diagrams of files: miss ratio curves of what `sizing.write_traffic` wrote, and the history in a file of a `JsonlLogger`.
 
@@ -52,13 +52,13 @@ def read_panels(
     """
     traffic: dict[str, list[TableTraffic]] = {}
     samples: dict[str, Iterator[Sample]] = {}
-    names = _names([os.fspath(path) for path in paths])
+    names = _file_labels([os.fspath(path) for path in paths])
     for path, name in names.items():
-        text = _text(path)
+        text = _read_text(path)
         if _is_traffic(text):
-            traffic[name] = [table for table in _traffic(path) if not tables or _is_named(table.name, tables)]
+            traffic[name] = [table for table in _read_traffic(path) if not tables or _matches_table(table.name, tables)]
         else:
-            samples[name] = _samples(path, text)
+            samples[name] = _read_samples(path, text)
     panels = []
     if any(traffic.values()):
         panels += curve_panels(traffic)
@@ -71,19 +71,19 @@ def read_panels(
     return panels
 
 
-def _names(paths: Sequence[str]) -> dict[str, str]:
+def _file_labels(paths: Sequence[str]) -> dict[str, str]:
     """What each file is called: the last part of its path, where no other has the same."""
     last = [os.path.basename(path) for path in paths]
     return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
 
 
-def _is_named(title: str, tables: Collection[str]) -> bool:
+def _matches_table(title: str, tables: Collection[str]) -> bool:
     return bool({title, title.rsplit("/", 1)[-1]} & set(tables))
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
-        return Path(given_path("path", path)).read_bytes().decode("utf-8")
+        return Path(check_path("path", path)).read_bytes().decode("utf-8")
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -95,7 +95,7 @@ def _is_traffic(text: str) -> bool:
     return text.lstrip()[:1] == "{" and text.lstrip()[1:].lstrip().startswith('"format"')
 
 
-def _traffic(path: str) -> list[TableTraffic]:
+def _read_traffic(path: str) -> list[TableTraffic]:
     try:
         return read_traffic(path)
     except CorruptionError as error:
@@ -103,12 +103,12 @@ def _traffic(path: str) -> list[TableTraffic]:
         raise CorruptionError(said if said.startswith(path) else f"{path}: {said}") from error
 
 
-def _samples(path: str, text: str) -> Iterator[Sample]:
+def _read_samples(path: str, text: str) -> Iterator[Sample]:
     """The samples of a file. A line that a full disk has cut, and a last line that is not whole yet, are left out."""
     lines = [line for line in text.split("\n") if line.strip()]
     cut = 0
     for line in lines:
-        sample = _sample(line)
+        sample = _parse_sample(line)
         if sample is None:
             cut += 1
         else:
@@ -119,8 +119,8 @@ def _samples(path: str, text: str) -> Iterator[Sample]:
         _log.warning("%s: %d of %d lines are no whole samples, and are left out", path, cut, len(lines))
 
 
-def _sample(line: str) -> Sample | None:
+def _parse_sample(line: str) -> Sample | None:
     try:
-        return sample_of(line)
+        return sample_from_line(line)
     except InputError:
         return None

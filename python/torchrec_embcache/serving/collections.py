@@ -22,24 +22,24 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_embcache.exceptions import UnsupportedError
-from torchrec_embcache.modules.features import check_features, in_order
+from torchrec_embcache.modules.features import check_features, reorder_features
 
-from .operators import Reader, bags_by_operator, is_traced, rows_by_operator
-from .served import ServedTable, ServingModule, pinned
+from .operators import ModuleReader, is_traced, pooled_op, rows_op
+from .served import ServingModule, TableRef, pinned
 from .tables import Tables
 from .version import Pooling, Version
 
 __all__ = ["ServingEmbeddingBagCollection", "ServingEmbeddingCollection", "serving_collection"]
 
 
-class _Collection(ServingModule):
+class _ServingCollection(ServingModule):
     """What both collections share."""
 
-    def __init__(self, served: Tables, tables: Sequence[ServedTable], configs: list[Any], device: torch.device) -> None:
+    def __init__(self, served: Tables, tables: Sequence[TableRef], configs: list[Any], device: torch.device) -> None:
         super().__init__(served, tables)
         self._device = device
         self._configs = configs
-        self._reader = Reader(served, self._tables)
+        self._reader = ModuleReader(served, self._tables)
         self._counts = [len(config.feature_names) for config in configs]
         self._features = [name for config in configs for name in config.feature_names]
         self._names_by_table: list[list[str]] = get_embedding_names_by_table(configs)
@@ -50,7 +50,7 @@ class _Collection(ServingModule):
         """The device of the module that this one replaced. Results are on that of the features."""
         return self._device
 
-    def _ordered(self, features: Any, *, weighted: bool) -> KeyedJaggedTensor:
+    def _reorder(self, features: Any, *, weighted: bool) -> KeyedJaggedTensor:
         """The batch, checked and in the order of the tables' features."""
         is_plain = isinstance(features, KeyedJaggedTensor) and not (
             features.variable_stride_per_key() or features.inverse_indices_or_none() is not None
@@ -63,16 +63,16 @@ class _Collection(ServingModule):
         owner = f"{type(self).__name__} of {self.served.path}"
         device = features.values().device if isinstance(features, KeyedJaggedTensor) else self._device
         checked = check_features(features, self._features, weighted=weighted, clicks=False, owner=owner, device=device)
-        return in_order(checked, self._features)
+        return reorder_features(checked, self._features)
 
 
-class ServingEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface):
+class ServingEmbeddingBagCollection(_ServingCollection, EmbeddingBagCollectionInterface):
     """TorchRec's `EmbeddingBagCollection` over tables that are served: the same batches in, the same `KeyedTensor` out."""
 
     def __init__(
         self,
         served: Tables,
-        tables: Sequence[ServedTable],
+        tables: Sequence[TableRef],
         configs: list[EmbeddingBagConfig],
         device: torch.device,
         *,
@@ -109,15 +109,13 @@ class ServingEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface
                 own = by_name[name]
                 weights = own.weights() if self._is_weighted else None
                 parts.append(
-                    bags_by_operator(
-                        own.values(), own.offsets(), weights, self._reader, place, is_mean=pooling == "mean"
-                    )
+                    pooled_op(own.values(), own.offsets(), weights, self._reader, place, is_mean=pooling == "mean")
                 )
         return torch.cat(parts, dim=1)
 
     def _pooled(self, features: KeyedJaggedTensor) -> Tensor:
         """Columns of each feature, side by side: [B, C]."""
-        features = self._ordered(features, weighted=self._is_weighted)
+        features = self._reorder(features, weighted=self._is_weighted)
         stride = features.stride()
         ids, bounds = features.values().cpu().numpy(), features.offsets().cpu().numpy().astype(np.int64)
         weights = features.weights().detach().cpu().numpy() if self._is_weighted else None
@@ -127,7 +125,7 @@ class ServingEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface
             for table, count, pooling in zip(self._tables, self._counts, self._pooling, strict=True):
                 own = bounds[first * stride : (first + count) * stride + 1]
                 chosen = slice(int(own[0]), int(own[-1]))
-                part = table.of(version).bags_of(
+                part = table.in_version(version).pool_array(
                     ids[chosen], own - own[0], pooling, None if weights is None else weights[chosen]
                 )
                 columns = out[:, column : column + count * table.dim].view(stride, count, table.dim)
@@ -136,13 +134,13 @@ class ServingEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface
         return out.to(features.values().device)
 
 
-class ServingEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
+class ServingEmbeddingCollection(_ServingCollection, EmbeddingCollectionInterface):
     """TorchRec's `EmbeddingCollection` over tables that are served: the same batches in, the same `JaggedTensor`s out."""
 
     def __init__(
         self,
         served: Tables,
-        tables: Sequence[ServedTable],
+        tables: Sequence[TableRef],
         configs: list[EmbeddingConfig],
         device: torch.device,
         *,
@@ -169,7 +167,7 @@ class ServingEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The rows of each feature's ids, float32 `(N[f], D)`, on the device of the batch. It raises as `Table.lookup` does."""
-        return self._traced(features) if is_traced(features) else self._looked_up(features)
+        return self._traced(features) if is_traced(features) else self._lookup_features(features)
 
     def _traced(self, features: Any) -> dict[str, JaggedTensor]:
         """What a tracer records: an operator for each feature."""
@@ -178,14 +176,14 @@ class ServingEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
             for feature, name in zip(config.feature_names, names, strict=True):
                 own = by_name[feature]
                 found[name] = JaggedTensor(
-                    values=rows_by_operator(own.values(), self._reader, place),
+                    values=rows_op(own.values(), self._reader, place),
                     lengths=own.lengths(),
                     weights=own.values() if self._need_indices else None,
                 )
         return found
 
-    def _looked_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        features = self._ordered(features, weighted=False)
+    def _lookup_features(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        features = self._reorder(features, weighted=False)
         counts = features.length_per_key()
         lengths = features.lengths().view(len(counts), -1)
         with pinned(self.served) as version:
@@ -203,13 +201,13 @@ class ServingEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
         first = begin = 0
         for table, features in zip(self._tables, self._counts, strict=True):
             own = counts[first : first + features]
-            rows = table.of(version).rows_of(ids[begin : begin + sum(own)]).as_subclass(Tensor)
+            rows = table.in_version(version).lookup_array(ids[begin : begin + sum(own)]).as_subclass(Tensor)
             found += torch.split(rows.to(values.device), own)
             first, begin = first + features, begin + sum(own)
         return found
 
 
-def serving_collection(served: Tables, module: Any, path: str) -> _Collection | None:
+def serving_collection(served: Tables, module: Any, path: str) -> _ServingCollection | None:
     """What takes the place of a collection of TorchRec's, whose path in the checkpoint is `path`; None for another module."""
     if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
         return None
@@ -226,5 +224,5 @@ def serving_collection(served: Tables, module: Any, path: str) -> _Collection | 
     )
 
 
-def _tables(path: str, configs: Sequence[Any]) -> list[ServedTable]:
-    return [ServedTable((path, config.name), config.embedding_dim) for config in configs]
+def _tables(path: str, configs: Sequence[Any]) -> list[TableRef]:
+    return [TableRef((path, config.name), config.embedding_dim) for config in configs]

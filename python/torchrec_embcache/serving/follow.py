@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Literal
 
-from torchrec_embcache.config import as_float, check_choice
+from torchrec_embcache.config import check_choice, to_float
 from torchrec_embcache.exceptions import ConfigError
 
 __all__ = ["Follow"]
@@ -57,11 +57,11 @@ class Follow:
     source: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        poll = as_float(self.poll_seconds)
+        poll = to_float(self.poll_seconds)
         if poll is None or not 0.0 < poll <= threading.TIMEOUT_MAX:
             raise ConfigError(f"Follow.poll_seconds={self.poll_seconds!r}: give seconds above 0")
         if self.max_staleness_seconds is not None:
-            most = as_float(self.max_staleness_seconds)
+            most = to_float(self.max_staleness_seconds)
             if most is None or not 0.0 <= most <= threading.TIMEOUT_MAX:
                 raise ConfigError(
                     f"Follow.max_staleness_seconds={self.max_staleness_seconds!r}: give seconds from 0, or None for no bound"

@@ -18,20 +18,20 @@ from torchrec_embcache.bags import check_offsets
 from torchrec_embcache.exceptions import MismatchError, StateError
 from torchrec_embcache.rows import contiguous, ids_array
 
-from .served import ServedTable, pinned
+from .served import TableRef, pinned
 from .tables import Tables
 
-__all__ = ["Reader", "bags_by_operator", "is_traced", "rows_by_operator"]
+__all__ = ["ModuleReader", "is_traced", "pooled_op", "rows_op"]
 
 
-class Reader:
+class ModuleReader:
     """The tables of a module that is replaced. Copies of the module share it.
 
     Its key is the path of the module in the checkpoint and a number, which no other module that lives has. What is exported names
     the path alone, so that another process finds its own module there.
     """
 
-    def __init__(self, served: Tables, tables: tuple[ServedTable, ...]) -> None:
+    def __init__(self, served: Tables, tables: tuple[TableRef, ...]) -> None:
         self.served = served
         self.tables = tables
         self.path = tables[0].pair[0] if tables else ""
@@ -44,7 +44,7 @@ class Reader:
         """What a graph that is being made calls it."""
         return self.path if torch.compiler.is_exporting() else self.key
 
-    def named(self, table: str, dim: int) -> ServedTable:
+    def table_ref(self, table: str, dim: int) -> TableRef:
         """A table by its name. `MismatchError` where there is none of this width."""
         found = next((own for own in self.tables if own.pair[1] == table), None)
         if found is None or found.dim != dim:
@@ -55,14 +55,14 @@ class Reader:
             )
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleReader:
         return self
 
 
-_READERS: weakref.WeakValueDictionary[str, Reader] = weakref.WeakValueDictionary()
+_READERS: weakref.WeakValueDictionary[str, ModuleReader] = weakref.WeakValueDictionary()
 
 
-def _reader(key: str) -> Reader:
+def _find_reader(key: str) -> ModuleReader:
     found = _READERS.get(key)
     if found is not None:
         return found
@@ -86,13 +86,13 @@ def served_bags(
     ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: str, dim: int, is_mean: bool
 ) -> Tensor:
     """Pooled rows [B, D] of ids [N] in the bags that offsets [B + 1] make of them."""
-    reader = _reader(key)
-    own = reader.named(table, dim)
+    reader = _find_reader(key)
+    own = reader.table_ref(table, dim)
     flat, bounds = ids_array(ids, "ids", ids.device), ids_array(offsets, "offsets", offsets.device)
     check_offsets(bounds, len(flat), 1)
     factors = None if weights is None else contiguous(weights.detach().cpu()).numpy().astype(np.float32, copy=False)
     with pinned(reader.served) as version:
-        pooled = own.of(version).bags_of(flat, bounds, "mean" if is_mean else "sum", factors)
+        pooled = own.in_version(version).pool_array(flat, bounds, "mean" if is_mean else "sum", factors)
     return pooled.to(ids.device)
 
 
@@ -105,10 +105,10 @@ def _(ids: Tensor, offsets: Tensor, weights: Tensor | None, key: str, table: str
 @torch.library.custom_op("torchrec_embcache::served_rows", mutates_args=())
 def served_rows(ids: Tensor, key: str, table: str, dim: int) -> Tensor:
     """Rows [N, D] of ids [N]."""
-    reader = _reader(key)
-    own = reader.named(table, dim)
+    reader = _find_reader(key)
+    own = reader.table_ref(table, dim)
     with pinned(reader.served) as version:
-        rows = own.of(version).rows_of(ids_array(ids, "ids", ids.device))
+        rows = own.in_version(version).lookup_array(ids_array(ids, "ids", ids.device))
     return rows.as_subclass(Tensor).to(ids.device)
 
 
@@ -118,8 +118,8 @@ def _(ids: Tensor, key: str, table: str, dim: int) -> Tensor:
     return ids.new_empty(ids.shape[0], dim, dtype=torch.float32)
 
 
-def bags_by_operator(
-    ids: Tensor, offsets: Tensor, weights: Tensor | None, reader: Reader, table: int, *, is_mean: bool
+def pooled_op(
+    ids: Tensor, offsets: Tensor, weights: Tensor | None, reader: ModuleReader, table: int, *, is_mean: bool
 ) -> Tensor:
     """What a graph has for pooled rows. The arguments may be a tracer's."""
     own = reader.tables[table]
@@ -127,7 +127,7 @@ def bags_by_operator(
     return cast(Tensor, call(ids, offsets, weights, reader.name, own.pair[1], own.dim, is_mean))
 
 
-def rows_by_operator(ids: Tensor, reader: Reader, table: int) -> Tensor:
+def rows_op(ids: Tensor, reader: ModuleReader, table: int) -> Tensor:
     """What a graph has for rows. The arguments may be a tracer's."""
     own = reader.tables[table]
     call = torch.ops.torchrec_embcache.served_rows

@@ -15,7 +15,7 @@ from torchrec_embcache.exceptions import InputError, StateError, UnsupportedErro
 from torchrec_embcache.nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from torchrec_embcache.whole_model import CacheModule, path_in_model
 
-from .served import ServedTable, ServingEmbedding, ServingEmbeddingBag, ServingModule, pinned
+from .served import ServingEmbedding, ServingEmbeddingBag, ServingModule, TableRef, pinned
 from .tables import Tables
 from .version import Pooling, Version, current_version
 
@@ -66,24 +66,24 @@ def replace(model: Model, tables: Tables, *, modules: Mapping[str, str] | None =
         raise InputError(f"tables is a {type(tables).__name__}: give what serving.open returned")
     if tables.is_closed:
         raise StateError(f"the tables of {tables.path} are closed: open them again by serving.open")
-    found = _found(model)
-    paths = _renamed({path: path_in_model(model, path) for path in found}, modules)
-    _agree_on_shared(found, paths, modules)
+    found = _find_modules(model)
+    paths = _checkpoint_paths({path: path_in_model(model, path) for path in found}, modules)
+    _unify_shared_paths(found, paths, modules)
     made: dict[int, ServingModule] = {}
     with pinned(tables):
         for path, module in found.items():
             if id(module) not in made:
-                made[id(module)] = _serving(tables, module, paths[path])
+                made[id(module)] = _serving_module(tables, module, paths[path])
     if "" in found:
         return made[id(found[""])]
     for path, module in found.items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, made[id(module)])
-    _read_one_version(model, tables)
+    _pin_per_forward(model, tables)
     return model
 
 
-def _found(model: nn.Module) -> dict[str, nn.Module]:
+def _find_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules to replace by their paths, those inside others left out. `InputError` and `UnsupportedError`."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -107,22 +107,22 @@ def _found(model: nn.Module) -> dict[str, nn.Module]:
 def _has_tables(module: nn.Module) -> bool:
     return (
         isinstance(module, CacheModule)
-        or _torchrec_has("modules.embedding_modules", "EmbeddingBagCollection", module)
-        or _torchrec_has("modules.embedding_modules", "EmbeddingCollection", module)
+        or _is_torchrec_module("modules.embedding_modules", "EmbeddingBagCollection", module)
+        or _is_torchrec_module("modules.embedding_modules", "EmbeddingCollection", module)
     )
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return _torchrec_has("distributed.types", "ShardedModule", module)
+    return _is_torchrec_module("distributed.types", "ShardedModule", module)
 
 
-def _torchrec_has(where: str, kind: str, module: nn.Module) -> bool:
+def _is_torchrec_module(module_name: str, kind: str, module: nn.Module) -> bool:
     """Whether a module is of a class of TorchRec's. Where TorchRec was not imported, none is."""
-    there = sys.modules.get(f"torchrec.{where}")
+    there = sys.modules.get(f"torchrec.{module_name}")
     return there is not None and isinstance(module, getattr(there, kind))
 
 
-def _renamed(paths: dict[str, str], modules: Mapping[str, str] | None) -> dict[str, str]:
+def _checkpoint_paths(paths: dict[str, str], modules: Mapping[str, str] | None) -> dict[str, str]:
     """The path in the checkpoint of each module, by its path in the model. `paths` has these paths without wrappers."""
     if not isinstance(modules, Mapping | None):
         raise InputError(f"modules is a {type(modules).__name__}: give paths in the checkpoint by paths in the model")
@@ -136,7 +136,7 @@ def _renamed(paths: dict[str, str], modules: Mapping[str, str] | None) -> dict[s
     return {path: renames.get(short, short) for path, short in paths.items()}
 
 
-def _agree_on_shared(found: dict[str, nn.Module], paths: dict[str, str], modules: Mapping[str, str] | None) -> None:
+def _unify_shared_paths(found: dict[str, nn.Module], paths: dict[str, str], modules: Mapping[str, str] | None) -> None:
     """Give a module that the model has at several paths one path in the checkpoint: that which `modules` says for any of them."""
     named = set((modules or {}).values())
     for module in {id(module): module for module in found.values()}.values():
@@ -151,13 +151,13 @@ def _agree_on_shared(found: dict[str, nn.Module], paths: dict[str, str], modules
             paths[path] = next(iter(said))
 
 
-def _serving(tables: Tables, module: nn.Module, path: str) -> ServingModule:
+def _serving_module(tables: Tables, module: nn.Module, path: str) -> ServingModule:
     """What takes the place of a module with tables, whose path in the checkpoint is `path`."""
     if isinstance(module, EmbCacheEmbedding):
-        table = ServedTable((path, module.table.name), module.embedding_dim)
+        table = TableRef((path, module.table.name), module.embedding_dim)
         return ServingEmbedding(tables, table, module.padding_idx)
     if isinstance(module, EmbCacheEmbeddingBag):
-        table = ServedTable((path, module.table.name), module.embedding_dim)
+        table = TableRef((path, module.table.name), module.embedding_dim)
         pooling: Pooling = "mean" if module.mode == "mean" else "sum"
         return ServingEmbeddingBag(tables, table, module.padding_idx, pooling, module.include_last_offset)
     if find_spec("torchrec") is not None:
@@ -176,19 +176,19 @@ def _serving(tables: Tables, module: nn.Module, path: str) -> ServingModule:
 _FORWARDS: ContextVar[tuple[tuple[object, Version | None], ...]] = ContextVar("forwards", default=())
 
 
-class _OneVersion:
+class _VersionHooks:
     """Hooks of a model that pin one version for all of its modules, from the begin of a forward to its end."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
 
-    def before(self, *_arguments: Any) -> None:
+    def pin_version(self, *_arguments: Any) -> None:
         if torch.compiler.is_compiling():
             return  # a graph of torch's has no versions: its operators read the one that is pinned when they run
         version = None if current_version(self.tables) is not None else self.tables.pin().__enter__()
         _FORWARDS.set((*_FORWARDS.get(), (self, version)))
 
-    def after(self, *_arguments: Any) -> None:
+    def unpin_version(self, *_arguments: Any) -> None:
         """Also called after an error, be it one of `before`, which has added nothing then."""
         if torch.compiler.is_compiling():
             return
@@ -200,7 +200,7 @@ class _OneVersion:
                 version.__exit__(None, None, None)
 
 
-def _read_one_version(model: nn.Module, tables: Tables) -> None:
-    hooks = _OneVersion(tables)
-    model.register_forward_pre_hook(hooks.before)
-    model.register_forward_hook(hooks.after, always_call=True)
+def _pin_per_forward(model: nn.Module, tables: Tables) -> None:
+    hooks = _VersionHooks(tables)
+    model.register_forward_pre_hook(hooks.pin_version)
+    model.register_forward_hook(hooks.unpin_version, always_call=True)

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchrec_embcache.bags import bag_bounds
+from torchrec_embcache.bags import bag_offsets
 from torchrec_embcache.exceptions import InputError, MismatchError, UnsupportedError
 from torchrec_embcache.rows import check_float32, contiguous, ids_array
-from torchrec_embcache.table_names import Pair, shown
+from torchrec_embcache.table_names import TablePath, display_name
 
 from .tables import Tables
 from .version import Pooling, Table, Version, current_version
 
-__all__ = ["ServedTable", "ServingEmbedding", "ServingEmbeddingBag", "ServingModule", "pinned", "tables_of"]
+__all__ = ["ServingEmbedding", "ServingEmbeddingBag", "ServingModule", "TableRef", "pinned", "tables_of"]
 
 
 @contextmanager
@@ -43,24 +43,25 @@ def pinned(tables: Tables) -> Iterator[Version]:
 
 
 @dataclass(frozen=True)
-class ServedTable:
+class TableRef:
     """A table that a module reads: which of the checkpoint it is, and its width."""
 
-    pair: Pair
+    pair: TablePath
     dim: int
 
-    def of(self, version: Version) -> Table:
+    def in_version(self, version: Version) -> Table:
         """This table of a version. `MismatchError` where that has none of this name and width."""
         found = version.by_pair().get(self.pair)
         if found is None:
-            listed = ", ".join(sorted(shown(pair) for pair in version.by_pair())) or "none"
+            listed = ", ".join(sorted(display_name(pair) for pair in version.by_pair())) or "none"
             raise MismatchError(
-                f"checkpoint {version.name} has no table {shown(self.pair)!r}; it has {listed}: give replace() modules=, the path "
+                f"checkpoint {version.name} has no table {display_name(self.pair)!r}; it has {listed}: give replace() "
+                f"modules=, the path "
                 "of a module in the checkpoint by its path in the model"
             )
         if found.dim != self.dim:
             raise MismatchError(
-                f"table {shown(self.pair)!r} has embedding_dim {self.dim} in the model and {found.dim} in checkpoint "
+                f"table {display_name(self.pair)!r} has embedding_dim {self.dim} in the model and {found.dim} in checkpoint "
                 f"{version.name}: make the model as the one that was trained"
             )
         return found
@@ -69,23 +70,23 @@ class ServedTable:
 class ServingModule(nn.Module):
     """A module that reads tables that are served. It has no parameters, and gives no gradients."""
 
-    def __init__(self, served: Tables, tables: Sequence[ServedTable]) -> None:
+    def __init__(self, served: Tables, tables: Sequence[TableRef]) -> None:
         super().__init__()
         self.served = served
         self._tables = tuple(tables)
         with pinned(served) as version:
             for table in self._tables:
-                table.of(version)
+                table.in_version(version)
 
     def extra_repr(self) -> str:
         """What `print` shows: the tables, and the directory that they are served from."""
-        return f"{', '.join(shown(table.pair) for table in self._tables)}, served from {self.served.path!r}"
+        return f"{', '.join(display_name(table.pair) for table in self._tables)}, served from {self.served.path!r}"
 
 
 class ServingEmbedding(ServingModule):
     """An `EmbCacheEmbedding` over a table that is served: ids of any shape in, float32 `(*, D)` out, on the device of the ids."""
 
-    def __init__(self, served: Tables, table: ServedTable, padding_idx: int | None) -> None:
+    def __init__(self, served: Tables, table: TableRef, padding_idx: int | None) -> None:
         super().__init__(served, [table])
         self.padding_idx = padding_idx
         self.embedding_dim = table.dim
@@ -95,7 +96,7 @@ class ServingEmbedding(ServingModule):
         del clicks
         ids = ids_array(input, "input", _device_of(input))
         with pinned(self.served) as version:
-            rows = self._tables[0].of(version).rows_of(ids).as_subclass(Tensor)
+            rows = self._tables[0].in_version(version).lookup_array(ids).as_subclass(Tensor)
         if self.padding_idx is not None:
             rows[torch.from_numpy(ids == self.padding_idx)] = 0.0
         return rows.to(input.device).view(*input.shape, self.embedding_dim)
@@ -105,7 +106,7 @@ class ServingEmbeddingBag(ServingModule):
     """An `EmbCacheEmbeddingBag` over a table that is served: the same arguments in, float32 `[B, D]` out."""
 
     def __init__(
-        self, served: Tables, table: ServedTable, padding_idx: int | None, mode: Pooling, include_last_offset: bool
+        self, served: Tables, table: TableRef, padding_idx: int | None, mode: Pooling, include_last_offset: bool
     ) -> None:
         super().__init__(served, [table])
         self.padding_idx = padding_idx
@@ -124,7 +125,7 @@ class ServingEmbeddingBag(ServingModule):
         del clicks
         device = _device_of(input)
         ids = ids_array(input, "input", device)
-        bounds = bag_bounds(input, ids, offsets, include_last_offset=self.include_last_offset, device=device)
+        bounds = bag_offsets(input, ids, offsets, include_last_offset=self.include_last_offset, device=device)
         weights = None
         if per_sample_weights is not None:
             if self.mode != "sum":
@@ -136,7 +137,7 @@ class ServingEmbeddingBag(ServingModule):
             ids, bounds = ids[present], np.concatenate([[0], np.cumsum(present)])[bounds]
             weights = None if weights is None else weights[present]
         with pinned(self.served) as version:
-            pooled = self._tables[0].of(version).bags_of(ids, bounds, self.mode, weights)
+            pooled = self._tables[0].in_version(version).pool_array(ids, bounds, self.mode, weights)
         return pooled.to(input.device)
 
 

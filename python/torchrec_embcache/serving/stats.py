@@ -21,7 +21,7 @@ class ServingStats:
     - `last_error`: what the last failure said, until a look succeeds; None where there was none.
     - `versions`: versions that are served, kept for a rollback, or pinned.
     - `lookups`, `ids`, `missing`: lookups in tables, ids in them, and those of the ids that have no row.
-    - `far_rows`: rows whose pages were not seen in memory lately, and were asked for together before rows were taken from them.
+    - `cold_rows`: rows whose pages were not seen in memory lately, and were asked for together before rows were taken from them.
     - `rows`: rows of all tables that are served now.
     - `overlay_ids`: ids of deltas that the indexes do not cover yet, which are held in the memory of this process.
     - `shared_index_bytes`: bytes of the indexes that all processes of the machine share.
@@ -51,7 +51,7 @@ class ServingStats:
     lookups: int
     ids: int
     missing: int
-    far_rows: int
+    cold_rows: int
     rows: int
     overlay_ids: int
     shared_index_bytes: int
@@ -59,7 +59,9 @@ class ServingStats:
     is_stale: bool
 
     @classmethod
-    def of(cls, native: _native.ServingStats, most_seconds: float | None) -> Self:
-        """From the core's counters. `most_seconds` is how old what is served may be."""
+    def from_native(cls, native: _native.ServingStats, max_staleness_seconds: float | None) -> Self:
+        """From the core's counters. `max_staleness_seconds` is how old what is served may be."""
         counted = {field.name: getattr(native, field.name) for field in fields(cls) if field.name != "is_stale"}
-        return cls(**counted, is_stale=most_seconds is not None and native.staleness_seconds > most_seconds)
+        return cls(
+            **counted, is_stale=max_staleness_seconds is not None and native.staleness_seconds > max_staleness_seconds
+        )

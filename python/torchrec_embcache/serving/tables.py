@@ -10,10 +10,10 @@ from typing import Any, NoReturn, Self
 
 from torchrec_embcache import _native
 from torchrec_embcache.admission import NotAdmitted, check_not_admitted
-from torchrec_embcache.closing import ClosedByWith
+from torchrec_embcache.closing import CloseOnExitMixin
 from torchrec_embcache.config import parse_bytes
 from torchrec_embcache.exceptions import ConfigError, PathError, StateError
-from torchrec_embcache.paths import GivenPath, PathChecks, open_to_load
+from torchrec_embcache.paths import CheckedPath, PathChecks, open_to_load
 
 from .follow import Follow
 from .stats import ServingStats
@@ -22,7 +22,7 @@ from .version import Version
 __all__ = ["Tables", "open"]
 
 
-class Tables(ClosedByWith):
+class Tables(CloseOnExitMixin):
     """A directory of checkpoints that is served, as `serving.open` gives it. Any thread may use it.
 
     A forked child may use it too. Versions that were pinned before the fork are as they were. At its first use in the child the
@@ -50,17 +50,17 @@ class Tables(ClosedByWith):
         >>> tables.close()
     """
 
-    def __init__(self, opens: Callable[[], _native.Serving], path: str, follow: Follow | None) -> None:
+    def __init__(self, open_native: Callable[[], _native.TableServer], path: str, follow: Follow | None) -> None:
         self.path = path
         self.follow = follow
-        self._opens = opens
-        self._opening = threading.Lock()
-        self._native: _native.Serving | None = None
-        self._is_own = False  # whether this process opened it
+        self._open_native = open_native
+        self._open_lock = threading.Lock()
+        self._native: _native.TableServer | None = None
+        self._is_opened_here = False  # whether this process opened it
         self._closed = False
-        self._stop: Callable[[], object] = _nothing
+        self._stop: Callable[[], object] = _no_op
         self._open_here()
-        _open.add(self)
+        _open_servers.add(self)
 
     def pin(self) -> Version:
         """The version that is served now. It stays as it is until it is let go, by `close()` or a `with` statement.
@@ -89,7 +89,7 @@ class Tables(ClosedByWith):
     def stats(self) -> ServingStats:
         """Its counters, as they are now."""
         most = self.follow.max_staleness_seconds if self.follow is not None else None
-        return ServingStats.of(self._ready().stats(), most)
+        return ServingStats.from_native(self._ready().stats(), most)
 
     @property
     def is_closed(self) -> bool:
@@ -98,36 +98,36 @@ class Tables(ClosedByWith):
 
     def close(self) -> None:
         """Follow and serve no longer; harmless twice. Versions that are pinned can be read until they are let go."""
-        with self._opening:
+        with self._open_lock:
             self._closed = True
             self._stop()
             self._native = None
 
-    def _ready(self) -> _native.Serving:
+    def _ready(self) -> _native.TableServer:
         native = self._native
-        if native is None or not self._is_own:
+        if native is None or not self._is_opened_here:
             native = self._open_here()
         return native
 
-    def _open_here(self) -> _native.Serving:
+    def _open_here(self) -> _native.TableServer:
         """Open the directory in this process, and follow it, where neither was done yet."""
-        with self._opening:
+        with self._open_lock:
             if self._closed:
                 raise StateError(f"the tables of {self.path} are closed: open them again by serving.open")
-            if self._native is None or not self._is_own:
-                native = self._opens()
+            if self._native is None or not self._is_opened_here:
+                native = self._open_native()
                 if self.follow is not None:
                     native.follow(float(self.follow.poll_seconds))
                 self._stop = weakref.finalize(self, native.stop)
-                self._native, self._is_own = native, True
+                self._native, self._is_opened_here = native, True
             return self._native
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Called in a forked child, which has none of its parent's threads, and may not use what they work with."""
-        self._opening = threading.Lock()
+        self._open_lock = threading.Lock()
         if isinstance(self._stop, weakref.finalize):
             self._stop.detach()  # it would keep the parent's versions
-        self._stop, self._is_own = _nothing, False
+        self._stop, self._is_opened_here = _no_op, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The same tables: a copy of a model reads what the model reads."""
@@ -143,16 +143,16 @@ class Tables(ClosedByWith):
         return f"Tables({self.path!r}{', closed' if self.is_closed else ''})"
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     """What ends the thread of tables that have none."""
 
 
-_open: weakref.WeakSet[Tables] = weakref.WeakSet()
+_open_servers: weakref.WeakSet[Tables] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for tables in list(_open):
-        tables.forked()
+    for tables in list(_open_servers):
+        tables.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -183,7 +183,7 @@ def open(  # noqa: A001  # the specification's name: serving.open
         follow: how newer checkpoints are taken up. None: only `Tables.poll` does.
         path_checks: the rules for the directories, as those of `Saver`. "trusted" accepts volumes that others may write to.
         missing: what ids without a row read: "zeros", a number for every column, "initial", the values that a row would be born
-            with, or "shared", the row that ids share which were refused one. None: what evaluation reads in training, as far as the
+            with, or "oov", the row that ids share which were refused one. None: what evaluation reads in training, as far as the
             checkpoint says it.
         preload: read the weights of all rows into memory before a checkpoint is served, in huge pages where the system has them.
             Give it where they fit there: no lookup waits for the disk then, and lookups are faster. False: rows are read as they
@@ -233,21 +233,21 @@ def open(  # noqa: A001  # the specification's name: serving.open
         settings["max_staleness_seconds"] = follow.max_staleness_seconds
         settings["raise_when_stale"] = follow.on_stale == "raise"
     settings["at"] = None if at is None else str(at)
-    root = GivenPath(open_to_load(path, path_checks).path)
-    _check_is_no_checkpoint(root)
+    root = CheckedPath(open_to_load(path, path_checks).path)
+    _check_not_a_checkpoint(root)
     source = (
-        None if follow is None or follow.source is None else GivenPath(open_to_load(follow.source, path_checks).path)
+        None if follow is None or follow.source is None else CheckedPath(open_to_load(follow.source, path_checks).path)
     )
 
-    def opens() -> _native.Serving:
+    def open_native() -> _native.TableServer:
         # A forked child opens them anew: a directory that was opened before a fork is its parent's.
         trainer = None if source is None else open_to_load(source, path_checks)
-        return _native.Serving(open_to_load(root, path_checks), source=trainer, **settings)
+        return _native.TableServer(open_to_load(root, path_checks), source=trainer, **settings)
 
-    return Tables(opens, root, follow)
+    return Tables(open_native, root, follow)
 
 
-def _check_is_no_checkpoint(path: str) -> None:
+def _check_not_a_checkpoint(path: str) -> None:
     """`PathError` where `path` is one checkpoint, and not the directory that it lies in."""
     above, name = os.path.split(path)
     if os.path.isfile(os.path.join(path, "manifest.json")) and not os.path.exists(os.path.join(path, "LATEST")):

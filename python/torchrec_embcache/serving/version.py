@@ -18,10 +18,10 @@ from torch import Tensor
 
 from torchrec_embcache import _native
 from torchrec_embcache.bags import check_offsets
-from torchrec_embcache.closing import ClosedByWith
+from torchrec_embcache.closing import CloseOnExitMixin
 from torchrec_embcache.config import check_choice
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
-from torchrec_embcache.rows import Ids, check_float32, contiguous, ids_array
+from torchrec_embcache.rows import IdsLike, check_float32, contiguous, ids_array
 
 __all__ = ["Pooling", "Rows", "Table", "Version", "current_version"]
 
@@ -30,7 +30,7 @@ Pooling = Literal["sum", "mean"]
 
 _CPU = torch.device("cpu")
 # The dtype in which rows are stored, by the precision of the checkpoint. A row of int8 is its codes, its scale and its bias.
-_STORED = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+_STORED_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
 # The versions of `with` statements that this task or thread is in, the innermost last.
 _PINNED: ContextVar[tuple[Version, ...]] = ContextVar("pinned versions", default=())
 
@@ -79,14 +79,14 @@ class Rows(Tensor):
         return type(self), (self.as_subclass(Tensor), self.found)
 
 
-class _Held:
+class _VersionHandle:
     """A version of the core, until it is let go. Tables know this and not the `Version`: a cycle would wait for the collector."""
 
     def __init__(self, native: _native.ServedVersion) -> None:
         self.name = native.name
         self.native: _native.ServedVersion | None = native
 
-    def ready(self) -> _native.ServedVersion:
+    def get(self) -> _native.ServedVersion:
         """The version. `StateError` where it was let go."""
         native = self.native  # another thread may let it go
         if native is None:
@@ -112,14 +112,14 @@ class Table:
         Table('item', dim=2, rows=2) [[3.0, 4.0], [1.0, 2.0]]
     """
 
-    def __init__(self, held: _Held, native: _native.ServedTable) -> None:
-        self._held = held
+    def __init__(self, handle: _VersionHandle, native: _native.ServedTable) -> None:
+        self._handle = handle
         self._native = native
         self.module = native.module
         self.name = native.name
         self.dim = native.dim
         self.rows = native.rows
-        self.dtype = _STORED[native.precision]
+        self.dtype = _STORED_DTYPES[native.precision]
         self._last = threading.local()
 
     @property
@@ -136,7 +136,7 @@ class Table:
             )
         return found
 
-    def lookup(self, ids: Ids, dtype: torch.dtype = torch.float32) -> Rows:
+    def lookup(self, ids: IdsLike, dtype: torch.dtype = torch.float32) -> Rows:
         """The rows of ids [N]: float32 [N, D], and `found`, bool [N].
 
         Args:
@@ -166,16 +166,16 @@ class Table:
         """
         self._last.found = None
         if dtype == torch.float32:
-            rows = self.rows_of(_flat("ids", ids))
+            rows = self.lookup_array(_flat_ids("ids", ids))
         elif dtype == self.dtype:
-            rows = self._stored_rows_of(_flat("ids", ids))
+            rows = self._lookup_stored(_flat_ids("ids", ids))
         else:
             stored = "" if self.dtype == torch.float32 else f" or {self.dtype}, as its rows are stored"
             raise InputError(f"dtype={dtype!r}: table {self.name!r} gives torch.float32{stored}")
         self._last.found = rows.found
         return rows
 
-    def rows_of(self, ids: I64) -> Rows:
+    def lookup_array(self, ids: I64) -> Rows:
         """As `lookup`, of an int64 array [N]."""
         values, found = (
             torch.empty(len(ids), self.dim, dtype=torch.float32, device="cpu"),
@@ -184,14 +184,14 @@ class Table:
         self._ready().lookup(ids, values.numpy(), found.numpy())
         return Rows(values, found)
 
-    def _stored_rows_of(self, ids: I64) -> Rows:
+    def _lookup_stored(self, ids: I64) -> Rows:
         stored = torch.empty(len(ids), self._native.stored_bytes, dtype=torch.uint8, device="cpu")
         found = torch.empty(len(ids), dtype=torch.bool, device="cpu")
         self._ready().lookup_stored(ids, stored.numpy(), found.numpy())
         return Rows(stored.view(self.dtype), found)
 
     def lookup_pooled(
-        self, ids: Ids, offsets: Ids, pooling: Pooling = "sum", per_sample_weights: Tensor | None = None
+        self, ids: IdsLike, offsets: IdsLike, pooling: Pooling = "sum", per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """The sums or the means of the rows of bags: float32 [B, D]. An empty bag gives zeros.
 
@@ -223,36 +223,36 @@ class Table:
         check_choice("pooling", pooling, Pooling)
         if per_sample_weights is not None and pooling != "sum":
             raise ConfigError(f'per_sample_weights with pooling={pooling!r}: as in torch, use pooling="sum"')
-        flat, bounds = _flat("ids", ids), _flat("offsets", offsets)
+        flat, bounds = _flat_ids("ids", ids), _flat_ids("offsets", offsets)
         check_offsets(bounds, len(flat), 1)
         weights = None
         if per_sample_weights is not None:
             check_float32("per_sample_weights", per_sample_weights, (len(flat),))
             weights = contiguous(per_sample_weights.detach().cpu()).numpy()
-        return self.bags_of(flat, bounds, pooling, weights)
+        return self.pool_array(flat, bounds, pooling, weights)
 
-    def bags_of(self, ids: I64, offsets: I64, pooling: Pooling, weights: NDArray[np.float32] | None) -> Tensor:
+    def pool_array(self, ids: I64, offsets: I64, pooling: Pooling, weights: NDArray[np.float32] | None) -> Tensor:
         """As `lookup_pooled`, of arrays that were checked."""
         out = torch.empty(len(offsets) - 1, self.dim, dtype=torch.float32, device="cpu")
         self._ready().lookup_pooled(ids, offsets, pooling, weights, out.numpy())
         return out
 
     def _ready(self) -> _native.ServedTable:
-        if self._held.native is None:
+        if self._handle.native is None:
             raise StateError(
-                f"table {self.name!r} is of version {self._held.name}, which was let go: pin a version anew"
+                f"table {self.name!r} is of version {self._handle.name}, which was let go: pin a version anew"
             )
         return self._native
 
     def __reduce__(self) -> NoReturn:
-        raise _not_copied(self._held.name)
+        raise _copy_error(self._handle.name)
 
     def __repr__(self) -> str:
         of = f" of module {self.module!r}" if self.module else ""
         return f"Table({self.name!r}{of}, dim={self.dim}, rows={self.rows})"
 
 
-class Version(ClosedByWith):
+class Version(CloseOnExitMixin):
     """One checkpoint, with all its tables, as `Tables.pin` gives it. Nothing that is published meanwhile changes it.
 
     `name` is the checkpoint's, and `published` says when that was published, in seconds since 1970. At the end of a `with`
@@ -272,23 +272,23 @@ class Version(ClosedByWith):
         >>> version.close()  # harmless twice
     """
 
-    def __init__(self, of: object, native: _native.ServedVersion) -> None:
-        self.of = of
-        self._held = _Held(native)
-        self.name = self._held.name
+    def __init__(self, server: object, native: _native.ServedVersion) -> None:
+        self.server = server
+        self._handle = _VersionHandle(native)
+        self.name = self._handle.name
         self._tables: dict[tuple[str, str], Table] = {}
         self._named: dict[str, Table] = {}
         self._by_pair: dict[tuple[str, str], Table] | None = None
 
     @property
-    def published(self) -> float:
+    def published_at(self) -> float:
         """When the checkpoint was published, in seconds since 1970."""
-        return self._held.ready().published
+        return self._handle.get().published_at
 
     @property
-    def is_held(self) -> bool:
+    def is_pinned(self) -> bool:
         """Whether it was not let go yet."""
-        return self._held.native is not None
+        return self._handle.native is not None
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -297,16 +297,16 @@ class Version(ClosedByWith):
 
     def by_pair(self) -> dict[tuple[str, str], Table]:
         """Every table by the path of its module and its name."""
-        native, found = self._held.ready(), self._by_pair
+        native, found = self._handle.get(), self._by_pair
         if found is None:
-            found = {(table.module, table.name): self._one(table) for table in native.tables()}
+            found = {(table.module, table.name): self._table_for(table) for table in native.tables()}
             self._by_pair = found
-            self._keep_nothing_after_close()
+            self._clear_if_closed()
         return found
 
-    def _one(self, table: _native.ServedTable) -> Table:
+    def _table_for(self, table: _native.ServedTable) -> Table:
         """One object for a table, whatever names it."""
-        return self._tables.setdefault((table.module, table.name), Table(self._held, table))
+        return self._tables.setdefault((table.module, table.name), Table(self._handle, table))
 
     def __getitem__(self, name: str) -> Table:
         """A table by its name, or by "module/name". `MismatchError`, which lists the tables, where there is none or several."""
@@ -314,24 +314,24 @@ class Version(ClosedByWith):
         if found is None:
             if not isinstance(name, str):
                 raise InputError(f"a table is named by text, not by {name!r}: give its name")
-            found = self._named[name] = self._one(self._held.ready().table(name))
-            self._keep_nothing_after_close()
+            found = self._named[name] = self._table_for(self._handle.get().table(name))
+            self._clear_if_closed()
         return found
 
-    def _keep_nothing_after_close(self) -> None:
+    def _clear_if_closed(self) -> None:
         """Tables that were made while another thread let the version go would keep its files."""
-        if not self.is_held:
+        if not self.is_pinned:
             self.close()
 
     def close(self) -> None:
         """Let the version go; harmless twice. Its tables refuse use from then on."""
-        self._held.native = None
+        self._handle.native = None
         self._tables.clear()
         self._named.clear()
         self._by_pair = None
 
     def __enter__(self) -> Self:
-        self._held.ready()
+        self._handle.get()
         _PINNED.set((*_PINNED.get(), self))
         return self
 
@@ -342,13 +342,13 @@ class Version(ClosedByWith):
         super().__exit__(kind, error, trace)
 
     def __reduce__(self) -> NoReturn:
-        raise _not_copied(self.name)
+        raise _copy_error(self.name)
 
     def __repr__(self) -> str:
-        return f"Version({self.name!r}{'' if self.is_held else ', let go'})"
+        return f"Version({self.name!r}{'' if self.is_pinned else ', let go'})"
 
 
-def _not_copied(name: str) -> StateError:
+def _copy_error(name: str) -> StateError:
     return StateError(
         f"version {name} and its tables can be neither pickled nor copied: pin a version by Tables.pin() where it is to be used"
     )
@@ -357,10 +357,12 @@ def _not_copied(name: str) -> StateError:
 def current_version(tables: object) -> Version | None:
     """The version of these tables whose `with` statement the caller is in, if there is one."""
     # One that was let go in another thread or task than that which pinned it is still there.
-    return next((version for version in reversed(_PINNED.get()) if version.of is tables and version.is_held), None)
+    return next(
+        (version for version in reversed(_PINNED.get()) if version.server is tables and version.is_pinned), None
+    )
 
 
-def _flat(field: str, ids: Ids) -> I64:
+def _flat_ids(field: str, ids: IdsLike) -> I64:
     """Integers [N] of 64 bits as an array. `InputError`, which names `field`, for anything else."""
     given = ids if isinstance(ids, Tensor) else _array(field, ids)
     if given.ndim != 1:

@@ -6,7 +6,7 @@ by an error or an interrupt. Who uses a session decides which ranks take part (`
 | session | for | used by |
 | --- | --- | --- |
 | `save.SaveSession` | a checkpoint that the coordinator begins and publishes | `Saver`, DCP's `finish`, `convert` |
-| `moment.MomentSession` | a checkpoint of one moment, written by a thread beside training | `Saver.save_async` |
+| `moment.AsyncSaveSession` | a checkpoint of one moment, written by a thread beside training | `Saver.save_async` |
 | `part.PartSession` | what one rank writes before any rank knows of a checkpoint | DCP's `write_data` and `stage` |
 | `load.LoadSession` | a checkpoint that is read, and the tables whose rows it replaces | `Saver.load`, DCP's reader |
 | `load.Merge` | a chain of checkpoints that is merged | `Saver.compact` |

@@ -8,27 +8,27 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from torchrec_embcache.exceptions import EmbCacheError
 
-__all__ = ["Begun"]
+__all__ = ["AbandonOnError"]
 
 _log = logging.getLogger("torchrec_embcache.saver")
 
 
-class _Native(Protocol):
+class _Abandonable(Protocol):
     """What the core begins."""
 
     def abandon(self) -> None:
         """Remove what was written."""
 
 
-N = TypeVar("N", bound=_Native)
+N = TypeVar("N", bound=_Abandonable)
 
 
-class Begun(Generic[N]):
+class AbandonOnError(Generic[N]):
     """As a block: abandons what the core began where the block is left by an error or an interrupt."""
 
     def __init__(self) -> None:
         # One assignment sets it: wherever an interrupt comes, either this has it, or it ended and a later save sweeps what it left.
-        self._begun: N | None = None
+        self._native: N | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -44,7 +44,7 @@ class Begun(Generic[N]):
 
         The error that ended the save is on its way to the caller, so an error of the removal is only logged.
         """
-        begun, self._begun = self._begun, None
+        begun, self._native = self._native, None
         if begun is None:
             return
         try:

@@ -10,24 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
-from torchrec_embcache.paths import Directory
+from torchrec_embcache.paths import CheckpointDirectory
 
-from .begun import Begun
+from .begun import AbandonOnError
 from .ranks import Ranks
 
-__all__ = ["BlockSession"]
+__all__ = ["RecisSession"]
 
 _log = logging.getLogger("torchrec_embcache.serialize")
 
 
-class BlockSession(Begun[_native.BlockSave]):
+class RecisSession(AbandonOnError[_native.RecisSave]):
     """One shard's part of a save. The shard that ends last publishes the save; until then a load finds the one before.
 
     As a block it gives the part up where the block is left by an error or an interrupt. The order of calls: `begin` or
-    `begin_together`, `open_files`, `append` and `append_rows` for each block in its order, `publish`.
+    `begin_on_all_ranks`, `open_files`, `append` and `append_rows` for each block in its order, `publish`.
     """
 
-    def __init__(self, directory: Directory, shard: int, shards: int, steps: Mapping[str, int]) -> None:
+    def __init__(self, directory: CheckpointDirectory, shard: int, shards: int, steps: Mapping[str, int]) -> None:
         """`steps`: of the tables that the shards save, by which shards that cannot agree know their save."""
         super().__init__()
         self._directory, self._shard, self._shards = directory, shard, shards
@@ -35,29 +35,29 @@ class BlockSession(Begun[_native.BlockSave]):
 
     def begin(self) -> None:
         """Join the newest save that waits for this shard and saw the tables at the same steps, or begin one."""
-        self._begun = _native.BlockSave.join_or_begin(
+        self._native = _native.RecisSave.join_or_begin(
             self._directory, self._shard, self._shards, self._steps, secrets.randbits(64)
         )
 
-    def begin_together(self, ranks: Ranks) -> None:
+    def begin_on_all_ranks(self, ranks: Ranks) -> None:
         """Begin a save on the first rank, and join it on the others. Collective."""
-        name = ranks.together(self._begin_new if ranks.rank == 0 else str)[0]
-        ranks.together(lambda: self._join(name))
+        name = ranks.gather(self._begin_new if ranks.rank == 0 else str)[0]
+        ranks.gather(lambda: self._join(name))
 
     def _begin_new(self) -> str:
-        self._begun = _native.BlockSave(self._directory, self._shard, self._shards, self._steps, secrets.randbits(64))
-        return self._begun.name
+        self._native = _native.RecisSave(self._directory, self._shard, self._shards, self._steps, secrets.randbits(64))
+        return self._native.name
 
     def _join(self, name: str) -> None:
-        if self._begun is None:
-            self._begun = _native.BlockSave.join(self._directory, self._shard, self._shards, self._steps, name)
+        if self._native is None:
+            self._native = _native.RecisSave.join(self._directory, self._shard, self._shards, self._steps, name)
 
     @property
-    def _save(self) -> _native.BlockSave:
-        assert self._begun is not None, "begin() comes before, and it was not given up"
-        return self._begun
+    def _save(self) -> _native.RecisSave:
+        assert self._native is not None, "begin() comes before, and it was not given up"
+        return self._native
 
-    def open_files(self, parallel: int, blocks: Sequence[_native.BlockToWrite]) -> None:
+    def open_files(self, parallel: int, blocks: Sequence[_native.RecisBlockSpec]) -> None:
         """Make the data files of the shard's blocks, `parallel` at most, which as many threads write."""
         self._save.open_files(parallel, list(blocks))
 
@@ -69,10 +69,10 @@ class BlockSession(Begun[_native.BlockSave]):
         """Add rows [n, bytes of a row] to the block, in this order."""
         self._save.append_rows(block, rows, order)
 
-    def publish(self, tables: Sequence[_native.WrittenTable]) -> bool:
+    def publish(self, tables: Sequence[_native.RecisWrittenTable]) -> bool:
         """Make the blocks durable and write the shard's manifest; whether this was the last shard, which publishes the save."""
         saved = self._save.publish(list(tables))
-        self._begun = None
-        for what in saved.left:
+        self._native = None
+        for what in saved.cleanup_errors:
             _log.info("an older block-level save in %s could not be removed: %s", self._directory, what)
         return saved.is_last

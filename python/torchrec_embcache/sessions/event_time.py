@@ -6,7 +6,7 @@ from torch import nn
 
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.shards import shards_of
-from torchrec_embcache.sweeping import milliseconds
+from torchrec_embcache.sweeping import to_milliseconds
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import cache_modules
 
@@ -51,9 +51,9 @@ def set_time(model: nn.Module, seconds: float) -> None:
     def tables() -> list[TableShard]:
         if not cache_modules(model):
             raise InputError(f"{type(model).__name__} has no cache module: nothing has a time")
-        return [table for _, _, table in shards_of(model) if table.settings.lifecycle.is_timed]
+        return [table for _, _, table in shards_of(model) if table.settings.lifecycle.needs_clock]
 
-    greatest = max(ranks.together(lambda: milliseconds("set_time", seconds)))
+    greatest = max(ranks.gather(lambda: to_milliseconds("set_time", seconds)))
     timed: list[TableShard] = []
 
     def check() -> None:
@@ -61,6 +61,6 @@ def set_time(model: nn.Module, seconds: float) -> None:
         for table in timed:
             table.native.check_time(greatest)
 
-    ranks.together(check)
+    ranks.gather(check)
     for table in timed:
         table.native.set_time(greatest)

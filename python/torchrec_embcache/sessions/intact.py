@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, StorageError
-from torchrec_embcache.paths import Directory
+from torchrec_embcache.paths import CheckpointDirectory
 
 __all__ = ["CHECKPOINT_NAME", "find_intact"]
 
@@ -19,30 +19,32 @@ _log = logging.getLogger("torchrec_embcache.saver")
 CHECKPOINT_NAME = re.compile(r"\d{10,20}-[0-9a-f]{16}")
 
 
-def find_intact(directory: Directory, wanted: str | None) -> tuple[str, dict[str, str]]:
-    """The newest checkpoint that is whole, no newer than `wanted` (by default the newest), and why those that are newer are not.
+def find_intact(directory: CheckpointDirectory, newest: str | None) -> tuple[str, dict[str, str]]:
+    """The newest checkpoint that is whole, no newer than `newest` (by default the newest), and why those that are newer are not.
 
     All rows are read for that. `CorruptionError` where none is whole; `PathError` where there is none.
     """
     skipped: dict[str, str] = {}
-    below = None if wanted is None else _built_on(directory, wanted)
-    if wanted is None:
+    below = None if newest is None else _base_names(directory, newest)
+    if newest is None:
         try:
-            wanted = _native.latest_checkpoint(directory)
+            newest = _native.latest_checkpoint(directory)
         except CorruptionError as error:
             skipped["LATEST"] = str(error)
     there = sorted(
-        (name for name in os.listdir(directory.path) if _is_complete(directory, name)), key=_number, reverse=True
+        (name for name in os.listdir(directory.path) if _is_complete(directory, name)),
+        key=_checkpoint_number,
+        reverse=True,
     )
-    for name in there if wanted is None else [wanted, *(name for name in there if name != wanted)]:
-        is_newer = wanted is not None and _number(name) > _number(wanted)
+    for name in there if newest is None else [newest, *(name for name in there if name != newest)]:
+        is_newer = newest is not None and _checkpoint_number(name) > _checkpoint_number(newest)
         try:
             rows = _native.CheckpointRows(directory, name)
             manifest = json.loads(rows.manifest())
             # A delta may build on a merged checkpoint of a higher number. Others of higher numbers are newer.
             if is_newer and ("merged" not in manifest or (below is not None and name not in below)):
                 continue
-            _read_all(rows, manifest)
+            _verify_rows(rows, manifest)
         except (CorruptionError, StorageError) as error:  # a file that is missing is one of storage
             if not is_newer:
                 skipped[name] = str(error)
@@ -53,7 +55,7 @@ def find_intact(directory: Directory, wanted: str | None) -> tuple[str, dict[str
     raise CorruptionError(f"no checkpoint in {directory} is whole: {skipped}")
 
 
-def _built_on(directory: Directory, name: str) -> set[str]:
+def _base_names(directory: CheckpointDirectory, name: str) -> set[str]:
     """The names of the checkpoints that `name` builds on, as far as manifests say."""
     found: set[str] = set()
     while _is_complete(directory, name):
@@ -69,18 +71,18 @@ def _built_on(directory: Directory, name: str) -> set[str]:
     return found
 
 
-def _is_complete(directory: Directory, name: str) -> bool:
+def _is_complete(directory: CheckpointDirectory, name: str) -> bool:
     """True if this is the name of a checkpoint that a save has completed."""
     return bool(CHECKPOINT_NAME.fullmatch(name)) and os.path.lexists(
         os.path.join(directory.path, name, "manifest.json")
     )
 
 
-def _number(name: str) -> int:
+def _checkpoint_number(name: str) -> int:
     return int(name.partition("-")[0])
 
 
-def _read_all(rows: _native.CheckpointRows, manifest: dict[str, Any]) -> None:
+def _verify_rows(rows: _native.CheckpointRows, manifest: dict[str, Any]) -> None:
     """Read all rows of a checkpoint, and of those it builds on. It raises what a load of it would raise."""
     for entry in manifest["tables"]:
         spec = entry["spec"]

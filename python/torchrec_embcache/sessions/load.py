@@ -18,43 +18,43 @@ from torchrec_embcache.hyperparameters import (
     restored_hyperparameters,
 )
 from torchrec_embcache.optimizers import check_saved_optimizer
-from torchrec_embcache.paths import Directory
-from torchrec_embcache.progress import Tracker
+from torchrec_embcache.paths import CheckpointDirectory
+from torchrec_embcache.progress import ProgressTracker
 from torchrec_embcache.reports import LoadReport
-from torchrec_embcache.shards import Shard
-from torchrec_embcache.table_names import Pair, check_names, check_rows, shown, sources_of
+from torchrec_embcache.shards import ModuleShard
+from torchrec_embcache.table_names import TablePath, check_names, check_rows, display_name, load_sources
 from torchrec_embcache.table_shard import TableShard
-from torchrec_embcache.under_way import finish_saves_to
+from torchrec_embcache.under_way import wait_for_saves_to
 
 from .intact import find_intact
 from .ranks import Ranks
 
-__all__ = ["LoadSession", "TablesUnderLoad", "open_newest", "release"]
+__all__ = ["LoadSession", "LoadingTables", "open_newest", "release"]
 
 _log = logging.getLogger("torchrec_embcache.saver")
 
 # A load begins again where a save replaced what it was about to read. Each time means a save that was completed meanwhile.
-ATTEMPTS = 100
+MAX_ATTEMPTS = 100
 
 
-class _Opened(Protocol):
+class _Releasable(Protocol):
     """What keeps saves from removing a checkpoint."""
 
     def release(self) -> None:
         """Nothing more is read. Harmless twice."""
 
 
-T = TypeVar("T", bound=_Opened | None)
+T = TypeVar("T", bound=_Releasable | None)
 
 
-class _Loaded(NamedTuple):
+class _LoadCounts(NamedTuple):
     """The rows of one table on one rank: how many were read, and how many of those the full table dropped."""
 
     rows: int
     dropped: int
 
 
-class TablesUnderLoad:
+class LoadingTables:
     """Tables whose rows are replaced in a block: they refuse use (`StateError` with `reason`) until the block has succeeded.
 
     Where it is left by an error or an interrupt before it changed any of them, they are as before. `by_all_ranks`: ranks replace
@@ -68,7 +68,7 @@ class TablesUnderLoad:
         self._before = [(table, table.unusable, table.native, table.native.version()) for table in tables]
 
     @property
-    def changed(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether the contents of any of the tables are others than before."""
         return any(
             table.native_or_none is not native or native.is_closed() or native.version() != version
@@ -81,82 +81,83 @@ class TablesUnderLoad:
                 table.set_unusable(self._reason)
             return self  # within, or an interrupt here would come neither to the lines below nor to __exit__
         except BaseException:
-            self._put_back()
+            self._restore()
             raise
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
             for table, *_ in self._before:
                 table.set_unusable(None)
-        elif not (self.changed or (self._by_all_ranks and isinstance(error, Exception))):
-            self._put_back()
+        elif not (self.has_changes or (self._by_all_ranks and isinstance(error, Exception))):
+            self._restore()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for table, unusable, *_ in self._before:
             table.set_unusable(unusable)
 
 
 def open_newest(
     ranks: Ranks,
-    find: Callable[[], tuple[Directory, str]],
-    open_it: Callable[[Directory, str], T],
+    find: Callable[[], tuple[CheckpointDirectory, str]],
+    open_checkpoint: Callable[[CheckpointDirectory, str], T],
     *,
     newest: bool = True,
-) -> tuple[Directory, str, T]:
-    """The directory, the name, and what `open_it` gives for both. Collective.
+) -> tuple[CheckpointDirectory, str, T]:
+    """The directory, the name, and what `open_checkpoint` gives for both. Collective.
 
     `find` gives a directory and the name of a checkpoint on each rank; all ranks open the one that the first rank finds. Where a
     save replaces the checkpoint before every rank has opened it this begins again with the next, if the `newest` is wanted and not
     one that was asked for by its name. After an error nothing is held open.
     """
     path = ""
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         opened: list[T] = []
-        directories: list[Directory] = []
+        directories: list[CheckpointDirectory] = []
 
-        def look(directories: list[Directory] = directories) -> str:
+        def find_name(directories: list[CheckpointDirectory] = directories) -> str:
             directory, name = find()
             directories.append(directory)
             return name
 
-        name = ranks.together(look)[0]
+        name = ranks.gather(find_name)[0]
         directory = directories[0]
         path = directory.path
 
-        def open_here(directory: Directory = directory, name: str = name, opened: list[T] = opened) -> bool:
+        def open_here(directory: CheckpointDirectory = directory, name: str = name, opened: list[T] = opened) -> bool:
             try:
-                opened.append(open_it(directory, name))
+                opened.append(open_checkpoint(directory, name))
             except EmbCacheError as error:
                 if not newest:
-                    _refuse_removed(directory, name, error)
+                    _raise_if_removed(directory, name, error)
                     raise
                 if not _was_replaced(directory, name, error):
                     raise
             return bool(opened)
 
         try:
-            if all(ranks.together(open_here)):
+            if all(ranks.gather(open_here)):
                 return directory, name, opened[0]
         except BaseException:
             release(opened)
             raise
         release(opened)
     raise StateError(
-        f"saves replaced the newest checkpoint in {path} {ATTEMPTS} times while it was being opened: load between saves, or save "
+        f"saves replaced the newest checkpoint in {path} {MAX_ATTEMPTS} times while it was being opened: load "
+        f"between saves, or save "
         "with keep=2 or more"
     )
 
 
-def release(opened: Iterable[_Opened | None]) -> None:
+def release(opened: Iterable[_Releasable | None]) -> None:
     """Let saves remove what was opened."""
     for each in opened:
         if each is not None:
             each.release()
 
 
-def _was_replaced(directory: Directory, name: str, error: EmbCacheError) -> bool:
+def _was_replaced(directory: CheckpointDirectory, name: str, error: EmbCacheError) -> bool:
     """Whether `error`, of opening the checkpoint `name`, only says that a save replaced it meanwhile."""
     if _native.latest_checkpoint(directory) == name:
         return False
@@ -164,9 +165,9 @@ def _was_replaced(directory: Directory, name: str, error: EmbCacheError) -> bool
     return True
 
 
-def _refuse_removed(directory: Directory, name: str, error: EmbCacheError) -> None:
+def _raise_if_removed(directory: CheckpointDirectory, name: str, error: EmbCacheError) -> None:
     """`PathError` where opening the checkpoint that was asked for by its name failed because it is not there."""
-    if not directory.has(name):
+    if not directory.contains(name):
         raise PathError(
             f"there is no checkpoint {name} in {directory}: a later save may have removed it; save with a greater keep=, or leave "
             "checkpoint= out to load the newest"
@@ -189,13 +190,13 @@ class LoadSession:
         self._ranks, self._checkpoint, self._slots = ranks, checkpoint, slots
         self._last_intact = last_intact
         self._skipped: dict[str, str] = {}
-        self._shards: list[Shard] = []
-        self._names: set[Pair] = set()
-        self._sources: dict[Pair, Pair] = {}
-        self._unexpected: set[Pair] = set()
-        self._only: Collection[str] | None = None
+        self._shards: list[ModuleShard] = []
+        self._names: set[TablePath] = set()
+        self._sources: dict[TablePath, TablePath] = {}
+        self._unexpected: set[TablePath] = set()
+        self._requested: Collection[str] | None = None
         # Of each table of this rank, no fewer rows than it will have; without deltas exactly as many.
-        self._rows: dict[Pair, int] = {}
+        self._rows: dict[TablePath, int] = {}
         self._opened: _native.CheckpointReader | None = None
 
     def __enter__(self) -> Self:
@@ -208,17 +209,17 @@ class LoadSession:
         """Nothing more is read: saves may remove the checkpoint. Harmless twice."""
         release([self._opened])
 
-    def open(self, directory: Directory) -> None:
+    def open(self, directory: CheckpointDirectory) -> None:
         """Open the checkpoint in `directory` and keep it from being removed. Collective."""
         if self._last_intact:
-            finish_saves_to(directory.path)
+            wait_for_saves_to(directory.path)
             is_first = self._ranks.rank == 0
-            look = self._ranks.together(lambda: find_intact(directory, self._checkpoint) if is_first else None)[0]
+            look = self._ranks.gather(lambda: find_intact(directory, self._checkpoint) if is_first else None)[0]
             assert look is not None, "the first rank looks"
             self._checkpoint, self._skipped = look
 
-        def find() -> tuple[Directory, str]:
-            finish_saves_to(directory.path)
+        def find() -> tuple[CheckpointDirectory, str]:
+            wait_for_saves_to(directory.path)
             return directory, self._checkpoint or _native.latest_checkpoint(directory)
 
         self.directory, _, self._opened = open_newest(
@@ -233,31 +234,31 @@ class LoadSession:
         return self._opened
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """No fewer rows than this rank will load."""
         return sum(self._rows.values())
 
     def check(
         self,
-        shards: list[Shard],
+        shards: list[ModuleShard],
         *,
         tables: Collection[str] | None = None,
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
     ) -> None:
         """Check that the wanted tables of `shards` are there and fit, and the headers of their files. Collective."""
-        self._shards, self._only = shards, tables
+        self._shards, self._requested = shards, tables
         mine = [(module_path, table.name) for module_path, _, table in shards]
-        self._names = {pair for pairs in self._ranks.together(lambda: mine) for pair in pairs}
-        self._ranks.together(lambda: self._check(tables, rename, strict=strict))
+        self._names = {pair for pairs in self._ranks.gather(lambda: mine) for pair in pairs}
+        self._ranks.gather(lambda: self._check(tables, rename, strict=strict))
 
     def _check(self, tables: Collection[str] | None, rename: Mapping[str, str] | None, *, strict: bool) -> None:
         names, saved = self._names, self._saved
-        self._sources = sources_of(names, set(saved), tables, rename)
+        self._sources = load_sources(names, set(saved), tables, rename)
         # One rank of several sees its own tables: those of other ranks are in the checkpoint and not here.
-        whole = tables is None and self._ranks.sees_all
+        whole = tables is None and self._ranks.has_all_ranks
         self._unexpected = set(saved) - set(self._sources.values()) if whole else set()
-        if strict and not self._ranks.sees_all:
+        if strict and not self._ranks.has_all_ranks:
             self._check_own_names()
         elif strict:
             check_names(names, self._sources, tables, self._unexpected, set(saved), self.directory.path)
@@ -274,15 +275,15 @@ class LoadSession:
                 "leave model out, or give the one that was saved"
             )
 
-    def _check_table(self, module_path: str, table: TableShard, source: Pair) -> int:
+    def _check_table(self, module_path: str, table: TableShard, source: TablePath) -> int:
         saved = self._saved[source]
         buckets = table.buckets_of(saved.total_num_buckets)
         if self._slots:
             check_saved_optimizer(f"{table.name!r} of module {module_path!r}", table.optimizer, saved.optimizer)
-            self._check_hyperparameters(f"the checkpoint's table {shown(source)}", table, saved)
+            self._check_hyperparameters(f"the checkpoint's table {display_name(source)}", table, saved)
         # Whoever is brought together by others cannot open tables of all ranks from segments at once.
         return self.reader.check_table(
-            module_path, table.native, *buckets, saved=saved, segments=self._ranks.sees_all, slots=self._slots
+            module_path, table.native, *buckets, saved=saved, segments=self._ranks.has_all_ranks, slots=self._slots
         )
 
     @staticmethod
@@ -292,22 +293,22 @@ class LoadSession:
         check_hyperparameters(owner, group)
         check_max_gradient(owner, group)
 
-    def load(self, tracker: Callable[[], Tracker]) -> LoadReport:
+    def load(self, tracker: Callable[[], ProgressTracker]) -> LoadReport:
         """Replace the contents of the tables. After an error they refuse use until a load succeeds. Collective."""
         reader, sources, ranks = self.reader, self._sources, self._ranks
         wanted = [shard for shard in self._shards if (shard[0], shard[2].name) in sources]
         reason = f"loading the checkpoint {reader.name} in {self.directory} did not succeed; load one that is whole"
         with contextlib.ExitStack() as undo:
-            under_load = TablesUnderLoad([table for *_, table in wanted], reason, by_all_ranks=True)
+            under_load = LoadingTables([table for *_, table in wanted], reason, by_all_ranks=True)
 
             def refuse() -> None:
                 # It is pushed first, so that an interrupt after the next line leaves the tables as they were, too.
                 undo.push(under_load)
                 under_load.__enter__()
 
-            ranks.together(refuse)
+            ranks.gather(refuse)
             rows, dropped = dict.fromkeys(sorted(sources), 0), dict.fromkeys(sorted(sources), 0)
-            for of_rank in ranks.together(lambda: self._replace_all(wanted, tracker)):
+            for of_rank in ranks.gather(lambda: self._replace_all(wanted, tracker)):
                 for pair, loaded in of_rank.items():
                     rows[pair] += loaded.rows
                     dropped[pair] += loaded.dropped
@@ -318,52 +319,54 @@ class LoadSession:
                 table.loaded_step = saved.step
                 if self._slots and (group := owner.param_group(table.name)) is not None:
                     restore_hyperparameters(group, saved.hyperparameters)
-                if self._builds_on(sources[pair], pair) and not dropped[pair]:
-                    table.native.saved_as(_native.Ancestor(reader.id, reader.next_epoch))
+                if self._is_delta_base(sources[pair], pair) and not dropped[pair]:
+                    table.native.record_base(_native.BaseCheckpoint(reader.id, reader.next_epoch))
         # Not only when the block ends: an interrupt between its last line and `__exit__` does not come to `__exit__`.
         self.close()
         return self._report(rows, dropped)
 
-    def _builds_on(self, source: Pair, pair: Pair) -> bool:
+    def _is_delta_base(self, source: TablePath, pair: TablePath) -> bool:
         """Whether a delta of the table can build on the checkpoint that it was loaded from.
 
         It cannot on a linked checkpoint, on one where the table has another name, or where it came without its slots. What DCP
         saved is no ancestor either: see docs/design-checkpoint.md. A full table drops rows while it is loaded, and no tombstones
         name them, so it descends from no checkpoint.
         """
-        return source == pair and self.reader.kind != "linked" and self._slots and self._ranks.sees_all
+        return source == pair and self.reader.kind != "linked" and self._slots and self._ranks.has_all_ranks
 
-    def _replace_all(self, wanted: Sequence[Shard], tracker: Callable[[], Tracker]) -> dict[Pair, _Loaded]:
-        loaded: dict[Pair, _Loaded] = {}
-        for *_, table in wanted:
+    def _replace_all(
+        self, shards: Sequence[ModuleShard], tracker: Callable[[], ProgressTracker]
+    ) -> dict[TablePath, _LoadCounts]:
+        loaded: dict[TablePath, _LoadCounts] = {}
+        for *_, table in shards:
             if table.settings.share is not None:
                 table.native.clear()  # the rows of another table may need what this one has taken of their budget
         with tracker() as told:
-            for shard in wanted:
+            for shard in shards:
                 pair = shard[0], shard[2].name
-                told.table(shown(pair))
+                told.table(display_name(pair))
                 loaded[pair] = self._replace(shard, self._saved[self._sources[pair]], told.advance)
         return loaded
 
-    def _replace(self, shard: Shard, saved: _native.SavedTable, advance: Callable[[int], object]) -> _Loaded:
+    def _replace(self, shard: ModuleShard, saved: _native.SavedTable, advance: Callable[[int], object]) -> _LoadCounts:
         """Replace the contents of one table. `advance` is given numbers of rows as they are in place."""
         module_path, owner, table = shard
         segments = self.reader.segments(module_path, table.name)
         table.adopt(saved.total_num_buckets, saved.key, segments)
         # Also where nothing changed now: a load that was interrupted may have changed it and not come to here.
-        owner.buckets_changed()
+        owner.refresh_buckets()
         if segments is None:
             dropped_before = table.stats().dropped_rows
             rows = self.reader.load_table(module_path, table.native, advance)
             table.native.set_epoch(self.reader.next_epoch)
-            return _Loaded(rows, table.stats().dropped_rows - dropped_before)
+            return _LoadCounts(rows, table.stats().dropped_rows - dropped_before)
         rows = table.stats().rows
         advance(rows)
-        return _Loaded(rows, 0)
+        return _LoadCounts(rows, 0)
 
-    def _check_loaded(self, rows: Mapping[Pair, int]) -> None:
+    def _check_loaded(self, rows: Mapping[TablePath, int]) -> None:
         """`CorruptionError` unless as many rows were read as the checkpoint says, of all ranks or of this one."""
-        if self._ranks.sees_all:
+        if self._ranks.has_all_ranks:
             saved, sources = self._saved, self._sources
             counts = {pair: (count, saved[sources[pair]].rows) for pair, count in rows.items()}
             check_rows(counts, self.reader.name, self.directory.path)
@@ -375,20 +378,24 @@ class LoadSession:
                     f"{module!r} should have {expected} rows here and has {count}"
                 )
 
-    def _report(self, rows: Mapping[Pair, int], dropped: Mapping[Pair, int]) -> LoadReport:
-        missing = sorted(self._names - set(self._sources)) if self._only is None else ()
+    def _report(self, rows: Mapping[TablePath, int], dropped: Mapping[TablePath, int]) -> LoadReport:
+        missing = sorted(self._names - set(self._sources)) if self._requested is None else ()
         return LoadReport(
             checkpoint=self.reader.name,
-            deltas=len(self.reader.links) - 1,
-            rows={shown(pair): count - dropped[pair] for pair, count in rows.items()},
+            deltas=len(self.reader.chain_names) - 1,
+            rows={display_name(pair): count - dropped[pair] for pair, count in rows.items()},
             skipped=self._skipped,
             hyperparameters={
-                shown(pair): restored_hyperparameters(self._saved[self._sources[pair]].hyperparameters)
+                display_name(pair): restored_hyperparameters(self._saved[self._sources[pair]].hyperparameters)
                 for pair in rows
                 if self._slots
             },
-            dropped={shown(pair): count for pair, count in dropped.items() if count},
-            missing=tuple(shown(pair) for pair in missing),
-            unexpected=tuple(shown(pair) for pair in sorted(self._unexpected)),
-            renamed={shown(source): shown(pair) for pair, source in sorted(self._sources.items()) if pair != source},
+            dropped={display_name(pair): count for pair, count in dropped.items() if count},
+            missing=tuple(display_name(pair) for pair in missing),
+            unexpected=tuple(display_name(pair) for pair in sorted(self._unexpected)),
+            renamed={
+                display_name(source): display_name(pair)
+                for pair, source in sorted(self._sources.items())
+                if pair != source
+            },
         )

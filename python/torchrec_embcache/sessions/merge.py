@@ -8,21 +8,21 @@ from typing import Self
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.paths import Directory, PathChecks, open_to_load, open_to_save
-from torchrec_embcache.progress import Tracker
+from torchrec_embcache.paths import CheckpointDirectory, PathChecks, open_to_load, open_to_save
+from torchrec_embcache.progress import ProgressTracker
 from torchrec_embcache.reports import SaveReport
-from torchrec_embcache.under_way import finish_saves_to
+from torchrec_embcache.under_way import wait_for_saves_to
 
 from .load import open_newest, release
 from .ranks import Ranks
 from .save import RankPart, SaveSession
 
-__all__ = ["Merge"]
+__all__ = ["CheckpointMerge"]
 
 _log = logging.getLogger(__name__)
 
 
-class Merge:
+class CheckpointMerge:
     """The newest checkpoint of a directory with all that it builds on, to be written again as a full one.
 
     As a block it keeps saves from removing what is merged until it is left. The order of calls: `open`, `save`.
@@ -30,7 +30,7 @@ class Merge:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.chain: _native.CheckpointCompaction | None = None
+        self.chain: _native.ChainCompaction | None = None
         """What is merged; None where the newest checkpoint is full already."""
 
     def __enter__(self) -> Self:
@@ -42,19 +42,19 @@ class Merge:
     def open(self, path: str, checks: PathChecks, *, counters: bool = True) -> None:
         """Open the checkpoint, and the directory to save to. `counters`: counts of ids without a row are merged too. Collective."""
 
-        def open_chain(directory: Directory, latest: str) -> _native.CheckpointCompaction | None:
-            return _native.CheckpointCompaction.open(directory, latest, counters=counters)
+        def open_chain(directory: CheckpointDirectory, latest: str) -> _native.ChainCompaction | None:
+            return _native.ChainCompaction.open(directory, latest, counters=counters)
 
-        def find() -> tuple[Directory, str]:
+        def find() -> tuple[CheckpointDirectory, str]:
             # This comes first, because it makes no directory where there is none.
             directory = open_to_load(path, checks)
-            finish_saves_to(directory.path)
+            wait_for_saves_to(directory.path)
             latest = _native.latest_checkpoint(directory)
             return open_to_save(path, checks), latest
 
         self.directory, self.newest, self.chain = open_newest(self._ranks, find, open_chain, newest=True)
 
-    def save(self, keep: int, tracker: Callable[[int | None], Tracker], *, is_last: bool) -> SaveReport | None:
+    def save(self, keep: int, tracker: Callable[[int | None], ProgressTracker], *, is_last: bool) -> SaveReport | None:
         """Write the merged checkpoint and publish it, where there is something to merge. Collective.
 
         `tracker` is given how many rows this rank writes; None where only the writing tells.
@@ -70,7 +70,7 @@ class Merge:
             _log.info("%s was saved to while its chain was merged (%s): merging again", self.directory.path, error)
             return None
 
-    def _write(self, keep: int, tracker: Callable[[int | None], Tracker]) -> SaveReport:
+    def _write(self, keep: int, tracker: Callable[[int | None], ProgressTracker]) -> SaveReport:
         chain, ranks = self.chain, self._ranks
         if chain is None:
             return SaveReport(self.newest, "full", None, None, 0, 0)
@@ -90,4 +90,4 @@ class Merge:
 
     def _was_overtaken(self) -> bool:
         """True if another checkpoint is the newest by now, as the first rank sees it. Collective."""
-        return self._ranks.together(lambda: _native.latest_checkpoint(self.directory) != self.newest)[0]
+        return self._ranks.gather(lambda: _native.latest_checkpoint(self.directory) != self.newest)[0]

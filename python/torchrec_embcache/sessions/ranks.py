@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from torchrec_embcache import collective
-from torchrec_embcache.collective import Group
+from torchrec_embcache.collective import RankGroup
 
-__all__ = ["AllRanks", "GroupRanks", "OneRank", "Ranks"]
+__all__ = ["AllRanks", "GroupRanks", "Ranks", "SingleRank"]
 
 T = TypeVar("T")
 
@@ -25,10 +25,10 @@ class Ranks(Protocol):
         """How many ranks there are."""
 
     @property
-    def sees_all(self) -> bool:
+    def has_all_ranks(self) -> bool:
         """Whether `together` asks all ranks. Otherwise somebody else, such as DCP, brings them together."""
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def gather(self, work: Callable[[], T]) -> list[T]:
         """What `work()` gives on each rank that this one can ask, by rank. An error on one of them is raised on all.
 
         Collective. Values are pickled.
@@ -38,38 +38,38 @@ class Ranks(Protocol):
 class AllRanks:
     """All ranks of the default process group; one rank where there is no group."""
 
-    sees_all = True
+    has_all_ranks = True
 
     def __init__(self) -> None:
         self.rank, self.world_size = collective.rank(), collective.world_size()
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def gather(self, work: Callable[[], T]) -> list[T]:
         """See `Ranks.together`."""
-        return collective.all_gather(collective.together(work))
+        return collective.all_gather(collective.run_on_all_ranks(work))
 
 
 class GroupRanks:
     """All ranks, by a process group of their own: for a thread whose collectives must not meet those of training."""
 
-    sees_all = True
+    has_all_ranks = True
 
-    def __init__(self, ranks: Ranks, group: Group) -> None:
+    def __init__(self, ranks: Ranks, group: RankGroup) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self._group = group
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def gather(self, work: Callable[[], T]) -> list[T]:
         """See `Ranks.together`."""
-        return self._group.together(work)
+        return self._group.gather(work)
 
 
-class OneRank:
+class SingleRank:
     """One rank, which agrees with no other: a process that works alone, or one whose ranks somebody else brings together."""
 
-    sees_all = False
+    has_all_ranks = False
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def gather(self, work: Callable[[], T]) -> list[T]:
         """What `work()` gives on this rank."""
         return [work()]

@@ -7,50 +7,55 @@ import os
 import re
 
 from torchrec_embcache import _native
-from torchrec_embcache.folder import Folder
+from torchrec_embcache.folder import DirectoryHandle
 from torchrec_embcache.paths import open_to_save
 
-__all__ = ["refer", "release"]
+__all__ = ["add_reference", "remove_references"]
 
 _REFERENCE = "REFERENCED_BY"
 
 
-def refer(path: str, checkpoint: str, file: str) -> None:
-    """Note that `file` refers to `checkpoint` in the directory `path`, where it stays until `release`. Raises as `Folder` does."""
-    with Folder.to_save(path) as folder, folder.below(checkpoint) as saved:
-        saved.publish(_REFERENCE, _named(file, path).encode())
+def add_reference(path: str, checkpoint: str, file: str) -> None:
+    """Note that `file` refers to `checkpoint` in the directory `path`, where it stays until `release`.
+
+    Raises as `DirectoryHandle` does.
+    """
+    with DirectoryHandle.open_to_save(path) as folder, folder.open_subdirectory(checkpoint) as saved:
+        saved.write_atomically(_REFERENCE, _relative_name(file, path).encode())
 
 
-def release(path: str, file: str, *, keep: int, but: str | None = None, newest_stays: bool = False) -> list[str]:
+def remove_references(
+    path: str, file: str, *, keep: int, except_checkpoint: str | None = None, keep_newest: bool = False
+) -> list[str]:
     """Remove what `file` has referred to in the directory `path`, and return why some could not be removed.
 
-    The checkpoint `but` stays, and with `newest_stays` the newest one besides it; so do the `keep` newest of the directory. Raises
-    as `Folder` does.
+    The checkpoint `except_checkpoint` stays, and with `keep_newest` the newest one besides it; so do the `keep` newest of the
+    directory. Raises as `DirectoryHandle` does.
     """
     if not os.path.isdir(path):
         return []
-    with Folder.to_save(path) as folder:
-        named = _named(file, path)
-        old = [name for name, other in _references(folder).items() if other == named and name != but]
-        for name in old[: -1 if newest_stays else None]:
-            with folder.below(name) as saved:
+    with DirectoryHandle.open_to_save(path) as folder:
+        named = _relative_name(file, path)
+        old = [name for name, other in _references(folder).items() if other == named and name != except_checkpoint]
+        for name in old[: -1 if keep_newest else None]:
+            with folder.open_subdirectory(name) as saved:
                 saved.remove(_REFERENCE)
-    return _native.prune_checkpoints(open_to_save(path), keep).left if old else []
+    return _native.prune_checkpoints(open_to_save(path), keep).errors if old else []
 
 
-def _references(folder: Folder) -> dict[str, str]:
+def _references(folder: DirectoryHandle) -> dict[str, str]:
     """The files that refer to checkpoints in `folder`, by the checkpoints' names, the oldest first."""
-    names = [name for name in folder.names() if re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", name)]
+    names = [name for name in folder.list_names() if re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", name)]
     found = {}
     for name in sorted(names, key=lambda name: int(name.split("-")[0])):
-        with folder.below(name) as saved:
-            if _REFERENCE in saved.names():
-                with os.fdopen(saved.open(_REFERENCE), "rb") as file:
+        with folder.open_subdirectory(name) as saved:
+            if _REFERENCE in saved.list_names():
+                with os.fdopen(saved.open_file(_REFERENCE), "rb") as file:
                     found[name] = file.read(1 << 16).decode(errors="replace")
     return found
 
 
-def _named(file: str, path: str) -> str:
+def _relative_name(file: str, path: str) -> str:
     """`file` relative to the directory `path`, so that both can be moved together. A URL is left as it is."""
     if "://" in file:
         return file

@@ -13,64 +13,64 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_embcache.cache import CacheTable, internals
-from torchrec_embcache.collective import add_up, all_gather, gathered, raise_on_every_rank
+from torchrec_embcache.cache import CacheTable, shard_of
+from torchrec_embcache.collective import all_gather, all_reduce_sum, gather_results, raise_on_every_rank
 from torchrec_embcache.exceptions import ConfigError, MismatchError, StateError
 from torchrec_embcache.gradients import raise_at_end_of_backward
-from torchrec_embcache.lifecycle import Lifecycle
+from torchrec_embcache.lifecycle import LifecycleConfig
 from torchrec_embcache.modules.tables import ModuleTables
-from torchrec_embcache.sweeping import sweep_after_step, swept_after_steps
+from torchrec_embcache.sweeping import sweep_after_step, tables_swept_after_steps
 from torchrec_embcache.table_shard import TableShard
 
-__all__ = ["AgreesWithRanks", "refuse_other_settings"]
+__all__ = ["RankAgreementMixin", "check_same_settings"]
 
 T = TypeVar("T")
 
 
-class AgreesWithRanks:
+class RankAgreementMixin:
     """The part of a sharded collection that agrees with those of the other ranks."""
 
-    _cache: ModuleTables
+    _module_tables: ModuleTables
     _env: ShardingEnv
     _owner: str
-    _buckets_known: bool
+    _has_checked_buckets: bool
     #: Whether a table of the module drops rows when it is full, on some rank.
     _drops_rows: bool = False
 
-    def _agree(self, error: Exception | None) -> None:
+    def _raise_on_every_rank(self, error: Exception | None) -> None:
         """Raise the error of any rank on all of them. Every rank comes here at the same point of a step."""
         raise_on_every_rank(error, self._env.process_group)
 
-    def _add_up(self, values: Tensor) -> None:
+    def _all_reduce(self, values: Tensor) -> None:
         """Add up the integers of all ranks, in place, so that the order does not matter. `values` is on the CPU. Collective."""
-        add_up(values, self._env.process_group)
+        all_reduce_sum(values, self._env.process_group)
 
     def _after_backward(self, tables: Sequence[TableShard]) -> Callable[[Exception | None], None]:
         """What the backward of a lookup over this rank's `tables` calls at its end."""
-        return lambda error: self._agree_in_backward(error, tables)
+        return lambda error: self._end_backward(error, tables)
 
-    def _agree_in_backward(self, error: Exception | None, tables: Sequence[TableShard]) -> None:
+    def _end_backward(self, error: Exception | None, tables: Sequence[TableShard]) -> None:
         """Do as `_agree`, and then sweep those of `tables` whose sweep is due and hangs on all ranks.
 
         An error is raised when the whole backward is through: DDP's reducer would refuse every later step if its backward were cut
         short.
         """
         try:
-            self._agree(error)
+            self._raise_on_every_rank(error)
         except Exception as caught:
-            _agree_on_steps(self._cache, self._env.process_group)
+            _advance_failed_steps(self._module_tables, self._env.process_group)
             raise_at_end_of_backward(caught)
             return
         try:
-            sweep_after_step(swept_after_steps(tables, by_ranks=True), self._together)
+            sweep_after_step(tables_swept_after_steps(tables, by_ranks=True), self._gather)
         except Exception as caught:
             raise_at_end_of_backward(caught)
 
-    def _together(self, work: Callable[[], T]) -> list[T]:
+    def _gather(self, work: Callable[[], T]) -> list[T]:
         """What `work()` gives on each rank. An error on one of them is raised on all. Collective."""
-        return gathered(work, self._env.process_group)
+        return gather_results(work, self._env.process_group)
 
-    def _agree_on_buckets(self) -> None:
+    def _check_buckets_match(self) -> None:
         """Open the tables, and check that all ranks say the same number of buckets. Collective.
 
         Each rank's settings say it, or the checkpoint that it loaded. Every rank comes here before its first batch is sent. Where a
@@ -79,13 +79,13 @@ class AgreesWithRanks:
         mine: dict[str, int] = {}
         error: Exception | None = None
         try:
-            for name, table in self._cache.items():
+            for name, table in self._module_tables.items():
                 table.open()
                 mine[name] = table.total_num_buckets
         except Exception as caught:
             error = caught
-        everyone = all_gather((mine, error is None, self._cache.drops_rows), self._env.process_group)
-        self._buckets_known = all(opened for _, opened, _ in everyone)
+        everyone = all_gather((mine, error is None, self._module_tables.drops_rows), self._env.process_group)
+        self._has_checked_buckets = all(opened for _, opened, _ in everyone)
         self._drops_rows = any(drops for _, _, drops in everyone)
         if error is not None:
             raise error
@@ -93,22 +93,22 @@ class AgreesWithRanks:
             for name, said in theirs.items():
                 own = mine.get(name, said)
                 if said != own:
-                    self._buckets_known = False
+                    self._has_checked_buckets = False
                     raise MismatchError(
                         f"{self._owner}: table {name!r} has {own} buckets on this rank, and {said} on rank {rank}: "
                         "give all ranks the same total_num_buckets, and load the same checkpoint on all of them"
                     )
 
 
-def refuse_other_settings(owner: str, lives: Mapping[str, Lifecycle], group: dist.ProcessGroup | None) -> None:
+def check_same_settings(owner: str, lifecycles: Mapping[str, LifecycleConfig], group: dist.ProcessGroup | None) -> None:
     """`ConfigError`, on every rank, where ranks have other settings of the life of a table's rows. Collective.
 
-    `lives` has the settings of every table, also of those on other ranks. By them a rank knows which exchanges a step and a sweep
-    have, so that ranks with other settings would wait for each other.
+    `lifecycles` has the settings of every table, also of those on other ranks. By them a rank knows which exchanges a step and a
+    sweep have, so that ranks with other settings would wait for each other.
     """
-    everyone = all_gather(dict(lives), group)
+    everyone = all_gather(dict(lifecycles), group)
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        for setting in fields(Lifecycle):
+        for setting in fields(LifecycleConfig):
             found: list[tuple[object, list[int]]] = []  # each value, and the ranks that have it
             for rank, theirs in enumerate(everyone):
                 if name in theirs:
@@ -127,7 +127,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _agree_on_steps(tables: Mapping[str, CacheTable], group: dist.ProcessGroup | None) -> None:
+def _advance_failed_steps(tables: Mapping[str, CacheTable], group: dist.ProcessGroup | None) -> None:
     """Count a backward that failed on some ranks as a step of all: a table whose ranks count differently could not be saved.
 
     The row that refused ids share becomes that of a rank which made the step, because it is the same on all ranks.
@@ -137,12 +137,12 @@ def _agree_on_steps(tables: Mapping[str, CacheTable], group: dist.ProcessGroup |
         # A table that was half updated refuses to say its step. The other ranks wait for this rank all the same.
         with suppress(StateError):
             if table.is_open:
-                mine[name] = table.step(), internals(table).native.shared_row()
+                mine[name] = table.step(), shard_of(table).native.oov_row()
     for theirs in all_gather(mine, group):
         for name, (step, shared_row) in theirs.items():
             if name in mine and step > mine[name][0]:
                 mine[name] = step, shared_row
-                native = internals(tables[name]).native
+                native = shard_of(tables[name]).native
                 native.set_step(step)
                 if shared_row is not None:
-                    native.set_shared_row(shared_row)
+                    native.set_oov_row(shared_row)

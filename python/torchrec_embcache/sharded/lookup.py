@@ -17,32 +17,32 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.host_copies import host_copies
-from torchrec_embcache.lookahead import MOST_ANNOUNCED
+from torchrec_embcache.lookahead import MAX_PREFETCHED
 from torchrec_embcache.lookup import IdBatch, LookupGroup, PlannedBatch
 from torchrec_embcache.modules.optimizer import TableOptimizer
-from torchrec_embcache.modules.tables import ModuleTables, zero_row_parameter
+from torchrec_embcache.modules.tables import ModuleTables, placeholder_parameter
 
-from .sharding import clicks_and_weights
+from .sharding import split_clicks_and_weights
 
 __all__ = ["CacheLookup", "PlannedFeatures"]
 
 I64 = NDArray[np.int64]
 # What the weights of a batch are: clicks, with the weights that make a mean or without.
-Clicks = Literal["alone", "with mean weights"]
+ClickLayout = Literal["alone", "with mean weights"]
 
 
 class HostFeatures:
     """What the CPU reads of one batch of one lookup."""
 
-    def __init__(self, features: KeyedJaggedTensor, clicks: Clicks | None, arrived_on: Any) -> None:
-        """`arrived_on` is the stream on which the batch arrived; see `host_copies`."""
+    def __init__(self, features: KeyedJaggedTensor, clicks: ClickLayout | None, arrival_stream: Any) -> None:
+        """`arrival_stream` is the stream on which the batch arrived; see `host_copies`."""
         self.features = features
         self.bags: int = features.stride()
         # Nothing is computed on a device here: its memory would be that of another stream than the forward's.
         counted = [features.weights()] if clicks is not None else []
-        ids, lengths, *counted = host_copies([features.values(), features.lengths(), *counted], arrived_on)
+        ids, lengths, *counted = host_copies([features.values(), features.lengths(), *counted], arrival_stream)
         if clicks == "with mean weights":
-            counted = [clicks_and_weights(both)[0] for both in counted]
+            counted = [split_clicks_and_weights(both)[0] for both in counted]
         self.offsets: I64 = np.zeros(lengths.numel() + 1, np.int64)
         np.cumsum(lengths.numpy().reshape(-1), out=self.offsets[1:])
         count = len(features.keys())
@@ -54,12 +54,12 @@ class HostFeatures:
 class PlannedFeatures:
     """One batch of one lookup: its ids, and its plan where this rank has tables."""
 
-    def __init__(self, features: HostFeatures, train: bool, clicks: Clicks | None) -> None:
+    def __init__(self, features: HostFeatures, train: bool, clicks: ClickLayout | None) -> None:
         self.train = train
         self.offsets, self.bags, self.ids = features.offsets, features.bags, features.ids
         self.weights = features.features.weights_or_none() if clicks is None else None
         if clicks == "with mean weights":
-            self.weights = clicks_and_weights(features.features.weights())[1]
+            self.weights = split_clicks_and_weights(features.features.weights())[1]
         self.batch: PlannedBatch | None = None
 
     def wait(self) -> None:
@@ -87,32 +87,33 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         spreads_bags: bool,
         pooled: bool,
         after_backward: Callable[[Exception | None], None],
-        add_up: Callable[[torch.Tensor], None] | None,
+        all_reduce: Callable[[torch.Tensor], None] | None,
     ) -> None:
         """`configs` are in the order in which their features arrive.
 
-        Every backward calls `after_backward` with its error or None. `add_up` adds up a tensor of all ranks in place, where they
-        share the tables.
+        Every backward calls `after_backward` with its error or None. `all_reduce` adds up a tensor of all ranks in place, where
+        they share the tables.
         """
         super().__init__()
         self._pooled = pooled
         # Bags that are spread over ranks carry weights that make the mean: see `sharding`.
         averaged = [pooled and config.pooling == PoolingType.MEAN for config in configs for _ in config.feature_names]
         self._mean = [not spreads_bags and each for each in averaged]
-        self._clicks: Clicks | None = None
+        self._clicks: ClickLayout | None = None
         if tables.counts_clicks:
             self._clicks = "with mean weights" if spreads_bags and any(averaged) else "alone"
         self._params = {
-            config.name: zero_row_parameter(config.embedding_dim, tables.device, optimized=True) for config in configs
+            config.name: placeholder_parameter(config.embedding_dim, tables.device, optimized=True)
+            for config in configs
         }
         self._optimizer = tables.optimizer("", self._params, self._params)
         self._group: LookupGroup | None = (
-            tables.group(configs, self._optimizer, after_backward, add_up) if configs else None
+            tables.group(configs, self._optimizer, after_backward, all_reduce) if configs else None
         )
         self._anchor = torch.zeros(0, dtype=torch.float32, device=tables.device, requires_grad=True)
         self._after_backward = after_backward
         self._next: PlannedFeatures | None = None
-        self._announced: list[HostFeatures] = []
+        self._prefetched: list[HostFeatures] = []
 
     @property
     def fused_optimizer(self) -> TableOptimizer:
@@ -133,72 +134,72 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
     def purge(self) -> None:
         """Do nothing. TorchRec calls this before a state_dict is loaded."""
 
-    def announce(
-        self, features: KeyedJaggedTensor, *, train: bool, beside: bool, failed: Callable[[Exception], None]
+    def prefetch_batch(
+        self, features: KeyedJaggedTensor, *, train: bool, in_background: bool, on_error: Callable[[Exception], None]
     ) -> None:
         """Begin to fetch the rows of a batch that a later forward looks up. Call it in the order of the forwards.
 
-        `failed` is called with an error. With `beside` a thread plans the batch; call `settle` before anyone uses the tables.
-        The batch has arrived on the caller's stream.
+        `on_error` is called with an error. With `in_background` a thread plans the batch; call `settle` before anyone uses the
+        tables. The batch has arrived on the caller's stream.
         """
         if self._group is None:
             return
         try:
             there = HostFeatures(features, self._clicks, None)
         except Exception as error:
-            self._group.lookahead.announce_unread(self._group.plan_options(train))
-            failed(error)
+            self._group.prefetch_queue.prefetch_unread(self._group.plan_options(train))
+            on_error(error)
             return
         try:
             # On the CPU nothing was copied yet, and the batch may change until its forward.
             there.ids = there.ids.copy() if features.device().type == "cpu" else there.ids
-            self._announced = [*self._announced[-MOST_ANNOUNCED:], there]
-            if beside:
-                self._group.prefetch_beside(there.ids, train=train, failed=failed)
+            self._prefetched = [*self._prefetched[-MAX_PREFETCHED:], there]
+            if in_background:
+                self._group.prefetch_in_background(there.ids, train=train, on_error=on_error)
             else:
                 self._group.prefetch(there.ids, train=train)
         except Exception as error:
-            failed(error)
+            on_error(error)
 
-    def place_next(self, features: KeyedJaggedTensor, failed: Callable[[Exception], None]) -> None:
+    def place_next(self, features: KeyedJaggedTensor, on_error: Callable[[Exception], None]) -> None:
         """Move the rows of the next batch to the device, if it was announced; see `LookupGroup.place_next`."""
-        there = next((there for there in self._announced if there.features is features), None)
+        there = next((there for there in self._prefetched if there.features is features), None)
         if self._group is not None and there is not None:
-            self._group.place_next(there.ids, failed)
+            self._group.place_next(there.ids, on_error)
 
-    def take_back(self) -> None:
+    def unplace(self) -> None:
         """Unpin the rows that `place_next` moved."""
         if self._group is not None:
-            self._group.lookahead.take_back()
+            self._group.prefetch_queue.unplace()
 
-    def settle(self) -> None:
+    def wait_until_planned(self) -> None:
         """Wait until all that was announced is planned."""
         if self._group is not None:
-            self._group.lookahead.settle()
+            self._group.prefetch_queue.wait_until_planned()
 
-    def forget_announced(self) -> None:
+    def drop_prefetched(self) -> None:
         """Unpin the rows of all batches that were announced."""
-        self._announced.clear()
+        self._prefetched.clear()
         if self._group is not None:
             self._group.drop_prefetched()
 
-    def plan(self, features: KeyedJaggedTensor, *, train: bool, arrived_on: Any = None) -> PlannedFeatures:
-        """Plan the batch of the next forward. `arrived_on` is the stream on which it arrived; see `host_copies`."""
-        planned = PlannedFeatures(self._on_host(features, arrived_on), train, self._clicks)
+    def plan(self, features: KeyedJaggedTensor, *, train: bool, arrival_stream: Any = None) -> PlannedFeatures:
+        """Plan the batch of the next forward. `arrival_stream` is the stream on which it arrived; see `host_copies`."""
+        planned = PlannedFeatures(self._host_features(features, arrival_stream), train, self._clicks)
         if self._group is not None:
             planned.batch = self._group.plan(planned.ids, train=train)
         return planned
 
-    def _on_host(self, features: KeyedJaggedTensor, arrived_on: Any) -> HostFeatures:
+    def _host_features(self, features: KeyedJaggedTensor, arrival_stream: Any) -> HostFeatures:
         """What the CPU reads of a batch. It was copied already where the batch was announced."""
-        place = next((place for place, there in enumerate(self._announced) if there.features is features), None)
+        place = next((place for place, there in enumerate(self._prefetched) if there.features is features), None)
         if place is None:
-            return HostFeatures(features, self._clicks, arrived_on)
-        found = self._announced[place]
-        del self._announced[: place + 1]  # no forward comes for those before it
+            return HostFeatures(features, self._clicks, arrival_stream)
+        found = self._prefetched[place]
+        del self._prefetched[: place + 1]  # no forward comes for those before it
         return found
 
-    def use(self, planned: PlannedFeatures) -> None:
+    def set_next(self, planned: PlannedFeatures) -> None:
         """Make this the batch of the next forward."""
         self._next = planned
 
@@ -212,7 +213,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
             shape = (planned.bags, 0) if self._pooled else (0,)
             if not planned.train:
                 return self._anchor.new_empty(shape)
-            empty: torch.Tensor = _NoTable.apply(self._anchor, shape, self._after_backward)
+            empty: torch.Tensor = _EmptyLookup.apply(self._anchor, shape, self._after_backward)
             return empty
         if self._pooled:
             return self._group.pooled(
@@ -231,7 +232,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         )
 
 
-class _NoTable(torch.autograd.Function):
+class _EmptyLookup(torch.autograd.Function):
     """Lets a rank without a table of the lookup take part in the agreement of the ranks in the backward."""
 
     @staticmethod

@@ -12,26 +12,26 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values, internals
-from torchrec_embcache.collective import raise_on_every_rank, together
+from torchrec_embcache.cache import CacheTable, IdsLike, RowMetadata, ValuesLike, shard_of
+from torchrec_embcache.collective import raise_on_every_rank, run_on_all_ranks
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.modules.configs import lifecycle_of
-from torchrec_embcache.modules.features import check_features, copied, in_order
+from torchrec_embcache.modules.features import check_features, copy_features, reorder_features
 from torchrec_embcache.modules.optimizer_choice import no_optimizer_error, without_optimizer_attributes
 from torchrec_embcache.modules.tables import (
     ModuleTables,
-    Shard,
+    ShardPlacement,
+    is_trainable,
+    placeholder_parameter,
     table_weights,
     tables_text,
-    trainable,
-    zero_row_parameter,
 )
-from torchrec_embcache.owners import import_on_owners
-from torchrec_embcache.rows import refuse_recording
+from torchrec_embcache.owners import import_on_all_ranks
+from torchrec_embcache.rows import check_not_recording
 from torchrec_embcache.whole_model import CacheModule
 
-from .agreeing import AgreesWithRanks, refuse_other_settings
+from .agreeing import RankAgreementMixin, check_same_settings
 from .lookup import CacheLookup, PlannedFeatures
 
 __all__ = ["ShardedCacheModule"]
@@ -39,7 +39,7 @@ __all__ = ["ShardedCacheModule"]
 logger = logging.getLogger("torchrec_embcache")
 
 
-class ShardedCacheModule(AgreesWithRanks, CacheModule):
+class ShardedCacheModule(RankAgreementMixin, CacheModule):
     """What both sharded collections share, as a mixin over TorchRec's class.
 
     The calls of a batch, in order:
@@ -103,31 +103,31 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         owner = f"{type(self).__name__} {module.name!r}"
         # First, because nothing is changed yet.
         lives = {config.name: lifecycle_of(config) for config in module.table_configs()}
-        refuse_other_settings(owner, lives, env.process_group)
+        check_same_settings(owner, lives, env.process_group)
         shards = {}
         for config in module.table_configs():
             param = plan[config.name]
             if param.sharding_type == ShardingType.ROW_WISE.value:
-                shards[config.name] = Shard(env.rank, env.world_size, spread=True)
+                shards[config.name] = ShardPlacement(env.rank, env.world_size, is_sharded=True)
             elif param.ranks[0] == env.rank:
-                shards[config.name] = Shard(env.rank, env.world_size, spread=False)
+                shards[config.name] = ShardPlacement(env.rank, env.world_size, is_sharded=False)
         state = self.__dict__
         on = device or torch.device("cpu")
         error: Exception | None = None
         try:
-            state["_cache"] = module.shard_tables(shards, fused_params, on)
+            state["_module_tables"] = module.shard_tables(shards, fused_params, on)
         except Exception as caught:
             error = caught
         try:
             raise_on_every_rank(error, env.process_group)
         except BaseException as raised:
             if error is None:  # another rank has no tables
-                state["_cache"].close_unflushed(raised)
+                state["_module_tables"].close_unflushed(raised)
             raise
         state["_features"] = list(
             dict.fromkeys(name for config in module.table_configs() for name in config.feature_names)
         )
-        state["_buckets_known"] = False
+        state["_has_checked_buckets"] = False
         state["_owner"] = owner
         state["_configs"] = {config.name: config for config in module.table_configs()}
         state["_weighted"] = module.is_weighted() if hasattr(module, "is_weighted") else False
@@ -138,28 +138,28 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         for name, config in self._configs.items():
             if not hasattr(holder[name], "weight"):
                 holder[name].register_parameter(
-                    "weight", zero_row_parameter(config.embedding_dim, self._cache.device, optimized=True)
+                    "weight", placeholder_parameter(config.embedding_dim, self._module_tables.device, optimized=True)
                 )
         # The order in which TorchRec sends features. It depends on no batch, so that TorchRec never has to change it.
         self._input_keys = [name for sharding in self._shardings() for name in sharding.feature_names()]
-        self.__dict__["_flushes"] = self._cache.flush_schedule(collective=True)
+        self.__dict__["_flush_schedule"] = self._module_tables.flush_schedule(collective=True)
         self._built = True
 
     # `_prepare` sets these.
-    _cache: ModuleTables
-    _buckets_known: bool
+    _module_tables: ModuleTables
+    _has_checked_buckets: bool
     _configs: dict[str, Any]
     _features: list[str]
     _input_keys: list[str]
     _free_features_storage_early: bool
     _owner: str
     _weighted: bool
-    _flushes: FlushSchedule
+    _flush_schedule: FlushSchedule
 
     @property
     def tables(self) -> Mapping[str, CacheTable]:
         """This rank's shards by the tables' names, with `stats`, `export`, `read_rows` and the rest of `CacheTable`."""
-        return self._cache
+        return self._module_tables
 
     @property
     def table_names(self) -> Iterable[str]:
@@ -169,9 +169,9 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
     def import_rows(
         self,
         table: str,
-        ids: Ids,
-        weights: Values,
-        slots: Mapping[str, Values] | None = None,
+        ids: IdsLike,
+        weights: ValuesLike,
+        slots: Mapping[str, ValuesLike] | None = None,
         metadata: RowMetadata | None = None,
     ) -> None:
         """Put rows into a table, over those that are there. Collective.
@@ -198,8 +198,8 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             if table not in self._configs:
                 raise InputError(f"{self._owner} has no table {table!r}: give one of {', '.join(self._configs)}")
 
-        together(check)
-        import_on_owners(table, self._cache.shard(table), ids, weights, slots, metadata)
+        run_on_all_ranks(check)
+        import_on_all_ranks(table, self._module_tables.shard(table), ids, weights, slots, metadata)
 
     def param_group(self, table: str) -> dict[str, Any] | None:
         """The table's entry of `param_groups`; None where the table has no optimizer."""
@@ -215,12 +215,12 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         """TorchRec's shardings, in the order of their input exchanges."""
         raise NotImplementedError
 
-    def buckets_changed(self) -> None:
+    def refresh_buckets(self) -> None:
         """Send ids to the owners of the tables' buckets as these are now."""
         for sharding in self._shardings():
             for table in sharding.sharded_tables():
-                if table.name in self._cache:
-                    table.total_num_buckets = self._cache[table.name].total_num_buckets
+                if table.name in self._module_tables:
+                    table.total_num_buckets = self._module_tables[table.name].total_num_buckets
         if not self._has_uninitialized_input_dist:
             self._input_dists[:] = [sharding.create_input_dist() for sharding in self._shardings()]
 
@@ -232,12 +232,12 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         configs = [self._configs[table.name] for table in tables]
         pooled = self._prefix == "embedding_bags"
         return CacheLookup(
-            self._cache,
+            self._module_tables,
             configs,
             spreads_bags=spreads_bags,
             pooled=pooled,
-            after_backward=self._after_backward([internals(self._cache[table.name]) for table in tables]),
-            add_up=self._add_up if spreads_bags and self._env.world_size > 1 else None,
+            after_backward=self._after_backward([shard_of(self._module_tables[table.name]) for table in tables]),
+            all_reduce=self._all_reduce if spreads_bags and self._env.world_size > 1 else None,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -249,7 +249,7 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
     def __repr__(self) -> str:
         """A line for each of this rank's shards."""
         groups = {name: group for lookup in self._lookups for name, group in lookup.fused_optimizer.groups.items()}
-        return f"{type(self).__name__}(\n{tables_text(self._cache, groups)}\n)"
+        return f"{type(self).__name__}(\n{tables_text(self._module_tables, groups)}\n)"
 
     def reset_parameters(self) -> None:
         """Do nothing. A row is born when it is first looked up."""
@@ -265,24 +265,24 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
 
         A bad batch travels as an empty one, so that the other ranks do not wait. The forward then refuses it on every rank.
         """
-        refuse_recording(f"{self._owner}: the batch")
+        check_not_recording(f"{self._owner}: the batch")
         try:
             checked = self._check(features)
-            given = in_order(checked, self._input_keys)
+            given = reorder_features(checked, self._input_keys)
             if self._free_features_storage_early:
                 # TorchRec frees these once every module has begun to send its own.
                 ctx.early_releasable_inputs.append(checked)
-                given = copied(checked) if given is checked else given
+                given = copy_features(checked) if given is checked else given
         except Exception as error:
             ctx.error = error
             given = self._empty_batch()
-        if not self._buckets_known:
+        if not self._has_checked_buckets:
             try:
-                self._agree_on_buckets()
+                self._check_buckets_match()
             except Exception as error:
                 ctx.error, given = error, self._empty_batch()
             if not self._has_uninitialized_input_dist:
-                self.buckets_changed()
+                self.refresh_buckets()
         if self._has_uninitialized_input_dist:
             # TorchRec would also warn here of ids at or above num_embeddings, which are fine with these tables.
             self._create_input_dist(self._input_keys)
@@ -294,17 +294,17 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             features,
             self._features,
             weighted=self._weighted,
-            clicks=self._cache.counts_clicks,
+            clicks=self._module_tables.counts_clicks,
             owner=self._owner,
-            device=self._cache.device,
+            device=self._module_tables.device,
         )
 
     def _empty_batch(self) -> KeyedJaggedTensor:
         keys = self._input_keys
-        device = self._cache.device
+        device = self._module_tables.device
         weights = None
-        if self._weighted or self._cache.counts_clicks:
-            dtype = torch.float64 if self._cache.counts_clicks else torch.float32
+        if self._weighted or self._module_tables.counts_clicks:
+            dtype = torch.float64 if self._module_tables.counts_clicks else torch.float32
             weights = torch.empty(0, dtype=dtype, device=device)
         return KeyedJaggedTensor(
             keys=keys,
@@ -315,40 +315,40 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         )
 
     def prefetch(
-        self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None, *, beside: bool = False
+        self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None, *, in_background: bool = False
     ) -> None:
         """Plan a batch whose ids have arrived, and begin to fetch its rows.
 
-        With `beside` a thread plans it while this one computes, until `settle_prefetched`. Nothing is done without `ctx`, the
-        batch's context, in which the first error of a batch is kept.
+        With `in_background` a thread plans it while this one computes, until `wait_for_prefetch`. Nothing is done without `ctx`,
+        the batch's context, in which the first error of a batch is kept.
         """
         del forward_stream
         if ctx is None or ctx.error is not None:
             return
         try:
-            train = self._trains()
+            train = self._is_training()
         except Exception as error:
             ctx.error = error
             return
         for lookup, features in zip(self._lookups, dist_input, strict=True):
             # The caller's stream comes after the ids, in every pipeline that prefetches.
-            lookup.announce(features, train=train, beside=beside, failed=self._say_not_ahead)
+            lookup.prefetch_batch(features, train=train, in_background=in_background, on_error=self._log_prefetch_error)
 
     def place_next(self, dist_input: KJTList, ctx: Any) -> None:
         """Move the rows of the next batch, which was prefetched, to the device while it computes what is queued.
 
-        `take_back_placed` undoes it. The ranks do not wait for each other here.
+        `unplace_rows` undoes it. The ranks do not wait for each other here.
         """
         if ctx.error is None:
             for lookup, features in zip(self._lookups, dist_input, strict=True):
-                lookup.place_next(features, self._say_not_ahead)
+                lookup.place_next(features, self._log_prefetch_error)
 
-    def take_back_placed(self) -> None:
+    def unplace_rows(self) -> None:
         """Unpin the rows that `place_next` moved. Their batch stays prefetched."""
         for lookup in self._lookups:
-            lookup.take_back()
+            lookup.unplace()
 
-    def _arrived_on(self) -> Any:
+    def _arrival_stream(self) -> Any:
         """The stream on which a pipeline of TorchRec's brings batches; None where that is the stream of the forward.
 
         A pipeline puts an object in the place of `forward` that has the stream. The stream of the forward itself waits for the
@@ -359,24 +359,24 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             return None
         return getattr(forward, "_stream", None)
 
-    def _say_not_ahead(self, error: Exception) -> None:
+    def _log_prefetch_error(self, error: Exception) -> None:
         # The forward of the batch plans it again, and raises on every rank what is still wrong then.
         logger.warning("%s: rows could not be fetched or moved ahead of their forward: %s", self._owner, error)
 
-    def settle_prefetched(self) -> None:
+    def wait_for_prefetch(self) -> None:
         """Wait until every batch that was prefetched is planned. Afterwards only the SSD tier still works on other threads."""
         for lookup in self._lookups:
-            lookup.settle()
+            lookup.wait_until_planned()
 
-    def forget_prefetched(self) -> None:
+    def drop_prefetched(self) -> None:
         """Unpin the rows of batches that were prefetched and will not come."""
         for lookup in self._lookups:
-            lookup.forget_announced()
+            lookup.drop_prefetched()
 
-    def _trains(self) -> bool:
-        train = self.training and torch.is_grad_enabled() and trainable(self._owner, self.weights())
-        if train and self._cache.untrainable:
-            raise no_optimizer_error(self._cache.untrainable)
+    def _is_training(self) -> bool:
+        train = self.training and torch.is_grad_enabled() and is_trainable(self._owner, self.weights())
+        if train and self._module_tables.untrainable:
+            raise no_optimizer_error(self._module_tables.untrainable)
         return train
 
     @contextmanager
@@ -387,29 +387,29 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         """
         if self.training and torch.is_grad_enabled():
             # Every rank comes here, also with a bad batch, because the ranks flush together.
-            self._flushes.before_forward()
+            self._flush_schedule.flush_if_due()
         planned: list[PlannedFeatures] = []
         error = ctx.error
         try:
             try:
                 if error is None:
-                    train = self._trains()
+                    train = self._is_training()
                     for lookup, features in zip(self._lookups, dist_input, strict=True):
-                        planned.append(lookup.plan(features, train=train, arrived_on=self._arrived_on()))
+                        planned.append(lookup.plan(features, train=train, arrival_stream=self._arrival_stream()))
             except Exception as caught:
                 error = caught
             if self._drops_rows and self.training and torch.is_grad_enabled():
                 # No rank drops rows for a batch that another one refuses.
-                self._agree(error)
+                self._raise_on_every_rank(error)
             try:
                 if error is None:
                     for batch in planned:
                         batch.wait()
             except Exception as caught:
                 error = caught
-            self._agree(error)
+            self._raise_on_every_rank(error)
             for lookup, batch in zip(self._lookups, planned, strict=True):
-                lookup.use(batch)
+                lookup.set_next(batch)
             yield
         except BaseException:
             for batch in planned:

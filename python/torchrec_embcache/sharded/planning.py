@@ -7,7 +7,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams
 
 from torchrec_embcache.exceptions import InputError
-from torchrec_embcache.sizing import Advice, TableTraffic
+from torchrec_embcache.sizing import BudgetAdvice, TableTraffic
 
 __all__ = ["offload_stats", "planner_constraints"]
 
@@ -33,7 +33,7 @@ def offload_stats(traffic: TableTraffic, world_size: int = 1) -> EmbeddingOffloa
     """
     height = traffic.rows
     misses = np.array([traffic.curve.reads_at(share * height) for share in np.linspace(0.0, 1.0, _BINS + 1)])
-    misses[0], misses[-1] = 1.0 - traffic.curve.birth_ratio, 0.0
+    misses[0], misses[-1] = 1.0 - traffic.curve.new_row_ratio, 0.0
     misses = np.minimum.accumulate(misses)
     return EmbeddingOffloadStats(
         cacheability=float(np.trapezoid(misses, dx=1.0 / _BINS)),
@@ -44,7 +44,7 @@ def offload_stats(traffic: TableTraffic, world_size: int = 1) -> EmbeddingOffloa
 
 
 def planner_constraints(
-    traffic: list[TableTraffic], advice: Advice | None = None, *, world_size: int = 1
+    traffic: list[TableTraffic], advice: BudgetAdvice | None = None, *, world_size: int = 1
 ) -> dict[str, ParameterConstraints]:
     """Constraints for `EmbeddingShardingPlanner(constraints=...)`, by the tables' names, with their cache parameters.
 

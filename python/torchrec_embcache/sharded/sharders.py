@@ -96,7 +96,7 @@ class _CacheSharder(Generic[M, S]):
         """
         return self._sharded_module_type(
             module,
-            self._checked(module, params, env),
+            self._check_params(module, params, env),
             env,
             fused_params=self.fused_params,
             device=device,
@@ -111,7 +111,7 @@ class _CacheSharder(Generic[M, S]):
         rank alone, where an error would leave the other ranks waiting. `shard` then refuses the plan on every rank.
         """
         del compute_device_type
-        return list(SHARDING_TYPES) + _demanded_by(sys._getframe(1).f_locals)  # noqa: SLF001
+        return list(SHARDING_TYPES) + _required_sharding_types(sys._getframe(1).f_locals)  # noqa: SLF001
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """TorchRec's fused kernel, because the planner has no price for a customised one."""
@@ -122,7 +122,7 @@ class _CacheSharder(Generic[M, S]):
         """Each table as a parameter on meta, with as many rows as its budgets in RAM hold."""
         return {name: _meta_parameter(module, name, param) for name, param in module.weights().items()}
 
-    def _checked(
+    def _check_params(
         self, module: Any, params: dict[str, ParameterSharding], env: ShardingEnv
     ) -> dict[str, ParameterSharding]:
         """A copy of `params` that names the kernel of this package. Raises for what is not supported."""
@@ -188,7 +188,7 @@ class _CacheSharder(Generic[M, S]):
         )
 
 
-def _demanded_by(planner: Mapping[str, Any]) -> list[str]:
+def _required_sharding_types(planner: Mapping[str, Any]) -> list[str]:
     """The sharding types that a planner's constraint demands of a table, where it allows none of `SHARDING_TYPES`.
 
     `planner` has the variables of TorchRec's enumerator at its call: `self`, the enumerator, and `name`, the table's name. The
@@ -200,7 +200,7 @@ def _demanded_by(planner: Mapping[str, Any]) -> list[str]:
 
 
 def _meta_parameter(module: Any, name: str, param: nn.Parameter) -> nn.Parameter:
-    planned = nn.Parameter(torch.empty(module.planned_rows(name), param.shape[1], dtype=torch.float32, device="meta"))
+    planned = nn.Parameter(torch.empty(module.planner_rows(name), param.shape[1], dtype=torch.float32, device="meta"))
     planned.__dict__.update(param.__dict__)  # has the optimizer in backward, by which the planner sizes the slots
     return planned
 

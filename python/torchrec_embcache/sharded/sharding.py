@@ -27,12 +27,12 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_embcache.buckets import hash_ids_, ids_of_hashes_
+from torchrec_embcache.buckets import hash_ids_, unhash_ids_
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import UnsupportedError
-from torchrec_embcache.modules.features import copied
+from torchrec_embcache.modules.features import copy_features
 
-__all__ = ["SHARDING_TYPES", "clicks_and_weights", "pooled_sharding", "sequence_sharding"]
+__all__ = ["SHARDING_TYPES", "pooled_sharding", "sequence_sharding", "split_clicks_and_weights"]
 
 SHARDING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value)
 
@@ -40,7 +40,7 @@ SHARDING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value)
 _DIVISORS = 2.0**28
 
 # Makes the lookup of one sharding, of this rank's tables as TorchRec's sharded configs. True: bags are spread over ranks.
-LookupMaker = Callable[[list[Any], bool], nn.Module]
+LookupFactory = Callable[[list[Any], bool], nn.Module]
 
 
 class BucketFeaturesDist(RwSparseFeaturesDist):
@@ -83,7 +83,7 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
             self._feature_total_num_blocks_tensor = torch.tensor([num_buckets], device=device, dtype=torch.int64)
         self._mean = mean
         # A hook runs before the exchange also where a pipeline replaces the exchange's forward.
-        self._dist.register_forward_pre_hook(self._put_ids_back)
+        self._dist.register_forward_pre_hook(self._restore_ids)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
         """Begin the exchange, with weights where bags are averaged."""
@@ -91,9 +91,9 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
             sparse_features = _with_mean_weights(sparse_features, self._mean)
         return super().forward(_with_hashes(sparse_features))
 
-    def _put_ids_back(self, _exchange: nn.Module, given: tuple[KeyedJaggedTensor]) -> None:
+    def _restore_ids(self, _exchange: nn.Module, features: tuple[KeyedJaggedTensor]) -> None:
         """Put the ids in the place of their hashes."""
-        ids_of_hashes_(given[0].values())
+        unhash_ids_(features[0].values())
 
 
 def _with_hashes(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -123,9 +123,9 @@ def _with_mean_weights(features: KeyedJaggedTensor, mean: list[bool]) -> KeyedJa
     )
 
 
-def clicks_and_weights(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_clicks_and_weights(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What `BucketFeaturesDist` has put into float64 [N]: the clicks [N], and the float32 weights [N] that make the mean."""
-    return both.div(_DIVISORS).floor(), both.remainder(_DIVISORS).to(torch.float32).reciprocal()
+    return packed.div(_DIVISORS).floor(), packed.remainder(_DIVISORS).to(torch.float32).reciprocal()
 
 
 class PaddedPooledDist(RwPooledEmbeddingDist):
@@ -153,7 +153,7 @@ class _CacheSharding:
     `make_lookup` is set before anything is made.
     """
 
-    make_lookup: LookupMaker
+    make_lookup: LookupFactory
     spreads_bags = False
     _grouped_embedding_configs: list[Any]
 
@@ -203,7 +203,7 @@ class TableFeaturesDist(TwSparseFeaturesDist):
     def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
         """Begin the exchange. A pipeline with `clear_data_dist_inputs` frees what is sent, which is a copy then."""
         if PipelinedForward._use_main_stream_for_dist_init:  # noqa: SLF001 - such a pipeline sets it
-            sparse_features = copied(sparse_features)
+            sparse_features = copy_features(sparse_features)
         return super().forward(sparse_features)
 
 
@@ -227,15 +227,15 @@ class TableWiseSequenceSharding(_TableWise, TwSequenceEmbeddingSharding):
 
 def pooled_sharding(sharding_type: str) -> type[Any]:
     """The class that shards bags by `sharding_type`. `UnsupportedError` for a type that is not supported."""
-    return _choose(sharding_type, RowWisePooledSharding, TableWisePooledSharding)
+    return _choose_sharding(sharding_type, RowWisePooledSharding, TableWisePooledSharding)
 
 
 def sequence_sharding(sharding_type: str) -> type[Any]:
     """The class that shards sequences by `sharding_type`. `UnsupportedError` for a type that is not supported."""
-    return _choose(sharding_type, RowWiseSequenceSharding, TableWiseSequenceSharding)
+    return _choose_sharding(sharding_type, RowWiseSequenceSharding, TableWiseSequenceSharding)
 
 
-def _choose(sharding_type: str, row_wise: type[Any], table_wise: type[Any]) -> type[Any]:
+def _choose_sharding(sharding_type: str, row_wise: type[Any], table_wise: type[Any]) -> type[Any]:
     if sharding_type not in SHARDING_TYPES:
         raise UnsupportedError(
             f"sharding_type={sharding_type!r} is not supported yet: use {' or '.join(map(repr, SHARDING_TYPES))}"

@@ -8,11 +8,11 @@ docs/sizing.md has worked examples.
 
 from torchrec_embcache.miss_ratios import MissRatioCurve
 
-from .advice import Advice, TableAdvice, advise
+from .advice import BudgetAdvice, TableAdvice, advise
 from .traffic import TableTraffic, read_traffic, traffic_of, write_traffic
 
 __all__ = [
-    "Advice",
+    "BudgetAdvice",
     "MissRatioCurve",
     "TableAdvice",
     "TableTraffic",

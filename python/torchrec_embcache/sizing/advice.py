@@ -11,19 +11,19 @@ from torch import nn
 from torchrec_embcache.config import TierBudgets, bytes_text, check_int, parse_bytes
 from torchrec_embcache.exceptions import ConfigError, InputError
 
-from .split import Share, divide
+from .split import BudgetRequest, divide_budget
 from .traffic import TableTraffic, traffic_of
 
-__all__ = ["Advice", "TableAdvice", "advise", "as_now"]
+__all__ = ["BudgetAdvice", "TableAdvice", "advise", "current_advice"]
 
 # A record of this many bytes costs twice as much to read as its place alone: a disk reads whole pages.
 _PAGE_BYTES = 4096
 # The share of an SSD tier that may be live, so that compaction writes each byte a few times at most.
-_LIVE_SHARE = 0.8
+_LIVE_RATIO = 0.8
 # Files of an SSD tier are larger than its rows where it has few of them.
-_LEAST_SSD_BYTES = 16 << 20
+_MIN_SSD_BYTES = 16 << 20
 # What a table takes beside its rows, such as notes of what left it since the last save.
-_BESIDE_ROWS_BYTES = 256 << 10
+_FIXED_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class TableAdvice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
+class BudgetAdvice:
     """How `advise` divides the budgets, and what more of them would save.
 
     - `tables`: the budgets of each table, by its name.
@@ -137,7 +137,7 @@ def advise(
     ssd: int | str = 0,
     device: int | str = 0,
     batches_in_flight: int = 2,
-) -> Advice:
+) -> BudgetAdvice:
     """Divide the budgets of this rank between its tables and their tiers, such that batches wait least for the SSD.
 
     Args:
@@ -169,16 +169,17 @@ def advise(
     names = [table.name for table in tables]
     if len(set(names)) < len(names):
         raise InputError(f"two tables have one name: {sorted(names)}")
-    budget = _Budget(parse_bytes("ram", ram), parse_bytes("ssd", ssd), parse_bytes("device", device))
+    budget = _RankBudget(parse_bytes("ram", ram), parse_bytes("ssd", ssd), parse_bytes("device", device))
     batches = check_int("batches_in_flight", batches_in_flight, 1, 1 << 20)
-    chosen = _choose(tables, budget, batches)
-    doubled = _choose(tables, replace(budget, ram=2 * budget.ram), batches)
+    chosen = _choose_budgets(tables, budget, batches)
+    doubled = _choose_budgets(tables, replace(budget, ram=2 * budget.ram), batches)
     now = None
     if all(table.host_bytes for table in tables):
         now = sum(
-            _told(table, table.device_bytes, table.host_bytes, table.ssd_bytes).reads_per_batch for table in tables
+            _table_advice(table, table.device_bytes, table.host_bytes, table.ssd_bytes).reads_per_batch
+            for table in tables
         )
-    return Advice(
+    return BudgetAdvice(
         tables={table.name: table for table in chosen},
         ram=budget.ram,
         ssd=budget.ssd,
@@ -186,62 +187,64 @@ def advise(
         reads_per_batch=sum(table.reads_per_batch for table in chosen),
         reads_per_batch_now=now,
         reads_per_batch_doubled=sum(table.reads_per_batch for table in doubled),
-        moves_per_batch=_moves(tables, chosen) if budget.device else 0.0,
+        moves_per_batch=_moves_per_batch(tables, chosen) if budget.device else 0.0,
     )
 
 
 @dataclass(frozen=True)
-class _Budget:
+class _RankBudget:
     ram: int
     ssd: int
     device: int
 
 
-def _choose(tables: Sequence[TableTraffic], budget: _Budget, batches: int) -> list[TableAdvice]:
+def _choose_budgets(tables: Sequence[TableTraffic], budget: _RankBudget, batches: int) -> list[TableAdvice]:
     on_device = [0] * len(tables)
     if budget.device:
-        wants = [_device_share(table, batches) for table in tables]
-        on_device = divide(budget.device, wants, "device")
-    wants = [_host_share(table, bytes_, budget, batches) for table, bytes_ in zip(tables, on_device, strict=True)]
-    if not budget.ssd and budget.ram < sum(want.most for want in wants):
+        wants = [_device_request(table, batches) for table in tables]
+        on_device = divide_budget(budget.device, wants, "device")
+    wants = [_host_request(table, bytes_, budget, batches) for table, bytes_ in zip(tables, on_device, strict=True)]
+    if not budget.ssd and budget.ram < sum(want.max_bytes for want in wants):
         raise ConfigError(
-            f"ram={budget.ram} with ssd=0 is too small: all rows take {sum(want.most for want in wants)} bytes of RAM. Give "
+            f"ram={budget.ram} with ssd=0 is too small: all rows take {sum(want.max_bytes for want in wants)} bytes of RAM. Give "
             "an SSD budget, or more RAM"
         )
-    in_host = divide(budget.ram, wants, "ram")
-    on_ssd = _on_ssd(tables, budget.ssd)
-    return [_told(*numbers) for numbers in zip(tables, on_device, in_host, on_ssd, strict=True)]
+    in_host = divide_budget(budget.ram, wants, "ram")
+    on_ssd = _ssd_bytes(tables, budget.ssd)
+    return [_table_advice(*numbers) for numbers in zip(tables, on_device, in_host, on_ssd, strict=True)]
 
 
 def _batch_rows(table: TableTraffic, batches: int) -> int:
     return min(table.curve.largest_batch * batches, table.rows)
 
 
-def _device_share(table: TableTraffic, batches: int) -> Share:
+def _device_request(table: TableTraffic, batches: int) -> BudgetRequest:
     row = table.row_bytes.device
     cost = table.lookups_per_batch * row
-    return Share(_batch_rows(table, batches) * row + row, table.rows * row + row, row, 0, 0.0, table.curve, cost)
+    return BudgetRequest(
+        _batch_rows(table, batches) * row + row, table.rows * row + row, row, 0, 0.0, table.curve, cost
+    )
 
 
 def _index_bytes(table: TableTraffic, has_ssd: bool) -> int:
     return table.rows * table.row_bytes.index if has_ssd else 0
 
 
-def _host_share(table: TableTraffic, device_bytes: int, budget: _Budget, batches: int) -> Share:
+def _host_request(table: TableTraffic, device_bytes: int, budget: _RankBudget, batches: int) -> BudgetRequest:
     row = table.row_bytes.host
     held = device_bytes / table.row_bytes.device
-    fixed = _index_bytes(table, bool(budget.ssd)) + _BESIDE_ROWS_BYTES
+    fixed = _index_bytes(table, bool(budget.ssd)) + _FIXED_BYTES
     least = fixed + _batch_rows(table, batches) * row
     most = max(fixed + round(max(table.rows - held, 0.0)) * row, least)
     # A read has its price, and each page more.
     cost = table.lookups_per_batch * (1.0 + table.row_bytes.ssd / _PAGE_BYTES)
-    return Share(least, most, row, fixed, held, table.curve, cost)
+    return BudgetRequest(least, most, row, fixed, held, table.curve, cost)
 
 
-def _on_ssd(tables: Sequence[TableTraffic], ssd: int) -> list[int]:
+def _ssd_bytes(tables: Sequence[TableTraffic], ssd: int) -> list[int]:
     if not ssd:
         return [0] * len(tables)
-    needs = [max(round(table.rows * table.row_bytes.ssd / _LIVE_SHARE), _LEAST_SSD_BYTES) for table in tables]
+    needs = [max(round(table.rows * table.row_bytes.ssd / _LIVE_RATIO), _MIN_SSD_BYTES) for table in tables]
     if sum(needs) > ssd:
         raise ConfigError(
             f"ssd={ssd} is too small: the SSD tier holds every row, and {sum(needs)} bytes are needed for those of the "
@@ -250,11 +253,11 @@ def _on_ssd(tables: Sequence[TableTraffic], ssd: int) -> list[int]:
     return [ssd * need // sum(needs) for need in needs]
 
 
-def _told(table: TableTraffic, device_bytes: int, host_bytes: int, ssd_bytes: int) -> TableAdvice:
+def _table_advice(table: TableTraffic, device_bytes: int, host_bytes: int, ssd_bytes: int) -> TableAdvice:
     """What budgets of a table would do."""
     row = table.row_bytes
     # Without an SSD tier all rows are in RAM.
-    beside = _index_bytes(table, bool(ssd_bytes)) + (_BESIDE_ROWS_BYTES if ssd_bytes else 0)
+    beside = _index_bytes(table, bool(ssd_bytes)) + (_FIXED_BYTES if ssd_bytes else 0)
     in_ram = device_bytes / row.device + max(host_bytes - beside, 0) / row.host
     rows = min(in_ram, table.rows) if ssd_bytes else table.rows
     return TableAdvice(
@@ -271,13 +274,13 @@ def _told(table: TableTraffic, device_bytes: int, host_bytes: int, ssd_bytes: in
     )
 
 
-def as_now(table: TableTraffic) -> TableAdvice | None:
+def current_advice(table: TableTraffic) -> TableAdvice | None:
     """What the budgets that a table has now do; None where it has none."""
     if not (table.host_bytes or table.device_bytes):
         return None
-    return _told(table, table.device_bytes, table.host_bytes, table.ssd_bytes)
+    return _table_advice(table, table.device_bytes, table.host_bytes, table.ssd_bytes)
 
 
-def _moves(tables: Sequence[TableTraffic], chosen: Sequence[TableAdvice]) -> float:
+def _moves_per_batch(tables: Sequence[TableTraffic], chosen: Sequence[TableAdvice]) -> float:
     on_device = [made.device_bytes / table.row_bytes.device for table, made in zip(tables, chosen, strict=True)]
     return sum(table.lookups_per_batch * table.curve.at(rows) for table, rows in zip(tables, on_device, strict=True))

@@ -12,11 +12,11 @@ from typing import Any, Self
 from torch import nn
 
 from torchrec_embcache.cache import CacheTable
-from torchrec_embcache.config import Policy, check_choice, check_int
+from torchrec_embcache.config import CachePolicy, check_choice, check_int
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, StateError
 from torchrec_embcache.miss_ratios import MissRatioCurve
 from torchrec_embcache.optimizers import BY_KIND, OptimizerKind
-from torchrec_embcache.paths import given_path
+from torchrec_embcache.paths import check_path
 from torchrec_embcache.table_settings import RowBytes, row_bytes
 from torchrec_embcache.whole_model import cache_modules
 
@@ -55,13 +55,13 @@ class TableTraffic:
     optimizer: OptimizerKind
     rows: int
     curve: MissRatioCurve
-    policy: Policy = "s3fifo"
+    policy: CachePolicy = "s3fifo"
     device_bytes: int = 0
     host_bytes: int = 0
     ssd_bytes: int = 0
 
     @classmethod
-    def of(cls, name: str, table: CacheTable) -> Self:
+    def from_table(cls, name: str, table: CacheTable) -> Self:
         """What was measured on a table. `StateError` where it does not measure, or has no lookups yet."""
         if table.optimizer is None:
             raise StateError(
@@ -116,7 +116,7 @@ class TableTraffic:
         check_int("rows", rows, 1, 1 << 48)
         check_int("dim", dim, 1, 65_536)
         check_int("ids_per_batch", ids_per_batch, 1, 1 << 30)
-        kind = _known_optimizer(optimizer)
+        kind = _check_optimizer(optimizer)
         if not 0.0 <= exponent <= 4.0:
             raise ConfigError(f"exponent={exponent!r} is out of range: give 0 to 4")
         return cls(name=name, dim=dim, optimizer=kind, rows=rows, curve=zipf_curve(rows, ids_per_batch, exponent))
@@ -144,17 +144,17 @@ class TableTraffic:
             }
             check_int("dim", numbers["dim"], 1, 65_536)
             check_int("rows", numbers["rows"], 1, 1 << 48)
-            kind = _known_optimizer(fields["optimizer"])
+            kind = _check_optimizer(fields["optimizer"])
             curve = MissRatioCurve.from_dict(fields["curve"])
             for name in (curve.policy, fields["policy"]):
-                check_choice("policy", name, Policy)
-            policy: Policy = fields["policy"]
+                check_choice("policy", name, CachePolicy)
+            policy: CachePolicy = fields["policy"]
             return cls(name=str(fields["name"]), optimizer=kind, policy=policy, curve=curve, **numbers)
         except (KeyError, TypeError, ValueError, OverflowError, EmbCacheError) as cause:
             raise CorruptionError(f"no traffic of a table: {cause}") from cause
 
 
-def _known_optimizer(optimizer: object) -> OptimizerKind:
+def _check_optimizer(optimizer: object) -> OptimizerKind:
     for kind, spec in BY_KIND.items():
         if kind == optimizer:
             return spec.kind
@@ -181,7 +181,7 @@ def traffic_of(model: nn.Module) -> list[TableTraffic]:
     if not modules:
         raise InputError(f"{type(model).__name__} has no cache module: there are no tables to size")
     return [
-        TableTraffic.of(f"{path}/{name}" if path else name, table)
+        TableTraffic.from_table(f"{path}/{name}" if path else name, table)
         for path, module in modules.items()
         for name, table in module.tables.items()
     ]
@@ -201,7 +201,7 @@ def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str])
         ['item']
     """
     text = json.dumps({"format": _FORMAT, "tables": [table.as_dict() for table in traffic]}, indent=1)
-    target = given_path("path", path)
+    target = check_path("path", path)
     unfinished = Path(f"{target}.unfinished")
     try:
         unfinished.write_text(text + "\n")
@@ -223,7 +223,7 @@ def read_traffic(path: str | os.PathLike[str]) -> list[TableTraffic]:
         >>> advise(read_traffic("traffic.json"), ram="1MiB").tables["item"].host_bytes
         1048576
     """
-    file = Path(given_path("path", path))
+    file = Path(check_path("path", path))
     try:
         content = json.loads(file.read_text())
         if content["format"] != _FORMAT:

@@ -10,7 +10,7 @@ __all__ = ["zipf_curve"]
 _GROUPS = 1024
 _SIZES = 64
 # Places in a batch at which a lookup is looked at.
-_PLACES = (np.arange(8) + 0.5) / 8
+_QUANTILES = (np.arange(8) + 0.5) / 8
 
 
 def zipf_curve(ids: int, ids_per_batch: int, exponent: float) -> MissRatioCurve:
@@ -26,7 +26,7 @@ def zipf_curve(ids: int, ids_per_batch: int, exponent: float) -> MissRatioCurve:
     lookups = float((counts * in_batch).sum())
     rows, ratios = [], []
     for batches in np.geomspace(1e-2, 64 / max(float(in_batch.min()), 1e-18), 4 * _SIZES):
-        absent, missed = _unused(in_batch, batches)
+        absent, missed = _unused_probabilities(in_batch, batches)
         rows.append(float((counts * (1 - absent)).sum()))
         ratios.append(float((counts * in_batch * missed).sum()) / lookups)
     sizes = np.unique(np.geomspace(max(ids // 4096, 1), ids, _SIZES).astype(np.int64))
@@ -37,7 +37,7 @@ def zipf_curve(ids: int, ids_per_batch: int, exponent: float) -> MissRatioCurve:
         rows=sizes,
         miss_ratios=np.minimum.accumulate(misses),
         first_use_ratio=0.0,
-        birth_ratio=0.0,
+        new_row_ratio=0.0,
         lookups=round(lookups),
         batches=1,
         largest_batch=round(lookups),
@@ -54,13 +54,15 @@ def _popularity(ids: int, exponent: float) -> tuple[NDArray[np.float64], NDArray
     return counts, weight / (counts * weight).sum()
 
 
-def _unused(in_batch: NDArray[np.float64], batches: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _unused_probabilities(
+    in_batch: NDArray[np.float64], batches: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The probabilities that an id was not used in the last `batches` batches: at any time, and before a lookup of it."""
     absent, missed = np.zeros_like(in_batch), np.zeros_like(in_batch)
-    for place in _PLACES:
+    for place in _QUANTILES:
         # Of this batch the part before the place, and what is left of the time before it: whole batches, and a part of one.
         whole, part = divmod(max(batches - place, 0.0), 1.0)
         before = np.exp(whole * np.log1p(-np.minimum(in_batch, 1 - 1e-12))) * (1 - in_batch * part)
         absent += before * (1 - in_batch * min(place, batches))
         missed += before
-    return absent / len(_PLACES), missed / len(_PLACES)
+    return absent / len(_QUANTILES), missed / len(_QUANTILES)

@@ -29,12 +29,12 @@ def add_to_lanes(lanes, values, CHUNKS: tl.constexpr):
 @triton.jit
 def sum_of_lanes(lanes):
     """The sum of `lanes` [16]. The upper half is added to the lower half, again and again."""
-    two = _halved(_halved(_halved(lanes, 8), 4), 2)
+    two = _fold_lanes(_fold_lanes(_fold_lanes(lanes, 8), 4), 2)
     first, second = tl.split(two)
     return first + second
 
 
 @triton.jit
-def _halved(lanes, HALF: tl.constexpr):
+def _fold_lanes(lanes, HALF: tl.constexpr):
     lower, upper = tl.split(tl.permute(tl.reshape(lanes, (2, HALF)), (1, 0)))
     return lower + upper

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_embcache.exceptions import UnsupportedError
-from torchrec_embcache.pinned_memory import queued_to_device, to_fill
+from torchrec_embcache.pinned_memory import copy_staged_to_device, staging_empty
 
 from .gradients import gradient_places, gradient_sums
 from .lookups import pooled_rows, sequence_rows, weight_gradients
@@ -31,23 +31,23 @@ __all__ = [
     "BY_ROWS",
     "EXACT",
     "IS_INTERPRETED",
-    "Bags",
-    "Columns",
-    "Gradients",
-    "Ranges",
-    "Rows",
-    "Sending",
+    "ColumnLayout",
+    "DeviceBags",
+    "DeviceGradients",
+    "DeviceTransfer",
+    "DistinctRows",
+    "OccurrenceRanges",
     "fill_weight_gradients",
     "find_gradients",
     "gather_rows",
-    "pool",
+    "pool_rows",
     "read_sequence",
     "scatter_rows",
     "send",
     "sum_gradients",
     "tier_addresses",
-    "update",
     "update_numbers",
+    "update_rows",
 ]
 
 # Triton decides it where a kernel is declared.
@@ -58,17 +58,17 @@ BY_ROWS = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")
 BY_COLUMNS = ("sgd", "adagrad", "adam", "adamw", "ftrl")
 
 # The widest part of a row that a program holds in registers.
-_WIDEST_BLOCK = 1024
+_MAX_BLOCK = 1024
 # Registers of a thread in updates that need many: 24 warps of a GPU's multiprocessor have so many.
-_REGISTERS = 80
+_MAX_REGISTERS = 80
 # Triton's compiler for ROCm, whose devices torch calls "cuda" too, refuses to be told of them.
-_TAKES_REGISTERS = torch.version.hip is None
+_HAS_MAX_REGISTERS = torch.version.hip is None
 # Floats that a program copies where rows are short.
-_COPIED = 1024
+_COPY_BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnLayout:
     """How a program takes the D columns of a row: `blocks` times `block` of them, by so many warps."""
 
     dim: int
@@ -76,7 +76,7 @@ class Columns:
     @property
     def block(self) -> int:
         """Columns of a row that a program takes at once."""
-        return min(max(16, 1 << (self.dim - 1).bit_length()), _WIDEST_BLOCK)
+        return min(max(16, 1 << (self.dim - 1).bit_length()), _MAX_BLOCK)
 
     @property
     def blocks(self) -> int:
@@ -84,7 +84,7 @@ class Columns:
         return -(-self.dim // self.block)
 
     @property
-    def at_once(self) -> int:
+    def rows_in_flight(self) -> int:
         """Rows that a program asks for before it adds up the first of them. More would not fit into a thread's registers."""
         if IS_INTERPRETED:
             return 2  # they come one after another in any case
@@ -93,7 +93,7 @@ class Columns:
     @property
     def rows(self) -> int:
         """Rows that a program copies."""
-        return max(1, _COPIED // self.block)
+        return max(1, _COPY_BLOCK // self.block)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -107,8 +107,8 @@ class Columns:
         The assembler aims at registers so few that more programs run beside each other. Where rows are not aligned or wider than
         a block, it then keeps some in memory. It does not where it is told how many it may take.
         """
-        if _TAKES_REGISTERS and (self.blocks > 1 or self.dim % 4):
-            return {**self.options, "maxnreg": _REGISTERS}
+        if _HAS_MAX_REGISTERS and (self.blocks > 1 or self.dim % 4):
+            return {**self.options, "maxnreg": _MAX_REGISTERS}
         return self.options
 
 
@@ -117,7 +117,7 @@ EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
-class Bags:
+class DeviceBags:
     """The bags of a batch on the device.
 
     `offsets` int32 [F * B + 1]; `weights` float32 [N] or None; `bags`: B; `columns`: C; `aligned`: 4 where it divides the widths of
@@ -132,7 +132,7 @@ class Bags:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class DeviceGradients:
     """The gradients of a batch on the device: `grad` float32 [B, C], or [N, D] where the other two are None.
 
     `places` int64 [N]: where in `grad` that of each occurrence begins. `scale` float32 [N]: its factor; None: 1. `aligned` divides
@@ -146,7 +146,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Ranges:
+class OccurrenceRanges:
     """Ranges of occurrences on the device, by where each begins and ends: both int32 [n]."""
 
     begins: Tensor
@@ -154,7 +154,7 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DistinctRows:
     """The distinct rows of tables of one width, all int32 on the device.
 
     `tables` [U]: the table of each among those of the launch. `slots` [U], -1 for a row that is not updated. The occurrences of row
@@ -171,13 +171,13 @@ class Rows:
 _INTERPRETER = threading.RLock()
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def _launch_context(device: torch.device) -> AbstractContextManager[Any]:
     """Launches belong in here: Triton launches on the current device, and interprets one kernel at a time."""
     made: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else _INTERPRETER
     return made
 
 
-class Sending:
+class DeviceTransfer:
     """Arrays on their way to a device. They are filled where the device can copy them from, and go there by one copy.
 
     `kinds` has the dtype and the length of each. `arrays` are to be filled before `sent`, and not changed after it.
@@ -187,25 +187,25 @@ class Sending:
         self._device = device
         sizes = [np.dtype(dtype).itemsize * count for dtype, count in kinds]
         starts = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
-        self._staged = to_fill((starts[-1],), torch.uint8, device)
+        self._staged = staging_empty((starts[-1],), torch.uint8, device)
         self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         memory = self._staged.numpy()
         of_kinds = zip(kinds, self._places, strict=True)
         self.arrays: list[NDArray[Any]] = [memory[place].view(dtype) for (dtype, _), place in of_kinds]
 
-    def sent(self) -> list[Tensor]:
+    def send(self) -> list[Tensor]:
         """The arrays on the device. On CUDA the copy is queued on the caller's stream, and nobody waits."""
-        there = queued_to_device(self._staged, self._device)
+        there = copy_staged_to_device(self._staged, self._device)
         types = [torch.from_numpy(array[:0]).dtype for array in self.arrays]
         return [there[place].view(dtype) for place, dtype in zip(self._places, types, strict=True)]
 
 
 def send(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """Bring `arrays` to the device as `Sending` does, each as a vector."""
-    sending = Sending(device, [(array.dtype, array.size) for array in arrays])
+    """Bring `arrays` to the device as `DeviceTransfer` does, each as a vector."""
+    sending = DeviceTransfer(device, [(array.dtype, array.size) for array in arrays])
     for memory, array in zip(sending.arrays, arrays, strict=True):
         memory[:] = array.reshape(-1)
-    return sending.sent()
+    return sending.send()
 
 
 def tier_addresses(tier: DeviceTier) -> list[int]:
@@ -218,73 +218,75 @@ def tier_addresses(tier: DeviceTier) -> list[int]:
     return [tier.weights.data_ptr(), *vectors, *[0] * (2 - len(vectors)), scalars]
 
 
-def pool(dim: int, members: Tensor, features: Tensor, slots: Tensor, bags: Bags, out: Tensor) -> None:
+def pool_rows(dim: int, members: Tensor, features: Tensor, slots: Tensor, bags: DeviceBags, out: Tensor) -> None:
     """Fill the columns that `members` [m], features of one width, have in `out` [B, C]."""
-    columns = Columns(dim)
+    columns = ColumnLayout(dim)
     weighted = bags.weights is not None
-    with _on(out.device):
+    with _launch_context(out.device):
         pooled_rows[(bags.bags, len(members), columns.blocks)](
             members, features, slots, bags.offsets, bags.weights if weighted else out, out, bags.bags, bags.columns,
-            D=dim, BLOCK=columns.block, ALIGNED=bags.aligned, WEIGHTED=weighted, AT_ONCE=columns.at_once, **columns.options,
+            D=dim, BLOCK=columns.block, ALIGNED=bags.aligned, WEIGHTED=weighted, AT_ONCE=columns.rows_in_flight, **columns.options,
         )  # fmt: skip
 
 
 def read_sequence(dim: int, features: Tensor, slots: Tensor, starts: Tensor, longest: int, out: Tensor) -> None:
     """Fill `out` [N, D] with the rows of all occurrences. `longest`: the most occurrences of a feature."""
-    columns = Columns(dim)
-    with _on(out.device):
+    columns = ColumnLayout(dim)
+    with _launch_context(out.device):
         sequence_rows[(-(-longest // columns.rows), len(starts) - 1, columns.blocks)](
             features, slots, starts, out, D=dim, BLOCK=columns.block, ROWS=columns.rows, num_warps=4, **EXACT,
         )  # fmt: skip
 
 
 def fill_weight_gradients(
-    dim: int, members: Tensor, features: Tensor, slots: Tensor, bags: Bags, grad: Tensor, out: Tensor
+    dim: int, members: Tensor, features: Tensor, slots: Tensor, bags: DeviceBags, grad: Tensor, out: Tensor
 ) -> None:
     """Fill what `members` [m], features of one width, have in the gradient `out` [N] of the per-sample weights."""
-    columns = Columns(dim)
-    with _on(out.device):
+    columns = ColumnLayout(dim)
+    with _launch_context(out.device):
         weight_gradients[(bags.bags, len(members))](
             members, features, slots, bags.offsets, grad, out, bags.bags, bags.columns,
             D=dim, BLOCK=columns.block, BLOCKS=columns.blocks, ALIGNED=bags.aligned, **columns.options,
         )  # fmt: skip
 
 
-def find_gradients(features: Tensor, bags: Bags, occurrences: int, grad: Tensor, scaled: bool) -> Gradients:
+def find_gradients(features: Tensor, bags: DeviceBags, occurrences: int, grad: Tensor, scaled: bool) -> DeviceGradients:
     """Where the gradient of each of the occurrences lies in `grad` [B, C]. `scaled`: bags are weighted or averaged."""
     places = torch.empty(occurrences, dtype=torch.int64, device=grad.device)
     scale = torch.empty(occurrences if scaled else 0, dtype=torch.float32, device=grad.device)
     weighted = bags.weights is not None
-    with _on(grad.device):
+    with _launch_context(grad.device):
         gradient_places[(bags.bags, len(features) // 4)](
             features, bags.offsets, bags.weights if weighted else grad, places, scale, bags.bags, bags.columns,
             SCALED=scaled, WEIGHTED=weighted, BLOCK=32, num_warps=1, **EXACT,
         )  # fmt: skip
-    return Gradients(grad, bags.aligned, places, scale if scaled else None)
+    return DeviceGradients(grad, bags.aligned, places, scale if scaled else None)
 
 
-def _of(gradients: Gradients) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
+def _gradient_arguments(gradients: DeviceGradients) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
     """The arguments and the flags of a kernel that reads gradients."""
     grad, places, scale = gradients.grad, gradients.places, gradients.scale
     flags = {"ALIGNED": gradients.aligned, "POOLED": places is not None, "SCALED": scale is not None}
     return (grad, places if places is not None else grad, scale if scale is not None else grad), flags
 
 
-def sum_gradients(dim: int, ranges: Ranges, occurrences: Tensor, gradients: Gradients) -> Gradients:
+def sum_gradients(
+    dim: int, ranges: OccurrenceRanges, occurrences: Tensor, gradients: DeviceGradients
+) -> DeviceGradients:
     """The sums of the gradients of each range of `occurrences`, int32 [N'], each of which has one at least: [n, D]."""
-    columns = Columns(dim)
+    columns = ColumnLayout(dim)
     out = torch.empty(len(ranges.begins), dim, dtype=torch.float32, device=occurrences.device)
-    arguments, flags = _of(gradients)
-    with _on(out.device):
+    arguments, flags = _gradient_arguments(gradients)
+    with _launch_context(out.device):
         gradient_sums[(len(out), columns.blocks)](
             ranges.begins, ranges.ends, occurrences, *arguments, out,
-            D=dim, BLOCK=columns.block, AT_ONCE=columns.at_once, **flags, **columns.options,
+            D=dim, BLOCK=columns.block, AT_ONCE=columns.rows_in_flight, **flags, **columns.options,
         )  # fmt: skip
-    return Gradients(out)
+    return DeviceGradients(out)
 
 
-def update(
-    kind: str, dim: int, tiers: Tensor, numbers: Tensor, rows: Rows, gradients: Gradients, *, count: int
+def update_rows(
+    kind: str, dim: int, tiers: Tensor, numbers: Tensor, rows: DistinctRows, gradients: DeviceGradients, *, count: int
 ) -> None:
     """Update the first `count` rows by the optimizer `kind`. 0 rows: the kernel is compiled, and nothing runs.
 
@@ -294,23 +296,23 @@ def update(
     if kind not in (*BY_COLUMNS, *BY_ROWS):
         known = ", ".join((*BY_COLUMNS, *BY_ROWS))
         raise UnsupportedError(f"the Triton kernels have no optimizer {kind!r}: give one of {known}")
-    columns = Columns(dim)
-    arguments, flags = _of(gradients)
+    columns = ColumnLayout(dim)
+    arguments, flags = _gradient_arguments(gradients)
     kernel = update_by_rows if kind in BY_ROWS else update_by_columns
-    with _on(rows.slots.device):
+    with _launch_context(rows.slots.device):
         kernel[(count,)](
             tiers, numbers, rows.tables, rows.slots, rows.starts, rows.occurrences, *arguments,
-            KIND=kind, D=dim, BLOCK=columns.block, BLOCKS=columns.blocks, AT_ONCE=columns.at_once, **flags,
+            KIND=kind, D=dim, BLOCK=columns.block, BLOCKS=columns.blocks, AT_ONCE=columns.rows_in_flight, **flags,
             **columns.options_of_update,
         )  # fmt: skip
 
 
 def _move(tier: DeviceTier, slots: NDArray[np.int64], vectors: Tensor, scalars: Tensor, *, into_slots: bool) -> None:
-    columns, parts = Columns(tier.dim), 1 + len(tier.vector_slots)
-    sending = Sending(tier.device, [(np.int64, 4), (np.int32, len(slots))])
+    columns, parts = ColumnLayout(tier.dim), 1 + len(tier.vector_slots)
+    sending = DeviceTransfer(tier.device, [(np.int64, 4), (np.int32, len(slots))])
     sending.arrays[0][:], sending.arrays[1][:] = tier_addresses(tier), slots
-    addresses, places = sending.sent()
-    with _on(tier.device):
+    addresses, places = sending.send()
+    with _launch_context(tier.device):
         move_rows[(-(-len(slots) // columns.rows), columns.blocks, parts)](
             addresses, places, vectors, scalars, len(slots), D=tier.dim, PARTS=parts, HAS_SCALAR=tier.scalars is not None,
             INTO_SLOTS=into_slots, BLOCK=columns.block, ROWS=columns.rows, num_warps=4, **EXACT,
@@ -331,16 +333,34 @@ def scatter_rows(tier: DeviceTier, slots: NDArray[np.int64], vectors: Tensor, sc
     _move(tier, slots, vectors, scalars, into_slots=True)
 
 
-def update_numbers(kind: str, given: Hyperparameters, step: int) -> list[float]:
+def update_numbers(kind: str, hyperparameters: Hyperparameters, step: int) -> list[float]:
     """The numbers of an update as the kernels take them. What depends on the step is computed in float64, as in the core.
 
     `step` is the table's step counter, which is 1 at the first update.
     """
     if kind == "ftrl":
-        return [given.lr, 0.0, given.weight_decay, 1.0 / given.lr, given.beta, given.l1, given.l2, 0.0, 0.0]
-    fresh = [1.0 - given.beta1, 1.0 - given.beta2]
-    corrections = [1.0 / (1.0 - _power(beta, step)) for beta in (given.beta1, given.beta2)]
-    return [given.lr, given.eps, given.weight_decay, given.beta1, given.beta2, *fresh, *corrections]
+        return [
+            hyperparameters.lr,
+            0.0,
+            hyperparameters.weight_decay,
+            1.0 / hyperparameters.lr,
+            hyperparameters.beta,
+            hyperparameters.l1,
+            hyperparameters.l2,
+            0.0,
+            0.0,
+        ]
+    fresh = [1.0 - hyperparameters.beta1, 1.0 - hyperparameters.beta2]
+    corrections = [1.0 / (1.0 - _power(beta, step)) for beta in (hyperparameters.beta1, hyperparameters.beta2)]
+    return [
+        hyperparameters.lr,
+        hyperparameters.eps,
+        hyperparameters.weight_decay,
+        hyperparameters.beta1,
+        hyperparameters.beta2,
+        *fresh,
+        *corrections,
+    ]
 
 
 def _power(base: float, exponent: int) -> float:

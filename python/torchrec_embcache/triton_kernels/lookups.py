@@ -15,10 +15,10 @@ __all__ = ["pooled_rows", "sequence_rows", "weight_gradients"]
 
 
 @triton.jit
-def _row(weights, absent, slot, columns, wanted, D: tl.constexpr):
+def _row(weights, missing, slot, columns, wanted, D: tl.constexpr):
     """The columns of what an occurrence in `slot` reads."""
     is_absent = slot < 0
-    row = tl.where(is_absent, absent, weights + slot.to(tl.int64) * D)
+    row = tl.where(is_absent, missing, weights + slot.to(tl.int64) * D)
     return tl.load(row + columns, mask=wanted, other=0.0)
 
 

@@ -18,7 +18,7 @@ def _decayed(gradient, weights, decay):
 
 
 @triton.jit
-def _over_or_zero(values, divisor):
+def _divide_or_zero(values, divisor):
     is_zero = divisor == 0.0
     return tl.where(is_zero, 0.0, tl.math.div_rn(values, tl.where(is_zero, 1.0, divisor)))
 
@@ -37,7 +37,7 @@ def _ftrl(w, g, z, before, per_lr, beta, l1, l2):
     z = z + (g - sigma * w)
     divisor = (beta + root) * per_lr + l2
     shrunk = tl.where(tl.abs(z) <= l1, 0.0, z - tl.where(z < 0.0, -l1, l1))
-    return _over_or_zero(0.0 - shrunk, divisor), z, n
+    return _divide_or_zero(0.0 - shrunk, divisor), z, n
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _root_of_second(second, numbers):
 
 @triton.jit
 def _lamb_direction(first, second, w, numbers):
-    direction = _over_or_zero(first * tl.load(numbers + 7), _root_of_second(second, numbers))
+    direction = _divide_or_zero(first * tl.load(numbers + 7), _root_of_second(second, numbers))
     return _decayed(direction, w, tl.load(numbers + 2))
 
 
@@ -173,7 +173,7 @@ def update_by_columns(
 
 
 @triton.jit
-def _of_sums(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.constexpr):
+def _first_pass(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.constexpr):
     """Return what the squares are summed of over some columns of a row, and the moments there. LAMB's are updated here."""
     first, second = w, w
     value = g
@@ -193,7 +193,7 @@ def _of_sums(w, g, first_slot, second_slot, at, inside, numbers, KIND: tl.conste
 
 
 @triton.jit
-def _moved(w, g, first, second, multiplier, first_slot, at, inside, numbers, KIND: tl.constexpr):
+def _second_pass(w, g, first, second, multiplier, first_slot, at, inside, numbers, KIND: tl.constexpr):
     """The new weights of some columns, from what the first pass found. LAMB reads its moments alone, the others the gradient."""
     if KIND == "lamb":
         return w - multiplier * _lamb_direction(first, second, w, numbers)
@@ -245,7 +245,7 @@ def update_by_rows(
     columns = tl.arange(0, BLOCK)
     g = row_gradient(grad, places, scale, occurrences, begin, end, columns, D, ALIGNED, POOLED, SCALED, AT_ONCE)
     w = tl.load(weights + slot * D + columns, mask=columns < D, other=0.0)
-    value, first, second = _of_sums(w, g, first_slot, second_slot, slot * D + columns, columns < D, numbers, KIND)
+    value, first, second = _first_pass(w, g, first_slot, second_slot, slot * D + columns, columns < D, numbers, KIND)
     squares = add_to_lanes(tl.zeros((16,), tl.float32), value * value, BLOCK // 16)
     squares_of_weights = tl.zeros((16,), tl.float32)
     if KIND == "lamb":
@@ -254,12 +254,12 @@ def update_by_rows(
         there = block * BLOCK + columns
         more = row_gradient(grad, places, scale, occurrences, begin, end, there, D, ALIGNED, POOLED, SCALED, AT_ONCE)
         of_block = tl.load(weights + slot * D + there, mask=there < D, other=0.0)
-        summed, _, _ = _of_sums(of_block, more, first_slot, second_slot, slot * D + there, there < D, numbers, KIND)
+        summed, _, _ = _first_pass(of_block, more, first_slot, second_slot, slot * D + there, there < D, numbers, KIND)
         squares = add_to_lanes(squares, summed * summed, BLOCK // 16)
         if KIND == "lamb":
             squares_of_weights = add_to_lanes(squares_of_weights, of_block * of_block, BLOCK // 16)
     multiplier = _multiplier(scalars, slot, squares, squares_of_weights, numbers, KIND, D)
-    new = _moved(w, g, first, second, multiplier, first_slot, slot * D + columns, columns < D, numbers, KIND)
+    new = _second_pass(w, g, first, second, multiplier, first_slot, slot * D + columns, columns < D, numbers, KIND)
     tl.store(weights + slot * D + columns, new, mask=columns < D)
     if BLOCKS > 1:
         tl.debug_barrier()  # what is read again may have been written by other threads
@@ -270,10 +270,10 @@ def update_by_rows(
         if KIND == "lamb":
             old = tl.load(first_slot + at, mask=inside, other=0.0)
             older = tl.load(second_slot + at, mask=inside, other=0.0)
-            changed = _moved(of_block, of_block, old, older, multiplier, first_slot, at, inside, numbers, KIND)
+            changed = _second_pass(of_block, of_block, old, older, multiplier, first_slot, at, inside, numbers, KIND)
         else:
             more = row_gradient(
                 grad, places, scale, occurrences, begin, end, there, D, ALIGNED, POOLED, SCALED, AT_ONCE
             )
-            changed = _moved(of_block, more, more, more, multiplier, first_slot, at, inside, numbers, KIND)
+            changed = _second_pass(of_block, more, more, more, multiplier, first_slot, at, inside, numbers, KIND)
         tl.store(weights + at, changed, mask=inside)

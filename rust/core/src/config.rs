@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::budget::SharedBudget;
 use crate::error::{Error, Kind, Result};
-use crate::rows::{Initializer, RowLayout};
-use crate::types::Bucketing;
+use crate::rows::{InitializerSpec, RowLayout};
+use crate::types::BucketMapper;
 
 /// The optimizer of a table, which decides the optimizer slots of its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -143,7 +143,7 @@ pub enum OnFull {
 
 /// What to do with an SSD directory that is not empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Reopen {
+pub enum ReopenMode {
     /// Refuse it.
     Never,
     /// Continue from the last published state.
@@ -160,7 +160,7 @@ pub enum Reopen {
 
 /// Which ids get a row when a batch trains them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub enum Admission {
+pub enum AdmissionRule {
     /// Every id.
     #[default]
     All,
@@ -196,9 +196,9 @@ pub enum Admission {
     ReadOnly,
 }
 
-impl Admission {
+impl AdmissionRule {
     /// Whether some ids may get no row.
-    pub fn refuses(&self) -> bool {
+    pub fn is_selective(&self) -> bool {
         *self != Self::All
     }
 
@@ -228,14 +228,14 @@ pub enum MissingRead {
     Value(f32),
     /// The weights that a row of the id would be born with.
     Initial,
-    /// The weights of the one row that such ids of the table share; see [`SharedRow`](crate::lifecycle::SharedRow).
+    /// The weights of the one row that such ids of the table share; see [`OovRow`](crate::lifecycle::SharedRow).
     #[serde(rename = "oov_row")]
-    SharedRow,
+    OovRow,
 }
 
 /// Which rows leave a table by a rule of their own columns, and when. A sweep takes those that the rule names.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Eviction {
+pub struct EvictionConfig {
     /// Which rows leave.
     pub rule: EvictionRule,
     /// A sweep follows every step whose number is a multiple of this. `None`: sweeps are only made when they are asked for.
@@ -262,9 +262,9 @@ pub enum EvictionRule {
     /// No rows.
     Nothing,
     /// As the rule says that is given with each sweep, because ranks agree on it then. It stands alone.
-    Given,
-    /// As [`EvictionRule::Given`], of a table that also keeps the times of its steps, from which such rules are made.
-    GivenInTime,
+    PerSweep,
+    /// As [`EvictionRule::PerSweep`], of a table that also keeps the times of its steps, from which such rules are made.
+    PerSweepTimed,
     /// Rows that stand below a cut in the order of rows after step `s`: by their score, decayed to step `s`, then by their last step, then
     /// by their id as a u64.
     Below {
@@ -283,8 +283,8 @@ pub enum EvictionRule {
 
 impl EvictionRule {
     /// Whether a rule is given with each sweep.
-    pub fn is_given(&self) -> bool {
-        matches!(self, Self::Given | Self::GivenInTime)
+    pub fn is_per_sweep(&self) -> bool {
+        matches!(self, Self::PerSweep | Self::PerSweepTimed)
     }
 
     /// Check that the numbers are in range.
@@ -303,7 +303,7 @@ impl EvictionRule {
             Self::Any(rules) | Self::All(rules) if rules.is_empty() => {
                 refuse("an eviction rule is joined from no rule: give at least one".into())
             }
-            Self::Any(rules) | Self::All(rules) if rules.iter().any(Self::is_given) => refuse(
+            Self::Any(rules) | Self::All(rules) if rules.iter().any(Self::is_per_sweep) => refuse(
                 "a rule that is given with each sweep is joined with others: join the others with what is given".into(),
             ),
             Self::Any(rules) | Self::All(rules) => rules.iter().try_for_each(Self::check),
@@ -320,10 +320,10 @@ pub struct SsdConfig {
     /// The most bytes that all files of the table may take together.
     pub bytes: u64,
     /// What to do when the directory is not empty.
-    pub reopen: Reopen,
+    pub reopen: ReopenMode,
     /// With `Reopen::Resume` the token of the state to resume, or `None` for the newest. With `Reopen::Auto` the token, or `None`
     /// to start anew.
-    pub resume_token: Option<u64>,
+    pub resume_commit_id: Option<u64>,
 }
 
 /// The configuration of a table shard, with its budgets.
@@ -338,7 +338,7 @@ pub struct TableConfig {
     /// The optimizer whose slots the rows have.
     pub optimizer: OptimizerKind,
     /// The distribution of the initial weights.
-    pub initializer: Initializer,
+    pub initializer: InitializerSpec,
     /// The seed of births.
     pub seed: u64,
     /// The number of buckets of the whole table, all shards together.
@@ -358,16 +358,16 @@ pub struct TableConfig {
     /// What happens when the last tier is full.
     pub on_full: OnFull,
     /// Which ids get a row.
-    pub admission: Admission,
+    pub admission: AdmissionRule,
     /// What a training batch reads for an id that gets none. The gradient of such an id is dropped, but where it trains the shared row.
     pub not_admitted: MissingRead,
     /// What an evaluation reads for an id without a row. Each plan is told by its [`PlanMode`](crate::cache::PlanMode); this is for
     /// checkpoints, which say it to those who read the rows without this configuration.
     pub missing_read: MissingRead,
-    /// The steps over which the score of a row halves: 1 to [`Decay::LONGEST`](crate::rows::Decay::LONGEST).
+    /// The steps over which the score of a row halves: 1 to [`ScoreDecay::LONGEST`](crate::rows::Decay::LONGEST).
     pub score_half_life_steps: u64,
     /// Which rows leave by a rule. `None`: none do.
-    pub eviction: Option<Eviction>,
+    pub eviction: Option<EvictionConfig>,
 }
 
 impl TableConfig {
@@ -384,11 +384,11 @@ impl TableConfig {
 
     /// Whether the table keeps the times of its steps.
     pub fn keeps_times(&self) -> bool {
-        matches!(self.eviction, Some(Eviction { rule: EvictionRule::GivenInTime, .. }))
+        matches!(self.eviction, Some(EvictionConfig { rule: EvictionRule::PerSweepTimed, .. }))
     }
 
     /// The rule by which ids fall into the table's buckets.
-    pub fn bucketing(&self) -> Bucketing {
-        Bucketing::new(self.total_num_buckets)
+    pub fn bucketing(&self) -> BucketMapper {
+        BucketMapper::new(self.total_num_buckets)
     }
 }

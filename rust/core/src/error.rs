@@ -60,13 +60,13 @@ impl Error {
         Self { kind, message: message.into(), path: None, errno: None }
     }
 
-    /// A failed file operation. `what` is the operation in the infinitive ("write the segment").
-    pub fn io(what: &str, path: &Path, source: &std::io::Error) -> Self {
+    /// A failed file operation. `operation` is the operation in the infinitive ("write the segment").
+    pub fn io(operation: &str, path: &Path, source: &std::io::Error) -> Self {
         let kind = match source.kind() {
             std::io::ErrorKind::PermissionDenied => Kind::Permission,
             _ => Kind::Storage,
         };
-        let mut message = format!("cannot {what} {}: {source}", path.display());
+        let mut message = format!("cannot {operation} {}: {source}", path.display());
         if source.raw_os_error() == Some(libc::EMFILE) {
             let limit =
                 getrlimit(Resource::Nofile).current.map_or("any number of".to_owned(), |files| files.to_string());
@@ -78,12 +78,12 @@ impl Error {
         Self { kind, message, path: Some(path.to_owned()), errno: source.raw_os_error() }
     }
 
-    /// Memory that the system refused. `what` is the operation in the infinitive ("map rows").
-    pub fn memory(what: &str, bytes: usize, source: &std::io::Error) -> Self {
+    /// Memory that the system refused. `operation` is the operation in the infinitive ("map rows").
+    pub fn memory(operation: &str, bytes: usize, source: &std::io::Error) -> Self {
         Self {
             kind: Kind::Memory,
             message: format!(
-                "cannot {what}: the system refuses {bytes} bytes of memory ({source}); lower the budget or raise the limit"
+                "cannot {operation}: the system refuses {bytes} bytes of memory ({source}); lower the budget or raise the limit"
             ),
             path: None,
             errno: source.raw_os_error(),
@@ -94,14 +94,14 @@ impl Error {
     pub fn corruption(
         path: &Path,
         offset: u64,
-        what: &str,
+        subject: &str,
         expected: impl std::fmt::Display,
         got: impl std::fmt::Display,
     ) -> Self {
         Self {
             kind: Kind::Corruption,
             message: format!(
-                "{} is damaged at byte {offset}: {what} should be {expected} and is {got}",
+                "{} is damaged at byte {offset}: {subject} should be {expected} and is {got}",
                 path.display()
             ),
             path: Some(path.to_owned()),
@@ -109,13 +109,13 @@ impl Error {
         }
     }
 
-    /// The error of `what` when it ended in a panic. `panic` is the panic's payload.
-    pub fn panicked(what: &str, panic: &(dyn Any + Send)) -> Self {
+    /// The error of `operation` when it ended in a panic. `panic` is the panic's payload.
+    pub fn panicked(operation: &str, panic: &(dyn Any + Send)) -> Self {
         let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         let said = said.unwrap_or("no message");
         Self::new(
             Kind::State,
-            format!("{what} ended in a panic ({said}): this is a bug of torchrec-embcache, report it"),
+            format!("{operation} ended in a panic ({said}): this is a bug of torchrec-embcache, report it"),
         )
     }
 

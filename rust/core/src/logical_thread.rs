@@ -16,19 +16,19 @@ use crate::sync::{Mutex, lock};
 
 /// A thread, together with all threads that work on its behalf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LogicalThread(NonZeroU64);
+pub struct CallContext(NonZeroU64);
 
 #[cfg(not(loom))]
 thread_local! {
-    static CURRENT: Cell<Option<LogicalThread>> = const { Cell::new(None) };
+    static CURRENT: Cell<Option<CallContext>> = const { Cell::new(None) };
 }
 // The threads of a loom model share one of the system's.
 #[cfg(loom)]
 loom::thread_local! {
-    static CURRENT: Cell<Option<LogicalThread>> = Cell::new(None);
+    static CURRENT: Cell<Option<CallContext>> = Cell::new(None);
 }
 
-impl LogicalThread {
+impl CallContext {
     /// The logical thread to which the calling thread belongs.
     pub fn current() -> Self {
         static LAST: AtomicU64 = AtomicU64::new(0);
@@ -42,13 +42,13 @@ impl LogicalThread {
 
     /// Do `work` on the calling thread, on behalf of this logical thread.
     pub fn run<T>(self, work: impl FnOnce() -> T) -> T {
-        struct Before(Option<LogicalThread>);
-        impl Drop for Before {
+        struct ContextGuard(Option<CallContext>);
+        impl Drop for ContextGuard {
             fn drop(&mut self) {
                 CURRENT.with(|current| current.set(self.0));
             }
         }
-        let _before = Before(CURRENT.with(|current| current.replace(Some(self))));
+        let _before = ContextGuard(CURRENT.with(|current| current.replace(Some(self))));
         work()
     }
 }
@@ -64,11 +64,11 @@ pub fn off_main_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
         return work();
     }
     let pool = ASIDE.get(|| {
-        memory::room("start a thread beside the main one", memory::ROOM_FOR_THREADS)?;
+        memory::check_system_memory("start a thread beside the main one", memory::THREAD_START_BYTES)?;
         let builder = ThreadPoolBuilder::new().num_threads(1).thread_name(|_| "embcache-aside".into());
         builder.build().map_err(|error| Error::new(Kind::Storage, format!("cannot start a thread: {error}")))
     });
-    let me = LogicalThread::current();
+    let me = CallContext::current();
     match pool {
         Ok(pool) => pool.install(|| me.run(work)),
         Err(_) => work(),
@@ -80,38 +80,38 @@ pub fn off_main_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
 pub(crate) struct ForeignCode(AtomicU64);
 
 /// Lives as long as the foreign code runs.
-pub(crate) struct Running<'a>(&'a ForeignCode);
+pub(crate) struct ForeignCall<'a>(&'a ForeignCode);
 
 /// As [`ForeignCode`], beside a lock that several threads may hold to read.
 #[derive(Debug, Default)]
 pub(crate) struct ForeignReaders {
     /// The threads that run foreign code, one as often as it does. The lock is held for no longer than it takes to change the list.
-    threads: Mutex<Vec<LogicalThread>>,
+    threads: Mutex<Vec<CallContext>>,
     /// How many there are.
     count: AtomicU64,
 }
 
 /// Lives as long as the foreign code of one thread runs.
-pub(crate) struct Reading<'a>(&'a ForeignReaders, LogicalThread);
+pub(crate) struct ForeignRead<'a>(&'a ForeignReaders, CallContext);
 
 impl ForeignReaders {
     /// The calling thread, which holds the lock, begins to run foreign code.
-    pub(crate) fn begin(&self) -> Reading<'_> {
-        let thread = LogicalThread::current();
+    pub(crate) fn begin(&self) -> ForeignRead<'_> {
+        let thread = CallContext::current();
         let mut threads = lock(&self.threads);
         threads.push(thread);
         self.count.store(threads.len() as u64, Ordering::Relaxed);
-        Reading(self, thread)
+        ForeignRead(self, thread)
     }
 
     /// Whether the calling thread is within such code. If so, asking for the lock would mean to wait for itself.
     pub(crate) fn is_calling(&self) -> bool {
         // A thread that runs such code has changed the count itself.
-        self.count.load(Ordering::Relaxed) > 0 && lock(&self.threads).contains(&LogicalThread::current())
+        self.count.load(Ordering::Relaxed) > 0 && lock(&self.threads).contains(&CallContext::current())
     }
 }
 
-impl Drop for Reading<'_> {
+impl Drop for ForeignRead<'_> {
     fn drop(&mut self) {
         let mut threads = lock(&self.0.threads);
         if let Some(at) = threads.iter().position(|thread| *thread == self.1) {
@@ -123,20 +123,20 @@ impl Drop for Reading<'_> {
 
 impl ForeignCode {
     /// The calling thread, which holds the lock, begins to run foreign code.
-    pub(crate) fn begin(&self) -> Running<'_> {
-        self.0.store(LogicalThread::current().0.get(), Ordering::Relaxed);
-        Running(self)
+    pub(crate) fn begin(&self) -> ForeignCall<'_> {
+        self.0.store(CallContext::current().0.get(), Ordering::Relaxed);
+        ForeignCall(self)
     }
 
     /// Whether the calling thread is within that foreign code. If so, asking for the lock would mean to wait for itself.
     pub(crate) fn is_calling(&self) -> bool {
         // Only the holder writes the number. So a thread finds its own number here exactly when it is the holder.
         let holder = self.0.load(Ordering::Relaxed);
-        holder != 0 && holder == LogicalThread::current().0.get()
+        holder != 0 && holder == CallContext::current().0.get()
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for ForeignCall<'_> {
     fn drop(&mut self) {
         self.0.0.store(0, Ordering::Relaxed);
     }
@@ -148,13 +148,13 @@ mod tests {
 
     #[test]
     fn a_thread_that_works_in_anothers_place_is_the_other_until_it_is_done() {
-        let mine = LogicalThread::current();
+        let mine = CallContext::current();
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let own = LogicalThread::current();
+                let own = CallContext::current();
                 assert_ne!(own, mine);
-                mine.run(|| assert_eq!(LogicalThread::current(), mine));
-                assert_eq!(LogicalThread::current(), own);
+                mine.run(|| assert_eq!(CallContext::current(), mine));
+                assert_eq!(CallContext::current(), own);
             });
         });
     }

@@ -35,12 +35,12 @@ pub(crate) fn ask_for_huge_pages<T>(unused: &mut [MaybeUninit<T>]) {
 /// An anonymous private mapping, which is unmapped when it is dropped. Its pages cost memory only once they are written, read as
 /// zeros before, and do not count against the commit limit where the system permits that. A large mapping is in huge pages.
 #[derive(Debug)]
-pub(crate) struct Mapping {
+pub(crate) struct AnonymousMapping {
     start: *mut u8,
     bytes: usize,
 }
 
-impl Mapping {
+impl AnonymousMapping {
     /// A mapping of at least `bytes` zero bytes. `Kind::Memory` where the system refuses.
     pub(crate) fn new(bytes: usize) -> Result<Self> {
         Self::map(bytes, bytes >= HUGE_PAGES_FROM_BYTES || bytes > 0 && bytes.is_multiple_of(HUGE_PAGE_BYTES))
@@ -128,11 +128,11 @@ impl Mapping {
 }
 
 // SAFETY: the mapping belongs to no thread, and this type never reads or writes it.
-unsafe impl Send for Mapping {}
+unsafe impl Send for AnonymousMapping {}
 // SAFETY: a shared mapping only gives its address.
-unsafe impl Sync for Mapping {}
+unsafe impl Sync for AnonymousMapping {}
 
-impl Drop for Mapping {
+impl Drop for AnonymousMapping {
     fn drop(&mut self) {
         // SAFETY: the range is this mapping's own, and who dropped it gave up every address in it.
         unsafe { libc::munmap(self.start.cast(), self.bytes) };
@@ -141,33 +141,33 @@ impl Drop for Mapping {
 
 /// A slice that begins as zeros, in a mapping of its own. What was never written costs no memory, and a large one is in huge pages.
 #[derive(Debug)]
-pub(crate) struct Zeroed<T> {
-    mapping: Option<Mapping>,
+pub(crate) struct ZeroedSlice<T> {
+    mapping: Option<AnonymousMapping>,
     len: usize,
     elements: PhantomData<T>,
 }
 
-impl<T: bytemuck::Zeroable + Copy> Zeroed<T> {
-    /// `len` zeros for `what` (in the infinitive). `Kind::Memory` where the system refuses.
-    pub(crate) fn new(what: &str, len: usize) -> Result<Self> {
+impl<T: bytemuck::Zeroable + Copy> ZeroedSlice<T> {
+    /// `len` zeros for `purpose` (in the infinitive). `Kind::Memory` where the system refuses.
+    pub(crate) fn new(purpose: &str, len: usize) -> Result<Self> {
         const { assert!(align_of::<T>() <= 4096, "a mapping starts at a page") };
         let bytes = len.saturating_mul(size_of::<T>());
-        let refused = || Error::memory(what, bytes, &io::Error::from_raw_os_error(libc::ENOMEM));
+        let refused = || Error::memory(purpose, bytes, &io::Error::from_raw_os_error(libc::ENOMEM));
         if bytes > isize::MAX as usize {
             return Err(refused());
         }
-        Ok(Self { mapping: Some(Mapping::new(bytes).map_err(|_| refused())?), len, elements: PhantomData })
+        Ok(Self { mapping: Some(AnonymousMapping::new(bytes).map_err(|_| refused())?), len, elements: PhantomData })
     }
 }
 
-impl<T> Default for Zeroed<T> {
+impl<T> Default for ZeroedSlice<T> {
     /// No elements, without a mapping.
     fn default() -> Self {
         Self { mapping: None, len: 0, elements: PhantomData }
     }
 }
 
-impl<T> Deref for Zeroed<T> {
+impl<T> Deref for ZeroedSlice<T> {
     type Target = [T];
 
     #[inline]
@@ -179,7 +179,7 @@ impl<T> Deref for Zeroed<T> {
     }
 }
 
-impl<T> DerefMut for Zeroed<T> {
+impl<T> DerefMut for ZeroedSlice<T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [T] {
         let Some(mapping) = &self.mapping else { return &mut [] };
@@ -195,8 +195,8 @@ mod tests {
 
     #[test]
     fn zeros_cost_memory_once_they_are_written() {
-        let resident = |zeros: &Zeroed<u64>| zeros.mapping.as_ref().map_or(0, Mapping::resident_bytes);
-        let mut zeros = Zeroed::<u64>::new("count", 3 << 20).expect("memory");
+        let resident = |zeros: &ZeroedSlice<u64>| zeros.mapping.as_ref().map_or(0, AnonymousMapping::resident_bytes);
+        let mut zeros = ZeroedSlice::<u64>::new("count", 3 << 20).expect("memory");
         assert_eq!(resident(&zeros), 0);
         (zeros[0], zeros[(3 << 20) - 1]) = (7, 8);
         assert_eq!((zeros.len(), zeros[0], zeros[1], zeros.last()), (3 << 20, 7, 0, Some(&8)));
@@ -216,7 +216,7 @@ mod tests {
     #[test]
     fn no_system_has_memory_without_end() {
         for len in [1 << 56, 1 << 61, usize::MAX] {
-            let refused = Zeroed::<u64>::new("count ids", len).expect_err("more than there is");
+            let refused = ZeroedSlice::<u64>::new("count ids", len).expect_err("more than there is");
             assert!(refused.to_string().contains("count ids"), "{refused}");
         }
     }

@@ -18,7 +18,7 @@ const RESERVE_BYTES: usize = 32 << 20;
 const SMALL_BYTES: usize = 1 << 20;
 
 /// Bytes that new threads need, for their stacks and for what the system's allocator keeps for each.
-pub(crate) const ROOM_FOR_THREADS: usize = 64 << 20;
+pub(crate) const THREAD_START_BYTES: usize = 64 << 20;
 
 static RESERVE: AtomicPtr<libc::c_void> = AtomicPtr::new(null_mut());
 static SPENT: AtomicBool = AtomicBool::new(false);
@@ -33,7 +33,7 @@ fn map(bytes: usize) -> io::Result<*mut libc::c_void> {
 }
 
 /// Set the reserve aside, unless it is there.
-fn set_aside() -> io::Result<()> {
+fn restore_reserve() -> io::Result<()> {
     let made = map(RESERVE_BYTES)?;
     if RESERVE.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
         // SAFETY: the mapping was made above, has RESERVE_BYTES, and nobody else has its address.
@@ -49,7 +49,7 @@ pub struct ReservingAllocator;
 impl ReservingAllocator {
     /// Set the reserve aside, if the system permits.
     pub fn keep_reserve() {
-        let _ = set_aside();
+        let _ = restore_reserve();
     }
 
     /// Give the reserve up. The result is whether there was one.
@@ -108,58 +108,59 @@ pub fn check() -> Result<()> {
     if !SPENT.load(Ordering::Acquire) {
         return Ok(());
     }
-    set_aside().map_err(|e| Error::memory("go on", RESERVE_BYTES, &e))?;
+    restore_reserve().map_err(|e| Error::memory("go on", RESERVE_BYTES, &e))?;
     SPENT.store(false, Ordering::Release);
     Ok(())
 }
 
-/// `Kind::Memory` unless the system has about `bytes` of memory now, for `what` (in the infinitive).
-pub fn check_room(what: &str, bytes: usize) -> Result<()> {
+/// `Kind::Memory` unless the system has about `bytes` of memory now, for `purpose` (in the infinitive).
+pub fn check_available(purpose: &str, bytes: usize) -> Result<()> {
     check()?;
-    room(what, bytes)
+    check_system_memory(purpose, bytes)
 }
 
 /// Like [`check_room`], but does not ask whether the reserve is there. This is for operations that save rows.
-pub(crate) fn room(what: &str, bytes: usize) -> Result<()> {
+pub(crate) fn check_system_memory(purpose: &str, bytes: usize) -> Result<()> {
     if bytes < SMALL_BYTES {
         return Ok(());
     }
-    let made = map(bytes).map_err(|e| Error::memory(what, bytes, &e))?;
+    let made = map(bytes).map_err(|e| Error::memory(purpose, bytes, &e))?;
     // SAFETY: the mapping was made above, has `bytes`, and nobody else has its address.
     unsafe { libc::munmap(made, bytes) };
     Ok(())
 }
 
 /// Like [`room`], and uses the reserve where needed. This is for operations that save rows and cannot be refused any more.
-pub(crate) fn room_or_reserve(what: &str, bytes: usize) -> Result<()> {
-    or_from_reserve(|| room(what, bytes))
+pub(crate) fn check_system_memory_or_reserve(purpose: &str, bytes: usize) -> Result<()> {
+    or_from_reserve(|| check_system_memory(purpose, bytes))
 }
 
 /// Whether there is memory to start threads. A thread that gets no memory when it starts ends the process.
-pub fn room_for_threads() -> bool {
-    room("start threads", ROOM_FOR_THREADS).is_ok()
+pub fn can_start_threads() -> bool {
+    check_system_memory("start threads", THREAD_START_BYTES).is_ok()
 }
 
-/// `len` zeros for `what` (in the infinitive). `Kind::Memory` where the system refuses.
-pub(crate) fn zeros<T: bytemuck::Zeroable>(what: &str, len: usize) -> Result<Vec<T>> {
-    bytemuck::allocation::try_zeroed_vec(len).map_err(|()| refused(what, len.saturating_mul(size_of::<T>())))
+/// `len` zeros for `purpose` (in the infinitive). `Kind::Memory` where the system refuses.
+pub(crate) fn zeros<T: bytemuck::Zeroable>(purpose: &str, len: usize) -> Result<Vec<T>> {
+    bytemuck::allocation::try_zeroed_vec(len).map_err(|()| refused_error(purpose, len.saturating_mul(size_of::<T>())))
 }
 
-/// Reserve room in `all` for `more` elements, for `what` (in the infinitive). `Kind::Memory` where the system refuses.
-pub(crate) fn reserve<T>(all: &mut Vec<T>, what: &str, more: usize) -> Result<()> {
-    all.try_reserve(more).map_err(|_| refused(what, (all.len().saturating_add(more)).saturating_mul(size_of::<T>())))
+/// Reserve room in `all` for `more` elements, for `purpose` (in the infinitive). `Kind::Memory` where the system refuses.
+pub(crate) fn reserve<T>(all: &mut Vec<T>, purpose: &str, more: usize) -> Result<()> {
+    all.try_reserve(more)
+        .map_err(|_| refused_error(purpose, (all.len().saturating_add(more)).saturating_mul(size_of::<T>())))
 }
 
 /// An empty vector with room for `len` elements. Where the system refuses, it has no room, and elements that are pushed ask again.
-pub(crate) fn room_for<T>(len: usize) -> Vec<T> {
+pub(crate) fn vec_with_capacity<T>(len: usize) -> Vec<T> {
     let mut all = Vec::new();
     let _ = all.try_reserve_exact(len);
     all
 }
 
 /// The error for `bytes` of memory that an allocator refused.
-pub(crate) fn refused(what: &str, bytes: usize) -> Error {
-    Error::memory(what, bytes, &io::Error::from_raw_os_error(libc::ENOMEM))
+pub(crate) fn refused_error(purpose: &str, bytes: usize) -> Error {
+    Error::memory(purpose, bytes, &io::Error::from_raw_os_error(libc::ENOMEM))
 }
 
 #[cfg(test)]
@@ -173,8 +174,8 @@ mod tests {
         assert_eq!((error.kind(), error.errno()), (Kind::Memory, Some(libc::ENOMEM)), "{error}");
         assert!(error.to_string().contains("hold rows"), "{error}");
         assert_eq!(reserve(&mut vec![1_u64], "hold rows", usize::MAX / 8).unwrap_err().kind(), Kind::Memory);
-        assert_eq!(check_room("hold rows", usize::MAX / 4).unwrap_err().kind(), Kind::Memory);
-        check_room("hold rows", 4 << 20).unwrap();
+        assert_eq!(check_available("hold rows", usize::MAX / 4).unwrap_err().kind(), Kind::Memory);
+        check_available("hold rows", 4 << 20).unwrap();
         assert_eq!(zeros::<u64>("hold rows", 5).unwrap(), [0; 5]);
     }
 
@@ -187,7 +188,7 @@ mod tests {
         check().unwrap();
         // The system refuses once memory that is mapped and does not come from the allocator.
         let refused = std::cell::Cell::new(true);
-        let once = || if refused.replace(false) { Err(super::refused("map", 1 << 20)) } else { Ok(7) };
+        let once = || if refused.replace(false) { Err(super::refused_error("map", 1 << 20)) } else { Ok(7) };
         assert_eq!(or_from_reserve(once).unwrap(), 7);
         assert!(SPENT.load(Ordering::Acquire), "the reserve was given up for it");
         check().unwrap();

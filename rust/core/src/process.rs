@@ -13,27 +13,27 @@ use crate::error::Result;
 use crate::sync::lock;
 
 thread_local! {
-    static BEHIND: Cell<bool> = const { Cell::new(false) };
+    static BACKGROUND: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Make this thread work in the background from now on. It gets the lowest priority, as do threads that it starts, and it asks no
 /// other threads for help.
-pub fn work_behind() {
-    step_back(LOWEST_PRIORITY);
+pub fn work_in_background() {
+    set_priority(LOWEST_PRIORITY);
 }
 
 /// Make this thread give way to threads of usual priority from now on, without waiting for them to be idle: beside one that is always
 /// busy on the same core it gets a tenth of the time. Threads that it starts have its priority, and it asks no other threads for help.
-pub(crate) fn give_way() {
-    step_back(LOW_PRIORITY);
+pub(crate) fn lower_priority() {
+    set_priority(LOW_PRIORITY);
 }
 
-/// The nice values of [`work_behind`] and [`give_way`].
+/// The nice values of [`work_in_background`] and [`give_way`].
 const LOWEST_PRIORITY: i32 = 19;
 const LOW_PRIORITY: i32 = 10;
 
-fn step_back(nice: i32) {
-    BEHIND.set(true);
+fn set_priority(nice: i32) {
+    BACKGROUND.set(true);
     #[cfg(target_os = "linux")]
     {
         // On Linux "no process" is the calling thread. Where this is refused the priority stays as it was.
@@ -45,17 +45,17 @@ fn step_back(nice: i32) {
 
 /// Whether the thread that made it works in the background, for a thread that works for it. The system hands the priority on by itself.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Behind(bool);
+pub(crate) struct BackgroundFlag(bool);
 
-impl Behind {
+impl BackgroundFlag {
     /// Of this thread.
-    pub(crate) fn here() -> Self {
-        Self(BEHIND.get())
+    pub(crate) fn of_this_thread() -> Self {
+        Self(BACKGROUND.get())
     }
 
     /// Make it so on this thread, which was started for the other one.
-    pub(crate) fn hand_on(self) {
-        BEHIND.set(self.0);
+    pub(crate) fn apply(self) {
+        BACKGROUND.set(self.0);
     }
 }
 
@@ -73,9 +73,9 @@ pub(crate) fn works_alone() -> bool {
     ALONE.load(Ordering::Acquire)
 }
 
-/// Whether this thread works in the background, without help; see [`work_behind`].
-pub(crate) fn works_behind() -> bool {
-    BEHIND.get()
+/// Whether this thread works in the background, without help; see [`work_in_background`].
+pub(crate) fn works_in_background() -> bool {
+    BACKGROUND.get()
 }
 
 /// Whether the caller is the thread with which the process began. In a forked child that is the thread that forked.
@@ -98,12 +98,12 @@ pub fn is_main_thread() -> bool {
 /// # Ok::<(), embcache::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct PerProcess<T>(AtomicPtr<Made<T>>);
+pub struct PerProcess<T>(AtomicPtr<ProcessValue<T>>);
 
 /// The value of one process.
-struct Made<T> {
+struct ProcessValue<T> {
     process: u32,
-    making: Mutex<()>,
+    init_lock: Mutex<()>,
     value: OnceLock<T>,
 }
 
@@ -116,11 +116,11 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
     /// The value of this process, which `make` makes at the first call. Where several threads make the first call at the same time,
     /// one of them makes the value and the others wait for it. After an error of `make` the next call tries again.
     pub fn get(&'static self, make: impl FnOnce() -> Result<T>) -> Result<&'static T> {
-        let made = self.made();
+        let made = self.process_value();
         if let Some(value) = made.value.get() {
             return Ok(value);
         }
-        let _making = lock(&made.making);
+        let _making = lock(&made.init_lock);
         if let Some(value) = made.value.get() {
             return Ok(value);
         }
@@ -128,7 +128,7 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
         Ok(made.value.get_or_init(|| value))
     }
 
-    fn made(&'static self) -> &'static Made<T> {
+    fn process_value(&'static self) -> &'static ProcessValue<T> {
         let process = std::process::id();
         let seen = self.0.load(Ordering::Acquire);
         // SAFETY: the pointer is null, or was published below and is never freed.
@@ -137,7 +137,8 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
         {
             return made;
         }
-        let fresh = Box::into_raw(Box::new(Made { process, making: Mutex::new(()), value: OnceLock::new() }));
+        let fresh =
+            Box::into_raw(Box::new(ProcessValue { process, init_lock: Mutex::new(()), value: OnceLock::new() }));
         match self.0.compare_exchange(seen, fresh, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: `fresh` comes from the box above, was published by this exchange, and is never freed from now on.
             Ok(_) => unsafe { &*fresh },
@@ -190,20 +191,20 @@ mod tests {
     fn a_thread_that_gives_way_hands_that_on_to_the_threads_that_it_starts() {
         let nice = || rustix::process::getpriority_process(None).unwrap();
         let before = nice();
-        let started = move |behind: Behind| {
+        let started = move |behind: BackgroundFlag| {
             let theirs = move || {
-                behind.hand_on();
-                (nice(), works_behind())
+                behind.apply();
+                (nice(), works_in_background())
             };
             std::thread::spawn(theirs).join().unwrap()
         };
         let of_thread = std::thread::spawn(move || {
-            give_way();
-            (nice(), works_behind(), started(Behind::here()))
+            lower_priority();
+            (nice(), works_in_background(), started(BackgroundFlag::of_this_thread()))
         });
         let expected = LOW_PRIORITY.max(before);
         assert_eq!(of_thread.join().unwrap(), (expected, true, (expected, true)));
-        assert_eq!((nice(), works_behind()), (before, false), "other threads are as they were");
+        assert_eq!((nice(), works_in_background()), (before, false), "other threads are as they were");
     }
 
     #[test]

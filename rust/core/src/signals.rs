@@ -1,7 +1,7 @@
 //! Signals that are kept back while a lock is held.
 //!
 //! A program's signal handler may ask for a lock that the thread on which it runs holds, and would then wait for itself. While a
-//! [`KeptBack`] lives, signals are only noted. When it is dropped, each noted signal is sent again, and finds the handler that was
+//! [`SignalDeferral`] lives, signals are only noted. When it is dropped, each noted signal is sent again, and finds the handler that was
 //! there before.
 //!
 //! Handlers belong to the whole process. While one thread keeps signals back, the other threads do not see them either.
@@ -19,37 +19,37 @@ pub use crate::process::is_main_thread;
 pub const LAST: c_int = if cfg!(target_os = "linux") { 64 } else { 31 };
 
 /// Bit `n - 1` is set when signal `n` came while it was kept back.
-static CAME: AtomicU64 = AtomicU64::new(0);
+static PENDING_SIGNALS: AtomicU64 = AtomicU64::new(0);
 /// The process that keeps signals back, or 0. A forked child inherits the handlers, but has nobody who would send the noted signals
 /// again.
-static KEEPER: AtomicU32 = AtomicU32::new(0);
-static BEFORE: Before = Before([const { UnsafeCell::new(MaybeUninit::uninit()) }; LAST as usize]);
+static OWNER_PID: AtomicU32 = AtomicU32::new(0);
+static SAVED_ACTIONS: SavedActions = SavedActions([const { UnsafeCell::new(MaybeUninit::uninit()) }; LAST as usize]);
 
 /// For each signal, its action from before. An entry is written before the handler that reads it is set.
-struct Before([UnsafeCell<MaybeUninit<libc::sigaction>>; LAST as usize]);
+struct SavedActions([UnsafeCell<MaybeUninit<libc::sigaction>>; LAST as usize]);
 
 // SAFETY: only the thread that made its process the KEEPER writes an entry, while this module's handler is not set for the signal.
 // Only that handler and the same keeper read it.
-unsafe impl Sync for Before {}
+unsafe impl Sync for SavedActions {}
 
 /// Keeps signals back until it is dropped.
 #[must_use = "signals are kept back until it is dropped"]
-pub struct KeptBack {
+pub struct SignalDeferral {
     signals: u64,
 }
 
 /// Keep the given signals back. `None` where somebody does so already. Signals after which a program cannot go on, such as
 /// `SIGSEGV`, and numbers that are no signals are left as they are.
-pub fn keep_back(signals: impl IntoIterator<Item = c_int>) -> Option<KeptBack> {
-    let (keeper, me) = (KEEPER.load(Ordering::Acquire), std::process::id());
-    if keeper == me || KEEPER.compare_exchange(keeper, me, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+pub fn defer_signals(signals: impl IntoIterator<Item = c_int>) -> Option<SignalDeferral> {
+    let (keeper, me) = (OWNER_PID.load(Ordering::Acquire), std::process::id());
+    if keeper == me || OWNER_PID.compare_exchange(keeper, me, Ordering::AcqRel, Ordering::Relaxed).is_err() {
         return None;
     }
     if keeper != 0 {
         // Signals that came to the parent of this process are not for this process.
-        CAME.store(0, Ordering::Relaxed);
+        PENDING_SIGNALS.store(0, Ordering::Relaxed);
     }
-    let mut kept = KeptBack { signals: 0 };
+    let mut kept = SignalDeferral { signals: 0 };
     for signal in signals {
         kept.add(signal);
     }
@@ -57,27 +57,27 @@ pub fn keep_back(signals: impl IntoIterator<Item = c_int>) -> Option<KeptBack> {
 }
 
 /// Whether signals are kept back now.
-pub fn are_kept_back() -> bool {
-    KEEPER.load(Ordering::Acquire) == std::process::id()
+pub fn are_deferred() -> bool {
+    OWNER_PID.load(Ordering::Acquire) == std::process::id()
 }
 
-impl KeptBack {
+impl SignalDeferral {
     fn add(&mut self, signal: c_int) {
         let never = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGABRT, libc::SIGTRAP];
         if !(1..=LAST).contains(&signal) || never.contains(&signal) || self.signals & bit(signal) != 0 {
             return;
         }
         // A child that was forked while its parent kept signals back has inherited the handler and the entry.
-        if is_noted(signal) {
+        if is_recorded(signal) {
             // SAFETY: the entry was filled before the handler was set, and only this thread, the keeper, may write it.
-            unsafe { put_back(signal) };
+            unsafe { restore_action(signal) };
         }
-        let before = BEFORE.0[signal as usize - 1].get();
+        let before = SAVED_ACTIONS.0[signal as usize - 1].get();
         let mut noting = MaybeUninit::<libc::sigaction>::zeroed();
         // SAFETY: zeros are a valid sigaction with an empty mask, whose other fields are set here. Until the handler is set
         // `before` is this keeper's alone, and it is filled first.
         let set = unsafe {
-            (*noting.as_mut_ptr()).sa_sigaction = noting_handler();
+            (*noting.as_mut_ptr()).sa_sigaction = recording_handler();
             (*noting.as_mut_ptr()).sa_flags = libc::SA_RESTART | libc::SA_ONSTACK;
             libc::sigaction(signal, null(), (*before).as_mut_ptr()) == 0
                 && libc::sigaction(signal, noting.as_ptr(), null_mut()) == 0
@@ -88,14 +88,14 @@ impl KeptBack {
     }
 }
 
-impl Drop for KeptBack {
+impl Drop for SignalDeferral {
     fn drop(&mut self) {
         for signal in (1..=LAST).filter(|signal| self.signals & bit(*signal) != 0) {
             // SAFETY: the entry was filled before the signal's handler was set, and nobody has written it since.
-            unsafe { put_back(signal) };
+            unsafe { restore_action(signal) };
         }
-        KEEPER.store(0, Ordering::Release);
-        let came = CAME.fetch_and(!self.signals, Ordering::Relaxed) & self.signals;
+        OWNER_PID.store(0, Ordering::Release);
+        let came = PENDING_SIGNALS.fetch_and(!self.signals, Ordering::Relaxed) & self.signals;
         for signal in (1..=LAST).filter(|signal| came & bit(*signal) != 0) {
             // SAFETY: this sends a signal to the calling thread, whose handler is the program's own again.
             unsafe { libc::raise(signal) };
@@ -107,16 +107,16 @@ fn bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
 
-fn noting_handler() -> libc::sighandler_t {
-    note as extern "C" fn(c_int) as libc::sighandler_t
+fn recording_handler() -> libc::sighandler_t {
+    record_signal as extern "C" fn(c_int) as libc::sighandler_t
 }
 
 /// Whether this module's handler is set for the signal.
-fn is_noted(signal: c_int) -> bool {
+fn is_recorded(signal: c_int) -> bool {
     let mut now = MaybeUninit::<libc::sigaction>::uninit();
     // SAFETY: `now` is read only where the call succeeded, and has filled it.
     unsafe {
-        libc::sigaction(signal, null(), now.as_mut_ptr()) == 0 && (*now.as_ptr()).sa_sigaction == noting_handler()
+        libc::sigaction(signal, null(), now.as_mut_ptr()) == 0 && (*now.as_ptr()).sa_sigaction == recording_handler()
     }
 }
 
@@ -124,21 +124,21 @@ fn is_noted(signal: c_int) -> bool {
 ///
 /// # Safety
 /// The signal's entry in `BEFORE` is filled, and nobody writes it during the call.
-unsafe fn put_back(signal: c_int) {
-    if is_noted(signal) {
+unsafe fn restore_action(signal: c_int) {
+    if is_recorded(signal) {
         // SAFETY: by the caller's promise the entry is filled and nobody writes it.
-        unsafe { libc::sigaction(signal, (*BEFORE.0[signal as usize - 1].get()).as_ptr(), null_mut()) };
+        unsafe { libc::sigaction(signal, (*SAVED_ACTIONS.0[signal as usize - 1].get()).as_ptr(), null_mut()) };
     }
 }
 
 /// The handler. It calls only what may be called within a handler.
-extern "C" fn note(signal: c_int) {
-    if are_kept_back() {
-        CAME.fetch_or(bit(signal), Ordering::Relaxed);
+extern "C" fn record_signal(signal: c_int) {
+    if are_deferred() {
+        PENDING_SIGNALS.fetch_or(bit(signal), Ordering::Relaxed);
     } else {
         // SAFETY: in a forked child nobody writes the entries, and this one was filled before the handler was set.
         unsafe {
-            put_back(signal);
+            restore_action(signal);
             libc::raise(signal);
         }
     }
@@ -174,9 +174,9 @@ mod tests {
             libc::signal(one, handled as extern "C" fn(c_int) as libc::sighandler_t);
             libc::signal(two, handled as extern "C" fn(c_int) as libc::sighandler_t);
         }
-        let kept = keep_back([one, two, libc::SIGSEGV, libc::SIGKILL, 0, 65]).expect("nobody else");
+        let kept = defer_signals([one, two, libc::SIGSEGV, libc::SIGKILL, 0, 65]).expect("nobody else");
         assert_eq!(kept.signals, bit(one) | bit(two));
-        assert!(keep_back([one]).is_none(), "kept back already");
+        assert!(defer_signals([one]).is_none(), "kept back already");
         // SAFETY: the handler that is set now only notes the signal.
         let raised = unsafe { (libc::raise(one), libc::raise(one)) };
         assert_eq!((raised, HANDLED.load(Ordering::SeqCst)), ((0, 0), 0));
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(HANDLED.load(Ordering::SeqCst), 1);
         assert_eq!(handler_of(one), handled as extern "C" fn(c_int) as libc::sighandler_t);
 
-        let kept = keep_back([one]).expect("nobody else");
+        let kept = defer_signals([one]).expect("nobody else");
         // SAFETY: the child ends by a signal's default action or by _exit.
         let child = unsafe { libc::fork() };
         if child == 0 {

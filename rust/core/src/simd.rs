@@ -14,7 +14,7 @@ use crate::prefetch::prefetch_address;
 
 /// An instruction set that jobs are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Isa {
+pub(crate) enum InstructionSet {
     /// The instruction set that the crate is built for.
     Baseline,
     /// AVX2 of x86-64.
@@ -26,14 +26,14 @@ pub(crate) enum Isa {
 }
 
 /// Work that is compiled for every instruction set. `run`, and all that it calls in its loops, must be `#[inline(always)]`.
-pub(crate) trait Job {
+pub(crate) trait SimdJob {
     /// The result of the work.
     type Output;
     /// Do the work.
     fn run(self) -> Self::Output;
 }
 
-impl Isa {
+impl InstructionSet {
     /// The widest instruction set of this processor.
     pub(crate) fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
@@ -65,10 +65,10 @@ impl Isa {
         }
     }
 
-    /// Run `job` as compiled for this instruction set. The processor must have it, which holds for the values of [`Isa::best`] and,
-    /// in tests, [`Isa::all`].
+    /// Run `job` as compiled for this instruction set. The processor must have it, which holds for the values of [`InstructionSet::best`] and,
+    /// in tests, [`InstructionSet::all`].
     #[inline]
-    pub(crate) fn run<J: Job>(self, job: J) -> J::Output {
+    pub(crate) fn run<J: SimdJob>(self, job: J) -> J::Output {
         match self {
             Self::Baseline => job.run(),
             // SAFETY: this value is only made after AVX2 was detected.
@@ -83,13 +83,13 @@ impl Isa {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn run_avx2<J: Job>(job: J) -> J::Output {
+fn run_avx2<J: SimdJob>(job: J) -> J::Output {
     job.run()
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn run_avx512<J: Job>(job: J) -> J::Output {
+fn run_avx512<J: SimdJob>(job: J) -> J::Output {
     job.run()
 }
 
@@ -99,9 +99,9 @@ pub(crate) const LANES: usize = 16;
 /// 16 float32: one register of AVX-512, two of AVX2, four of SSE2 or NEON.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C, align(64))]
-pub(crate) struct Lanes([f32; LANES]);
+pub(crate) struct FloatLanes([f32; LANES]);
 
-impl Lanes {
+impl FloatLanes {
     /// The same value in every lane.
     #[inline(always)]
     pub(crate) fn splat(value: f32) -> Self {
@@ -162,13 +162,13 @@ impl Lanes {
         Self(lanes)
     }
 
-    /// Each lane moved towards zero by `by`, and zero where it is within `by` of zero.
+    /// Each lane moved towards zero by `amount`, and zero where it is within `amount` of zero.
     #[inline(always)]
-    pub(crate) fn shrunk(self, by: f32) -> Self {
+    pub(crate) fn shrunk(self, amount: f32) -> Self {
         let mut lanes = [0.0; LANES];
         for lane in 0..LANES {
             let value = self.0[lane];
-            lanes[lane] = if value.abs() <= by { 0.0 } else { value - by.copysign(value) };
+            lanes[lane] = if value.abs() <= amount { 0.0 } else { value - amount.copysign(value) };
         }
         Self(lanes)
     }
@@ -217,7 +217,7 @@ unsafe fn copy_below_16(from: *const f32, to: *mut f32, count: usize) {
 
 macro_rules! lanewise {
     ($($trait:ident $method:ident $operator:tt),*) => {$(
-        impl $trait for Lanes {
+        impl $trait for FloatLanes {
             type Output = Self;
             #[inline(always)]
             fn $method(self, other: Self) -> Self {
@@ -234,7 +234,7 @@ lanewise!(Add add +, Sub sub -, Mul mul *, Div div /);
 
 /// Columns of a row that are summed in registers: one vector of lanes, or four. The four are fields with names, because the
 /// compiler keeps arrays of them on the stack.
-pub(crate) trait Columns: Copy {
+pub(crate) trait ColumnLanes: Copy {
     /// The number of float32.
     const FLOATS: usize;
     /// Zeros.
@@ -263,7 +263,7 @@ pub(crate) trait Columns: Copy {
     fn over(self, divisor: f32) -> Self;
 }
 
-impl Columns for Lanes {
+impl ColumnLanes for FloatLanes {
     const FLOATS: usize = LANES;
     #[inline(always)]
     fn zero() -> Self {
@@ -295,23 +295,23 @@ impl Columns for Lanes {
 
 /// 64 columns.
 #[derive(Clone, Copy)]
-pub(crate) struct Wide(Lanes, Lanes, Lanes, Lanes);
+pub(crate) struct WideLanes(FloatLanes, FloatLanes, FloatLanes, FloatLanes);
 
-impl Columns for Wide {
+impl ColumnLanes for WideLanes {
     const FLOATS: usize = 4 * LANES;
     #[inline(always)]
     fn zero() -> Self {
-        Self(Lanes::zero(), Lanes::zero(), Lanes::zero(), Lanes::zero())
+        Self(FloatLanes::zero(), FloatLanes::zero(), FloatLanes::zero(), FloatLanes::zero())
     }
     #[inline(always)]
     unsafe fn load(from: *const f32, _count: usize) -> Self {
         // SAFETY: by the caller's promise 64 floats can be read.
         unsafe {
             Self(
-                Lanes::load_all(from),
-                Lanes::load_all(from.add(LANES)),
-                Lanes::load_all(from.add(2 * LANES)),
-                Lanes::load_all(from.add(3 * LANES)),
+                FloatLanes::load_all(from),
+                FloatLanes::load_all(from.add(LANES)),
+                FloatLanes::load_all(from.add(2 * LANES)),
+                FloatLanes::load_all(from.add(3 * LANES)),
             )
         }
     }

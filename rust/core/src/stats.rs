@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 mod histogram;
 
-pub use histogram::Distribution;
-pub(crate) use histogram::Histogram;
+pub(crate) use histogram::DurationHistogram;
+pub use histogram::HistogramSnapshot;
 
 /// Counters of one tier of one table. Those that count events begin when the table is opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -40,9 +40,9 @@ pub struct SsdStats {
     /// Reads that were sent to the disk to serve plans. One read brings all rows that lie near each other.
     pub reads: u64,
     /// How long reads of rows took, from when one was sent to the disk until its bytes were there.
-    pub read_latency: Distribution,
+    pub read_latency: HistogramSnapshot,
     /// Bytes of the rows that were given to the tier, their headers included.
-    pub row_bytes_given: u64,
+    pub logical_written_bytes: u64,
     /// Bytes that compaction wrote.
     pub compaction_bytes: u64,
     /// Bytes of live records divided by bytes of sealed segments: 0 to 1.
@@ -54,9 +54,9 @@ pub struct SsdStats {
     /// Rows that were dropped because of `on_full = evict`.
     pub dropped_rows: u64,
     /// Whether the last published state had to be given up for want of room. Then nothing can be resumed until the next publish.
-    pub published_given_up: bool,
+    pub has_lost_flush: bool,
     /// How often a call waited for room on the SSD tier.
-    pub room_waits: u64,
+    pub space_waits: u64,
     /// Whether a write or a sync has failed, so that the tier only reads.
     pub read_only: bool,
 }
@@ -67,7 +67,7 @@ pub struct AdmissionStats {
     /// Ids that got a row.
     pub admitted: u64,
     /// Ids that got none.
-    pub refused: u64,
+    pub not_admitted: u64,
     /// Ids that are counted now, until they get a row.
     pub pending: u64,
     /// Bytes of RAM that these counts take.
@@ -84,7 +84,7 @@ pub struct EvictionStats {
     /// How many of them each kind of rule took; of several, the first of the policy. Rules that took none are left out.
     pub evicted_by_rule: BTreeMap<&'static str, u64>,
     /// Whether some of the rows that the last sweep takes may still be in the tiers. No batch reads them, and they still count as rows.
-    pub under_way: bool,
+    pub is_sweeping: bool,
     /// Rows that were evicted, by the rule or because the table was full, and that wait to be told of.
-    pub untold: u64,
+    pub undelivered: u64,
 }

@@ -15,7 +15,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 /// A mutex of the standard library or of loom.
-pub(crate) trait Lock {
+pub(crate) trait MutexLike {
     /// Holds the mutex until it is dropped.
     type Guard<'a>
     where
@@ -24,7 +24,7 @@ pub(crate) trait Lock {
     fn guard(&self) -> Self::Guard<'_>;
 }
 
-impl<T> Lock for std::sync::Mutex<T> {
+impl<T> MutexLike for std::sync::Mutex<T> {
     type Guard<'a>
         = std::sync::MutexGuard<'a, T>
     where
@@ -34,7 +34,7 @@ impl<T> Lock for std::sync::Mutex<T> {
     }
 }
 
-impl<M: Lock> Lock for std::sync::Arc<M> {
+impl<M: MutexLike> MutexLike for std::sync::Arc<M> {
     type Guard<'a>
         = M::Guard<'a>
     where
@@ -45,7 +45,7 @@ impl<M: Lock> Lock for std::sync::Arc<M> {
 }
 
 #[cfg(loom)]
-impl<T> Lock for loom::sync::Mutex<T> {
+impl<T> MutexLike for loom::sync::Mutex<T> {
     type Guard<'a>
         = loom::sync::MutexGuard<'a, T>
     where
@@ -56,12 +56,12 @@ impl<T> Lock for loom::sync::Mutex<T> {
 }
 
 /// Lock a mutex, even if a panic poisoned it. The users of the data check its invariants.
-pub(crate) fn lock<M: Lock>(mutex: &M) -> M::Guard<'_> {
+pub(crate) fn lock<M: MutexLike>(mutex: &M) -> M::Guard<'_> {
     mutex.guard()
 }
 
 /// Whether a panic interrupted a change of what the lock protects. (In a loom model a panic ends the model, so this is false.)
-pub(crate) fn was_torn<T>(lock: &RwLock<T>) -> bool {
+pub(crate) fn was_poisoned<T>(lock: &RwLock<T>) -> bool {
     #[cfg(not(loom))]
     return lock.is_poisoned();
     #[cfg(loom)]

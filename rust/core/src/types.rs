@@ -19,12 +19,12 @@ pub const DEFAULT_TOTAL_NUM_BUCKETS: u32 = 4093;
 /// The remainder is computed by a multiplication with the reciprocal of the divisor (Barrett, "Implementing the RSA algorithm on a
 /// standard digital signal processor", CRYPTO '86).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bucketing {
+pub struct BucketMapper {
     total: u32,
     reciprocal: u64,
 }
 
-impl Bucketing {
+impl BucketMapper {
     /// # Panics
     /// Panics when there are no buckets.
     pub fn new(total_num_buckets: u32) -> Self {
@@ -82,7 +82,7 @@ pub struct RowMeta {
     /// The table's step counter at the last training step that used the row.
     pub last_step: u64,
     /// How much the row is used: the sum of its occurrences, which halves over every [`TableConfig::score_half_life_steps`] steps
-    /// (see [`Decay`](crate::rows::Decay)). This is what it was at `last_step`.
+    /// (see [`ScoreDecay`](crate::rows::Decay)). This is what it was at `last_step`.
     ///
     /// [`TableConfig::score_half_life_steps`]: crate::config::TableConfig::score_half_life_steps
     pub score: f32,
@@ -100,7 +100,7 @@ mod tests {
     #[test]
     fn buckets_are_remainders_of_the_hashes_of_all_ids() {
         for divisor in [1, 2, 3, 7, 641, DEFAULT_TOTAL_NUM_BUCKETS, 1 << 16, (1 << 31) - 1, 1 << 31, u32::MAX] {
-            let bucketing = Bucketing::new(divisor);
+            let bucketing = BucketMapper::new(divisor);
             let near = |hash: u64| (-2..3).map(move |off| hash.wrapping_add_signed(off));
             let multiples = [0, 1, 2, u64::MAX / u64::from(divisor)].map(|by| by * u64::from(divisor));
             let hashes = multiples.into_iter().chain([1 << 63, u64::MAX]).flat_map(near);

@@ -4,17 +4,17 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError, RwLock};
 
 use embcache::checkpoint::{
-    BlockReader, BlockRun, BlockSave, BlockShape, BlockToWrite, Finished, Join, Shard, ShardWriter, TableOfBlocks,
-    TableShare, WrittenTable,
+    RecisBlockShape, RecisBlockSpec, RecisJoinMode, RecisReader, RecisRun, RecisSave, RecisShard, RecisShardOutcome,
+    RecisShardWriter, RecisTableInfo, RecisTableShare, RecisWrittenTable,
 };
-use embcache::types::Bucketing;
+use embcache::types::BucketMapper;
 use embcache::{Error, Kind};
 use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1};
 use pyo3::prelude::*;
 
 use crate::buffers::{slice, slice_mut, slice2};
-use crate::checkpoint::{ended, lock};
-use crate::directory::PyDirectory;
+use crate::checkpoint::{ended_error, lock};
+use crate::directory::PyCheckpointDirectory;
 use crate::error::{input, to_python};
 use crate::foreign::drop_detached;
 
@@ -35,7 +35,7 @@ pub(crate) fn chunk_checksums<'py>(
 }
 
 /// Do `work`, which takes long or waits for another process, without the GIL. It looks for signals now and then: what a handler raises ends it.
-pub(crate) fn waiting<T: Send>(
+pub(crate) fn with_signal_checks<T: Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut (dyn FnMut() -> embcache::Result<()> + '_)) -> embcache::Result<T> + Send,
 ) -> PyResult<T> {
@@ -56,23 +56,23 @@ pub(crate) fn waiting<T: Send>(
 }
 
 /// A block to write: of a table's rows the ids or one slot, or a dense tensor.
-#[pyclass(frozen, name = "BlockToWrite", module = "torchrec_embcache._native")]
-pub(crate) struct PyBlockToWrite(BlockToWrite);
+#[pyclass(frozen, name = "RecisBlockSpec", module = "torchrec_embcache._native")]
+pub(crate) struct PyRecisBlockSpec(RecisBlockSpec);
 
 #[pymethods]
-impl PyBlockToWrite {
+impl PyRecisBlockSpec {
     #[new]
     fn new(name: String, slot: Option<String>, dtype: String, shape: Vec<u64>) -> Self {
-        Self(BlockToWrite { name, slot, dtype, shape })
+        Self(RecisBlockSpec { name, slot, dtype, shape })
     }
 }
 
 /// A table whose blocks were written: what the manifest says of it, and where in each run the rows of each bucket start.
-#[pyclass(frozen, name = "WrittenTable", module = "torchrec_embcache._native")]
-pub(crate) struct PyWrittenTable(WrittenTable);
+#[pyclass(frozen, name = "RecisWrittenTable", module = "torchrec_embcache._native")]
+pub(crate) struct PyRecisWrittenTable(RecisWrittenTable);
 
 #[pymethods]
-impl PyWrittenTable {
+impl PyRecisWrittenTable {
     #[new]
     #[pyo3(signature = (*, name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_begin, bucket_end, runs,
         starts))]
@@ -95,8 +95,8 @@ impl PyWrittenTable {
         let columns = bucket_end.saturating_sub(bucket_begin) as usize + 1;
         let starts = slice2("starts", &starts, columns)?.to_vec();
         let buckets = [bucket_begin, bucket_end];
-        let share = TableShare { name, dim, optimizer, key, seed, step, epoch, total_num_buckets, buckets, runs };
-        Ok(Self(WrittenTable { share, starts }))
+        let share = RecisTableShare { name, dim, optimizer, key, seed, step, epoch, total_num_buckets, buckets, runs };
+        Ok(Self(RecisWrittenTable { share, starts }))
     }
 }
 
@@ -121,98 +121,99 @@ impl PyTableStep {
 }
 
 /// One shard's part of a block-level save.
-#[pyclass(frozen, name = "BlockSave", module = "torchrec_embcache._native")]
-pub(crate) struct PyBlockSave {
-    save: Mutex<Option<BlockSave>>,
-    writer: RwLock<Option<ShardWriter>>,
+#[pyclass(frozen, name = "RecisSave", module = "torchrec_embcache._native")]
+pub(crate) struct PyRecisSave {
+    save: Mutex<Option<RecisSave>>,
+    writer: RwLock<Option<RecisShardWriter>>,
     #[pyo3(get)]
     name: String,
 }
 
-impl Drop for PyBlockSave {
+impl Drop for PyRecisSave {
     fn drop(&mut self) {
         drop_detached(Some((self.take_writer(), lock(&self.save).take())));
     }
 }
 
-impl PyBlockSave {
+impl PyRecisSave {
     fn begin(
         py: Python<'_>,
-        directory: &PyDirectory,
+        directory: &PyCheckpointDirectory,
         (index, count): (u32, u32),
         steps: Vec<PyTableStep>,
-        join: &Join,
+        join: &RecisJoinMode,
         random: u64,
     ) -> PyResult<Self> {
-        let shard = Shard { index, count };
+        let shard = RecisShard { index, count };
         let steps: Vec<(String, u64)> = steps.into_iter().map(|table| (table.name, table.step)).collect();
-        let save = waiting(py, |wait| BlockSave::begin(&directory.inner, shard, &steps, join, random, wait))?;
+        let save =
+            with_signal_checks(py, |wait| RecisSave::begin(&directory.inner, shard, &steps, join, random, wait))?;
         let name = save.name().to_string();
         Ok(Self { save: Mutex::new(Some(save)), writer: RwLock::new(None), name })
     }
 
     fn append_with(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> embcache::Result<()> {
         let writer = self.writer.read().unwrap_or_else(PoisonError::into_inner);
-        writer.as_ref().ok_or_else(closed)?.append(block, bytes, copy)
+        writer.as_ref().ok_or_else(closed_error)?.append(block, bytes, copy)
     }
 
-    fn take_writer(&self) -> Option<ShardWriter> {
+    fn take_writer(&self) -> Option<RecisShardWriter> {
         self.writer.write().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
-fn closed() -> Error {
+fn closed_error() -> Error {
     Error::new(Kind::State, "these blocks are finished: make another writer")
 }
 
 #[pymethods]
-impl PyBlockSave {
+impl PyRecisSave {
     /// Join the newest save that waits for the shard, or begin one.
     #[staticmethod]
     fn join_or_begin(
         py: Python<'_>,
-        directory: &PyDirectory,
+        directory: &PyCheckpointDirectory,
         shard: u32,
         shards: u32,
         steps: Vec<PyTableStep>,
         random: u64,
     ) -> PyResult<Self> {
-        Self::begin(py, directory, (shard, shards), steps, &Join::NewestOrNew, random)
+        Self::begin(py, directory, (shard, shards), steps, &RecisJoinMode::NewestOrNew, random)
     }
 
     /// Begin a save.
     #[new]
     fn new(
         py: Python<'_>,
-        directory: &PyDirectory,
+        directory: &PyCheckpointDirectory,
         shard: u32,
         shards: u32,
         steps: Vec<PyTableStep>,
         random: u64,
     ) -> PyResult<Self> {
-        Self::begin(py, directory, (shard, shards), steps, &Join::New, random)
+        Self::begin(py, directory, (shard, shards), steps, &RecisJoinMode::New, random)
     }
 
     /// Join the save of a name.
     #[staticmethod]
     fn join(
         py: Python<'_>,
-        directory: &PyDirectory,
+        directory: &PyCheckpointDirectory,
         shard: u32,
         shards: u32,
         steps: Vec<PyTableStep>,
         name: String,
     ) -> PyResult<Self> {
-        Self::begin(py, directory, (shard, shards), steps, &Join::Named(name), 0)
+        Self::begin(py, directory, (shard, shards), steps, &RecisJoinMode::Named(name), 0)
     }
 
     /// Make the data files.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
-    fn open_files(&self, py: Python<'_>, parallel: u32, blocks: Vec<Py<PyBlockToWrite>>) -> PyResult<()> {
-        let blocks: Vec<BlockToWrite> = blocks.iter().map(|block| block.get().0.clone()).collect();
+    fn open_files(&self, py: Python<'_>, parallel: u32, blocks: Vec<Py<PyRecisBlockSpec>>) -> PyResult<()> {
+        let blocks: Vec<RecisBlockSpec> = blocks.iter().map(|block| block.get().0.clone()).collect();
         py.detach(|| {
             let save = lock(&self.save);
-            let writer = ShardWriter::new(save.as_ref().ok_or_else(|| ended("save"))?, parallel, blocks);
+            let writer = RecisShardWriter::new(save.as_ref().ok_or_else(|| ended_error("save"))?, parallel, blocks);
             *self.writer.write().unwrap_or_else(PoisonError::into_inner) = Some(writer?);
             Ok(())
         })
@@ -256,70 +257,70 @@ impl PyBlockSave {
 
     /// Make all durable; whether it was the last shard, which publishes the save.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
-    fn publish(&self, py: Python<'_>, tables: Vec<Py<PyWrittenTable>>) -> PyResult<PyShardSaved> {
-        let tables: Vec<WrittenTable> = tables.iter().map(|table| table.get().0.clone()).collect();
-        let finished = waiting(py, |wait| {
-            let writer = self.take_writer().ok_or_else(closed)?;
+    fn publish(&self, py: Python<'_>, tables: Vec<Py<PyRecisWrittenTable>>) -> PyResult<PyRecisShardOutcome> {
+        let tables: Vec<RecisWrittenTable> = tables.iter().map(|table| table.get().0.clone()).collect();
+        let finished = with_signal_checks(py, |wait| {
+            let writer = self.take_writer().ok_or_else(closed_error)?;
             let save = lock(&self.save);
-            writer.finish(save.as_ref().ok_or_else(closed)?, tables, wait)
+            writer.finish(save.as_ref().ok_or_else(closed_error)?, tables, wait)
         })?;
         // Others may sweep it from now on.
         py.detach(|| drop(lock(&self.save).take()));
         let (is_last, left) = match finished {
-            Finished::OthersWait => (false, Vec::new()),
-            Finished::Published(left) => (true, left),
+            RecisShardOutcome::WaitingForShards => (false, Vec::new()),
+            RecisShardOutcome::Published(left) => (true, left),
         };
-        Ok(PyShardSaved { is_last, left: left.iter().map(Error::to_string).collect() })
+        Ok(PyRecisShardOutcome { is_last, cleanup_errors: left.iter().map(Error::to_string).collect() })
     }
 
     /// Give the shard's part up, when what is under way is written. Harmless twice.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| {
             drop(self.take_writer());
-            lock(&self.save).take().map_or(Ok(()), BlockSave::abandon)
+            lock(&self.save).take().map_or(Ok(()), RecisSave::abandon)
         })
         .map_err(to_python)
     }
 }
 
 /// What the end of a shard's part did.
-#[pyclass(frozen, get_all, name = "ShardSaved", module = "torchrec_embcache._native")]
-pub(crate) struct PyShardSaved {
+#[pyclass(frozen, get_all, name = "RecisShardOutcome", module = "torchrec_embcache._native")]
+pub(crate) struct PyRecisShardOutcome {
     is_last: bool,
-    left: Vec<String>,
+    cleanup_errors: Vec<String>,
 }
 
 /// What of a table's rows a block holds, or a dense tensor.
-#[pyclass(frozen, get_all, name = "BlockShape", module = "torchrec_embcache._native")]
-pub(crate) struct PyBlockShape {
+#[pyclass(frozen, get_all, name = "RecisBlockShape", module = "torchrec_embcache._native")]
+pub(crate) struct PyRecisBlockShape {
     name: String,
     dtype: String,
     shape: Vec<u64>,
     bytes: u64,
 }
 
-impl PyBlockShape {
-    fn of(name: &str, shape: &BlockShape) -> Self {
-        let BlockShape { dtype, shape, bytes } = shape.clone();
+impl PyRecisBlockShape {
+    fn of(name: &str, shape: &RecisBlockShape) -> Self {
+        let RecisBlockShape { dtype, shape, bytes } = shape.clone();
         Self { name: name.to_owned(), dtype, shape, bytes }
     }
 }
 
 /// What a block-level save says of a table.
-#[pyclass(frozen, get_all, name = "TableOfBlocks", module = "torchrec_embcache._native")]
-pub(crate) struct PyTableOfBlocks {
+#[pyclass(frozen, get_all, name = "RecisTableInfo", module = "torchrec_embcache._native")]
+pub(crate) struct PyRecisTableInfo {
     name: String,
     dim: u32,
     key: u64,
     step: u64,
     epoch: u32,
     total_num_buckets: u32,
-    slots: Vec<Py<PyBlockShape>>,
+    slots: Vec<Py<PyRecisBlockShape>>,
 }
 
-impl PyTableOfBlocks {
-    fn of(py: Python<'_>, table: &TableOfBlocks) -> PyResult<Self> {
-        let shape = |(slot, shape): (&String, &BlockShape)| Py::new(py, PyBlockShape::of(slot, shape));
+impl PyRecisTableInfo {
+    fn of(py: Python<'_>, table: &RecisTableInfo) -> PyResult<Self> {
+        let shape = |(slot, shape): (&String, &RecisBlockShape)| Py::new(py, PyRecisBlockShape::of(slot, shape));
         Ok(Self {
             name: table.name.clone(),
             dim: table.dim,
@@ -333,11 +334,11 @@ impl PyTableOfBlocks {
 }
 
 /// Rows that lie together in the blocks of one shard.
-#[pyclass(frozen, name = "BlockRun", module = "torchrec_embcache._native")]
-pub(crate) struct PyBlockRun(BlockRun);
+#[pyclass(frozen, name = "RecisRun", module = "torchrec_embcache._native")]
+pub(crate) struct PyRecisRun(RecisRun);
 
 #[pymethods]
-impl PyBlockRun {
+impl PyRecisRun {
     #[getter]
     fn rows(&self) -> u64 {
         self.0.rows()
@@ -345,11 +346,11 @@ impl PyBlockRun {
 }
 
 /// The newest complete save of a directory; none once it is released.
-#[pyclass(frozen, name = "BlockReader", module = "torchrec_embcache._native")]
-pub(crate) struct PyBlockReader(RwLock<Option<BlockReader>>);
+#[pyclass(frozen, name = "RecisReader", module = "torchrec_embcache._native")]
+pub(crate) struct PyRecisReader(RwLock<Option<RecisReader>>);
 
-impl PyBlockReader {
-    fn with<T>(&self, work: impl FnOnce(&BlockReader) -> embcache::Result<T>) -> embcache::Result<T> {
+impl PyRecisReader {
+    fn with<T>(&self, work: impl FnOnce(&RecisReader) -> embcache::Result<T>) -> embcache::Result<T> {
         let reader = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let released = || Error::new(Kind::State, "this block-level save was released: open it again");
         work(reader.as_ref().ok_or_else(released)?)
@@ -357,10 +358,10 @@ impl PyBlockReader {
 }
 
 #[pymethods]
-impl PyBlockReader {
+impl PyRecisReader {
     #[new]
-    fn new(py: Python<'_>, directory: &PyDirectory) -> PyResult<Self> {
-        let reader = waiting(py, |wait| BlockReader::open(&directory.inner, wait))?;
+    fn new(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<Self> {
+        let reader = with_signal_checks(py, |wait| RecisReader::open(&directory.inner, wait))?;
         Ok(Self(RwLock::new(Some(reader))))
     }
 
@@ -369,15 +370,16 @@ impl PyBlockReader {
         py.detach(|| drop(self.0.write().unwrap_or_else(PoisonError::into_inner).take()));
     }
 
-    fn tables(&self, py: Python<'_>) -> PyResult<Vec<PyTableOfBlocks>> {
-        let tables: Vec<TableOfBlocks> =
+    fn tables(&self, py: Python<'_>) -> PyResult<Vec<PyRecisTableInfo>> {
+        let tables: Vec<RecisTableInfo> =
             self.with(|reader| Ok(reader.tables().cloned().collect())).map_err(to_python)?;
-        tables.iter().map(|table| PyTableOfBlocks::of(py, table)).collect()
+        tables.iter().map(|table| PyRecisTableInfo::of(py, table)).collect()
     }
 
-    fn tensors(&self) -> PyResult<Vec<PyBlockShape>> {
-        let all =
-            |reader: &BlockReader| Ok(reader.tensors().map(|(name, shape)| PyBlockShape::of(name, &shape)).collect());
+    fn tensors(&self) -> PyResult<Vec<PyRecisBlockShape>> {
+        let all = |reader: &RecisReader| {
+            Ok(reader.tensors().map(|(name, shape)| PyRecisBlockShape::of(name, &shape)).collect())
+        };
         self.with(all).map_err(to_python)
     }
 
@@ -387,21 +389,21 @@ impl PyBlockReader {
         total_num_buckets: u32,
         bucket_begin: u32,
         bucket_end: u32,
-    ) -> PyResult<Vec<PyBlockRun>> {
+    ) -> PyResult<Vec<PyRecisRun>> {
         if total_num_buckets == 0 {
             return Err(input("total_num_buckets is 0: give 1 at least"));
         }
-        let bucketing = Bucketing::new(total_num_buckets);
+        let bucketing = BucketMapper::new(total_num_buckets);
         let buckets: Range<u32> = bucket_begin..bucket_end;
         let runs = self.with(|reader| reader.runs(table, bucketing, &buckets)).map_err(to_python)?;
-        Ok(runs.into_iter().map(PyBlockRun).collect())
+        Ok(runs.into_iter().map(PyRecisRun).collect())
     }
 
     fn read_rows(
         &self,
         py: Python<'_>,
         table: &str,
-        run: &PyBlockRun,
+        run: &PyRecisRun,
         slot: &str,
         mut into: PyReadwriteArray1<'_, u8>,
     ) -> PyResult<()> {

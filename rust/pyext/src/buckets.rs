@@ -1,6 +1,6 @@
 //! The buckets of ids, for Python, which sends ids to ranks and sorts rows.
 
-use embcache::types::{Bucketing, Id, hash_id, id_of_hash};
+use embcache::types::{BucketMapper, Id, hash_id, id_of_hash};
 use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadwriteArray1};
 use pyo3::prelude::*;
 
@@ -28,7 +28,7 @@ pub(crate) fn bucket_order(
     if total_num_buckets == 0 || begin > end {
         return Err(input(format!("buckets {begin} to {end} of {total_num_buckets}: give some, in order")));
     }
-    let bucketing = Bucketing::new(total_num_buckets);
+    let bucketing = BucketMapper::new(total_num_buckets);
     let (order, starts) = py.detach(|| {
         let keyed = ids.iter().enumerate().map(|(row, &id)| (bucketing.of(id), id.cast_unsigned(), row));
         let mut keyed: Vec<(u32, u64, usize)> = keyed.collect();
@@ -57,7 +57,7 @@ pub(crate) fn buckets_of<'py>(
     if total_num_buckets == 0 {
         return Err(input("total_num_buckets is 0: give 1 at least"));
     }
-    let bucketing = Bucketing::new(total_num_buckets);
+    let bucketing = BucketMapper::new(total_num_buckets);
     let found: Vec<u32> = py.detach(|| ids.iter().map(|&id| bucketing.of(id)).collect());
     Ok(found.into_pyarray(py))
 }
@@ -74,7 +74,7 @@ pub(crate) fn hash_ids(py: Python<'_>, mut ids: PyReadwriteArray1<'_, Id>) -> Py
 /// Replace each hash by its id.
 #[pyfunction]
 #[pyo3(signature = (hashes))]
-pub(crate) fn ids_of_hashes(py: Python<'_>, mut hashes: PyReadwriteArray1<'_, Id>) -> PyResult<()> {
+pub(crate) fn unhash_ids(py: Python<'_>, mut hashes: PyReadwriteArray1<'_, Id>) -> PyResult<()> {
     let hashes = slice_mut("hashes", &mut hashes)?;
     py.detach(|| hashes.iter_mut().for_each(|hash| *hash = id_of_hash(hash.cast_unsigned())));
     Ok(())

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::error::{input, to_python};
 
 /// The metadata of n rows, borrowed from Python: each `[n]`.
-pub(crate) struct GivenMetadata<'py> {
+pub(crate) struct MetadataArrays<'py> {
     pub(crate) count: PyReadonlyArray1<'py, u32>,
     pub(crate) last_step: PyReadonlyArray1<'py, u64>,
     pub(crate) score: PyReadonlyArray1<'py, f32>,
@@ -20,43 +20,43 @@ pub(crate) struct GivenMetadata<'py> {
 }
 
 /// A contiguous array as a slice.
-pub(crate) fn slice<'a, T: Element>(what: &str, array: &'a PyReadonlyArray1<'_, T>) -> PyResult<&'a [T]> {
-    array.as_slice().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
+pub(crate) fn slice<'a, T: Element>(name: &str, array: &'a PyReadonlyArray1<'_, T>) -> PyResult<&'a [T]> {
+    array.as_slice().map_err(|_| input(format!("{name} is not contiguous: pass a contiguous array")))
 }
 
 /// An array `[n, columns]` in C order as a slice.
 pub(crate) fn slice2<'a, T: Element>(
-    what: &str,
+    name: &str,
     array: &'a PyReadonlyArray2<'_, T>,
     columns: usize,
 ) -> PyResult<&'a [T]> {
-    check_matrix(what, array, columns)?;
-    array.as_slice().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
+    check_matrix(name, array, columns)?;
+    array.as_slice().map_err(|_| input(format!("{name} is not contiguous: pass a contiguous array")))
 }
 
 /// A contiguous array as a slice to write.
-pub(crate) fn slice_mut<'a, T: Element>(what: &str, array: &'a mut PyReadwriteArray1<'_, T>) -> PyResult<&'a mut [T]> {
-    array.as_slice_mut().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
+pub(crate) fn slice_mut<'a, T: Element>(name: &str, array: &'a mut PyReadwriteArray1<'_, T>) -> PyResult<&'a mut [T]> {
+    array.as_slice_mut().map_err(|_| input(format!("{name} is not contiguous: pass a contiguous array")))
 }
 
 /// An array `[n, columns]` in C order as a slice to write.
 pub(crate) fn slice2_mut<'a, T: Element>(
-    what: &str,
+    name: &str,
     array: &'a mut PyReadwriteArray2<'_, T>,
     columns: usize,
 ) -> PyResult<&'a mut [T]> {
-    check_matrix(what, array, columns)?;
-    array.as_slice_mut().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
+    check_matrix(name, array, columns)?;
+    array.as_slice_mut().map_err(|_| input(format!("{name} is not contiguous: pass a contiguous array")))
 }
 
 /// Refuses an array of another width, and one whose rows are not one after another in memory. An empty array has no rows, so it has any width.
-fn check_matrix<T: Element>(what: &str, array: &Bound<'_, PyArray2<T>>, columns: usize) -> PyResult<()> {
+fn check_matrix<T: Element>(name: &str, array: &Bound<'_, PyArray2<T>>, columns: usize) -> PyResult<()> {
     let shape = array.shape();
     if array.is_empty() || shape[1] == columns && array.is_c_contiguous() {
         return Ok(());
     }
     let order = if array.is_c_contiguous() { "" } else { " whose rows are not one after another" };
-    Err(input(format!("{what} is an array {shape:?}{order}: pass a contiguous array [n, {columns}] in C order")))
+    Err(input(format!("{name} is an array {shape:?}{order}: pass a contiguous array [n, {columns}] in C order")))
 }
 
 /// A vector as an array `[rows, columns]` of the same memory.
@@ -86,7 +86,7 @@ pub(crate) fn scalars_to_python<'py>(py: Python<'py>, headers: &[RowHeader]) -> 
 pub(crate) fn headers_from_python(
     ids: &[i64],
     scalars: Option<&[f32]>,
-    metadata: Option<&GivenMetadata<'_>>,
+    metadata: Option<&MetadataArrays<'_>>,
 ) -> PyResult<Vec<RowHeader>> {
     let check = |what: &str, len: usize| {
         if len == ids.len() { Ok(()) } else { Err(input(format!("{what} has {len} entries for {} ids", ids.len()))) }
@@ -114,15 +114,15 @@ pub(crate) fn headers_from_python(
 }
 
 /// The device arrays of one table, borrowed from Python: weights, vector slots, scalar slot.
-pub(crate) type GivenDevice<'py> =
+pub(crate) type DeviceArrayBorrows<'py> =
     (PyReadwriteArray2<'py, f32>, Vec<PyReadwriteArray2<'py, f32>>, Option<PyReadwriteArray1<'py, f32>>);
 
 /// The borrowed arrays of the plan's tables as slices, as the core takes them.
 pub(crate) fn device_tensors<'a>(
     plan: &Plan,
-    given: &'a mut [Option<GivenDevice<'_>>],
+    arrays: &'a mut [Option<DeviceArrayBorrows<'_>>],
 ) -> PyResult<Vec<Option<DeviceTensors<'a>>>> {
-    given
+    arrays
         .iter_mut()
         .enumerate()
         .map(|(table, given)| {

@@ -2,23 +2,23 @@
 //!
 //! A standing is (score, last step, id), the score as the core maps it. Shapes: P parts of a span that have rows, n standings that are listed.
 
-use embcache::lifecycle::{Counted, Span, SpanContents, Standing};
+use embcache::lifecycle::{RankKey, RankKeyRange, RankRangeContents, ScoreHistogram};
 use numpy::{IntoPyArray as _, PyArray1, PyArray2};
 use pyo3::prelude::*;
 
 use crate::buffers::matrix;
 
 /// A standing in the order of rows.
-#[pyclass(frozen, name = "Standing", module = "torchrec_embcache._native")]
-pub(crate) struct PyStanding {
-    core: Standing,
+#[pyclass(frozen, name = "RankKey", module = "torchrec_embcache._native")]
+pub(crate) struct PyRankKey {
+    core: RankKey,
 }
 
 #[pymethods]
-impl PyStanding {
+impl PyRankKey {
     #[new]
     fn new(score: u32, last_step: u64, row_id: u64) -> Self {
-        Self { core: Standing { score, last_step, id: row_id } }
+        Self { core: RankKey { score, last_step, id: row_id } }
     }
 
     fn __repr__(&self) -> String {
@@ -27,17 +27,17 @@ impl PyStanding {
 }
 
 /// The standings from one to another, both included.
-#[pyclass(frozen, name = "Span", module = "torchrec_embcache._native")]
-pub(crate) struct PySpan {
-    pub(crate) core: Span,
+#[pyclass(frozen, name = "RankKeyRange", module = "torchrec_embcache._native")]
+pub(crate) struct PyRankKeyRange {
+    pub(crate) core: RankKeyRange,
 }
 
 #[pymethods]
-impl PySpan {
+impl PyRankKeyRange {
     #[new]
     #[pyo3(signature = (low, high, *, is_listed))]
-    fn new(low: &PyStanding, high: &PyStanding, is_listed: bool) -> Self {
-        Self { core: Span { low: low.core, high: high.core, is_listed } }
+    fn new(low: &PyRankKey, high: &PyRankKey, is_listed: bool) -> Self {
+        Self { core: RankKeyRange { low: low.core, high: high.core, is_listed } }
     }
 
     fn __repr__(&self) -> String {
@@ -46,8 +46,8 @@ impl PySpan {
 }
 
 /// What was found in a span.
-#[pyclass(frozen, get_all, name = "SpanCounted", module = "torchrec_embcache._native")]
-pub(crate) struct PySpanCounted {
+#[pyclass(frozen, get_all, name = "RankRangeCounts", module = "torchrec_embcache._native")]
+pub(crate) struct PyRankRangeCounts {
     digits: Py<PyArray1<u32>>,
     rows: Py<PyArray1<u64>>,
     lows: Py<PyArray2<u64>>,
@@ -56,21 +56,21 @@ pub(crate) struct PySpanCounted {
 }
 
 #[pymethods]
-impl PySpanCounted {
+impl PyRankRangeCounts {
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("SpanCounted of {} parts, {} listed", self.rows.bind(py).len()?, self.listed.bind(py).len()?))
+        Ok(format!("RankRangeCounts of {} parts, {} listed", self.rows.bind(py).len()?, self.listed.bind(py).len()?))
     }
 }
 
-fn columns<'a>(standings: impl Iterator<Item = &'a Standing>) -> Vec<u64> {
-    standings.flat_map(|standing| [u64::from(standing.score), standing.last_step, standing.id]).collect()
+fn columns<'a>(keys: impl Iterator<Item = &'a RankKey>) -> Vec<u64> {
+    keys.flat_map(|standing| [u64::from(standing.score), standing.last_step, standing.id]).collect()
 }
 
-impl PySpanCounted {
-    fn of(py: Python<'_>, found: &SpanContents) -> PyResult<Self> {
+impl PyRankRangeCounts {
+    fn of(py: Python<'_>, found: &RankRangeContents) -> PyResult<Self> {
         let (parts, listed): (&[_], &[_]) = match found {
-            SpanContents::Counted(parts) => (parts, &[]),
-            SpanContents::Listed(listed) => (&[], listed),
+            RankRangeContents::Counted(parts) => (parts, &[]),
+            RankRangeContents::Listed(listed) => (&[], listed),
         };
         let digits: Vec<u32> = parts.iter().map(|(digit, _)| *digit).collect();
         let rows: Vec<u64> = parts.iter().map(|(_, part)| part.rows).collect();
@@ -85,25 +85,25 @@ impl PySpanCounted {
 }
 
 /// A count of the rows of a shard.
-#[pyclass(frozen, get_all, name = "Census", module = "torchrec_embcache._native")]
-pub(crate) struct PyCensus {
+#[pyclass(frozen, get_all, name = "ScoreHistogram", module = "torchrec_embcache._native")]
+pub(crate) struct PyScoreHistogram {
     version: u64,
     rows: u64,
     newest: u64,
-    spans: Vec<Py<PySpanCounted>>,
+    ranges: Vec<Py<PyRankRangeCounts>>,
 }
 
 #[pymethods]
-impl PyCensus {
+impl PyScoreHistogram {
     fn __repr__(&self) -> String {
-        format!("Census of {} rows, in {} spans", self.rows, self.spans.len())
+        format!("ScoreHistogram of {} rows, in {} spans", self.rows, self.ranges.len())
     }
 }
 
-impl PyCensus {
-    pub(crate) fn of(py: Python<'_>, (version, counted): (u64, Counted)) -> PyResult<Self> {
-        let spans = counted.spans.iter().map(|found| Py::new(py, PySpanCounted::of(py, found)?));
+impl PyScoreHistogram {
+    pub(crate) fn of(py: Python<'_>, (version, counted): (u64, ScoreHistogram)) -> PyResult<Self> {
+        let spans = counted.spans.iter().map(|found| Py::new(py, PyRankRangeCounts::of(py, found)?));
         let spans = spans.collect::<PyResult<_>>()?;
-        Ok(Self { version, rows: counted.rows, newest: counted.newest, spans })
+        Ok(Self { version, rows: counted.rows, newest: counted.newest, ranges: spans })
     }
 }

@@ -4,15 +4,18 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use embcache::checkpoint::{Checkpoint, CheckpointName, Latest, RankDigest, RankWriter, Save, SaveOptions, prune};
+use embcache::checkpoint::{
+    CheckpointName, CheckpointSave, LatestCheckpoint, OpenCheckpoint, RankDigest, RankWriter, SaveOptions, prune,
+};
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
-use crate::checkpoint_rows::GivenRows;
-use crate::directory::PyDirectory;
+use crate::checkpoint_rows::PyRowSource;
+use crate::directory::PyCheckpointDirectory;
 use crate::error::to_python;
 use crate::records::{
-    PyAncestor, PyCheckpointId, PyDigest, PyNewestCheckpoint, PyPruned, PyPublished, PyTableWritten, PyWrittenPart,
+    PyBaseCheckpoint, PyCheckpointId, PyManifestDigest, PyNewestCheckpoint, PyPruneReport, PyPublishedCheckpoint,
+    PyTableWriteStats, PyWrittenPart,
 };
 use crate::table::PyTable;
 
@@ -21,23 +24,26 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-pub(crate) fn ended(what: &str) -> Error {
-    Error::new(Kind::State, format!("the {what} has ended: make another"))
+pub(crate) fn ended_error(object: &str) -> Error {
+    Error::new(Kind::State, format!("the {object} has ended: make another"))
 }
 
 /// The name of the newest complete checkpoint of a directory.
 #[pyfunction]
-pub(crate) fn latest_checkpoint(py: Python<'_>, directory: &PyDirectory) -> PyResult<String> {
-    py.detach(|| Latest::read(&directory.inner)).map(|latest| latest.to_string()).map_err(to_python)
+pub(crate) fn latest_checkpoint(py: Python<'_>, directory: &PyCheckpointDirectory) -> PyResult<String> {
+    py.detach(|| LatestCheckpoint::read(&directory.inner)).map(|latest| latest.to_string()).map_err(to_python)
 }
 
 /// What the newest checkpoint of a directory says of itself, if there is one.
 #[pyfunction]
-pub(crate) fn newest_checkpoint(py: Python<'_>, directory: &PyDirectory) -> PyResult<Option<PyNewestCheckpoint>> {
+pub(crate) fn newest_checkpoint(
+    py: Python<'_>,
+    directory: &PyCheckpointDirectory,
+) -> PyResult<Option<PyNewestCheckpoint>> {
     let directory = &directory.inner;
     let newest = py.detach(|| {
-        let Some(latest) = Latest::find(directory)? else { return Ok(None) };
-        Checkpoint::open(directory, latest).map(|newest| Some(PyNewestCheckpoint::of(&newest)))
+        let Some(latest) = LatestCheckpoint::find(directory)? else { return Ok(None) };
+        OpenCheckpoint::open(directory, latest).map(|newest| Some(PyNewestCheckpoint::of(&newest)))
     });
     newest.map_err(to_python)
 }
@@ -45,25 +51,29 @@ pub(crate) fn newest_checkpoint(py: Python<'_>, directory: &PyDirectory) -> PyRe
 /// Remove every checkpoint of a directory but the newest `keep` and all that they build on.
 #[pyfunction]
 #[pyo3(signature = (directory, keep))]
-pub(crate) fn prune_checkpoints(py: Python<'_>, directory: &PyDirectory, keep: usize) -> PyResult<PyPruned> {
+pub(crate) fn prune_checkpoints(
+    py: Python<'_>,
+    directory: &PyCheckpointDirectory,
+    keep: usize,
+) -> PyResult<PyPruneReport> {
     py.detach(|| prune(&directory.inner, keep)).map(Into::into).map_err(to_python)
 }
 
 /// The coordinator's part of a save.
 #[pyclass(frozen, name = "CheckpointSave", module = "torchrec_embcache._native")]
-pub(crate) struct PySave {
-    inner: Mutex<Option<Save>>,
+pub(crate) struct PyCheckpointSave {
+    inner: Mutex<Option<CheckpointSave>>,
     #[pyo3(get)]
     name: String,
 }
 
 #[pymethods]
-impl PySave {
+impl PyCheckpointSave {
     #[new]
     #[pyo3(signature = (directory, random, *, keep=1, parent=None, merged=None, linked=false))]
     fn new(
         py: Python<'_>,
-        directory: &PyDirectory,
+        directory: &PyCheckpointDirectory,
         random: u64,
         keep: usize,
         parent: Option<PyCheckpointId>,
@@ -77,14 +87,20 @@ impl PySave {
             keep,
             ..SaveOptions::default()
         };
-        let save = py.detach(|| Save::begin_with(&directory.inner, random, options)).map_err(to_python)?;
+        let save = py.detach(|| CheckpointSave::begin_with(&directory.inner, random, options)).map_err(to_python)?;
         Ok(Self { name: save.name().to_string(), inner: Mutex::new(Some(save)) })
     }
 
-    fn adopt(&self, py: Python<'_>, rank: u32, world_size: u32, parts: Vec<PyWrittenPart>) -> PyResult<PyDigest> {
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        rank: u32,
+        world_size: u32,
+        parts: Vec<PyWrittenPart>,
+    ) -> PyResult<PyManifestDigest> {
         py.detach(|| {
             let save = lock(&self.inner);
-            let save = save.as_ref().ok_or_else(|| ended("save"))?;
+            let save = save.as_ref().ok_or_else(|| ended_error("save"))?;
             let part = |part: PyWrittenPart| {
                 let directory = save.directory_of_parts(Path::new(&part.directory))?;
                 Ok((directory, part.name.parse()?, part.digest.into()))
@@ -98,15 +114,20 @@ impl PySave {
     fn write_dense_metadata(&self, py: Python<'_>, metadata: &[u8]) -> PyResult<()> {
         py.detach(|| {
             let mut save = lock(&self.inner);
-            save.as_mut().ok_or_else(|| ended("save"))?.write_dense_metadata(metadata)
+            save.as_mut().ok_or_else(|| ended_error("save"))?.write_dense_metadata(metadata)
         })
         .map_err(to_python)
     }
 
-    fn publish(&self, py: Python<'_>, digests: Vec<PyDigest>, next_epoch: u32) -> PyResult<PyPublished> {
+    fn publish(
+        &self,
+        py: Python<'_>,
+        digests: Vec<PyManifestDigest>,
+        next_epoch: u32,
+    ) -> PyResult<PyPublishedCheckpoint> {
         let digests: Vec<RankDigest> = digests.into_iter().map(Into::into).collect();
         py.detach(|| {
-            let save = lock(&self.inner).take().ok_or_else(|| ended("save"))?;
+            let save = lock(&self.inner).take().ok_or_else(|| ended_error("save"))?;
             save.publish(&digests, next_epoch).map(Into::into)
         })
         .map_err(to_python)
@@ -114,33 +135,33 @@ impl PySave {
 
     /// Remove what was written. Nothing happens where the save has ended: it was published, or its publication removed what it wrote.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| lock(&self.inner).take().map_or(Ok(()), Save::abandon)).map_err(to_python)
+        py.detach(|| lock(&self.inner).take().map_or(Ok(()), CheckpointSave::abandon)).map_err(to_python)
     }
 }
 
 /// One rank's part of a save.
 #[pyclass(frozen, name = "CheckpointWriter", module = "torchrec_embcache._native")]
-pub(crate) struct PyWriter {
+pub(crate) struct PyCheckpointWriter {
     inner: Mutex<Option<RankWriter>>,
 }
 
-impl PyWriter {
+impl PyCheckpointWriter {
     fn with<T: Send>(
         &self,
         py: Python<'_>,
         work: impl FnOnce(&mut RankWriter) -> embcache::Result<T> + Send,
     ) -> PyResult<T> {
-        py.detach(|| work(lock(&self.inner).as_mut().ok_or_else(|| ended("writer"))?)).map_err(to_python)
+        py.detach(|| work(lock(&self.inner).as_mut().ok_or_else(|| ended_error("writer"))?)).map_err(to_python)
     }
 }
 
 #[pymethods]
-impl PyWriter {
+impl PyCheckpointWriter {
     #[new]
     #[pyo3(signature = (directory, name, rank, world_size, *, counters=true))]
     fn new(
         py: Python<'_>,
-        directory: &PyDirectory,
+        directory: &PyCheckpointDirectory,
         name: &str,
         rank: u32,
         world_size: u32,
@@ -158,8 +179,8 @@ impl PyWriter {
         module: &str,
         table: &PyTable,
         hyperparameters: BTreeMap<String, f64>,
-    ) -> PyResult<PyTableWritten> {
-        self.with(py, |writer| writer.write_rows_of(module, &table.inner, hyperparameters)).map(PyTableWritten::rows)
+    ) -> PyResult<PyTableWriteStats> {
+        self.with(py, |writer| writer.write_rows_of(module, &table.inner, hyperparameters)).map(PyTableWriteStats::rows)
     }
 
     fn link_table(
@@ -168,8 +189,9 @@ impl PyWriter {
         module: &str,
         table: &PyTable,
         hyperparameters: BTreeMap<String, f64>,
-    ) -> PyResult<PyTableWritten> {
-        self.with(py, |writer| writer.link_rows_of(module, &table.inner, hyperparameters)).map(PyTableWritten::linked)
+    ) -> PyResult<PyTableWriteStats> {
+        self.with(py, |writer| writer.link_rows_of(module, &table.inner, hyperparameters))
+            .map(PyTableWriteStats::linked)
     }
 
     fn write_changes(
@@ -178,11 +200,11 @@ impl PyWriter {
         module: &str,
         table: &PyTable,
         hyperparameters: BTreeMap<String, f64>,
-        ancestor: PyAncestor,
-    ) -> PyResult<PyTableWritten> {
-        let ancestor = ancestor.into();
+        base: PyBaseCheckpoint,
+    ) -> PyResult<PyTableWriteStats> {
+        let ancestor = base.into();
         self.with(py, |writer| writer.write_changes_of(module, &table.inner, hyperparameters, &ancestor))
-            .map(PyTableWritten::changes)
+            .map(PyTableWriteStats::changes)
     }
 
     fn write_rows(
@@ -193,14 +215,14 @@ impl PyWriter {
         bucket_end: u32,
         chunks: &Bound<'_, PyAny>,
     ) -> PyResult<u64> {
-        let mut source = GivenRows::new(spec, chunks)?;
+        let mut source = PyRowSource::new(spec, chunks)?;
         let written = self.with(py, |writer| writer.write_table(source.spec(), bucket_begin..bucket_end, &mut source));
         source.end(written)
     }
 
-    fn finish(&self, py: Python<'_>) -> PyResult<PyDigest> {
+    fn finish(&self, py: Python<'_>) -> PyResult<PyManifestDigest> {
         py.detach(|| {
-            let writer = lock(&self.inner).take().ok_or_else(|| ended("writer"))?;
+            let writer = lock(&self.inner).take().ok_or_else(|| ended_error("writer"))?;
             writer.finish().map(Into::into)
         })
         .map_err(to_python)

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use embcache::checkpoint::{
-    Chain, ChainReader, CheckpointName, Columns, Compaction, Extent, ExtentReader, Latest, Segments, TableRequest,
-    TableSource,
+    ChainCompaction, ChainReader, CheckpointChain, CheckpointName, DenseExtent, DenseReader, LatestCheckpoint,
+    LoadColumns, LoadSegments, TableRequest, TableSource,
 };
 use embcache::{Error, Kind};
 use numpy::PyReadwriteArray1;
@@ -14,14 +14,14 @@ use pyo3::types::PyBytes;
 
 use crate::buffers::slice_mut;
 use crate::checkpoint::lock;
-use crate::directory::PyDirectory;
+use crate::directory::PyCheckpointDirectory;
 use crate::error::to_python;
-use crate::records::{PyCheckpointId, PyDigest, PySavedTable};
-use crate::segments::PySegments;
+use crate::records::{PyCheckpointId, PyManifestDigest, PySavedTable};
+use crate::segments::PyLinkedSegments;
 use crate::table::PyTable;
 
 /// Tell a rank's callable how many more rows are done. An exception of its ends the work.
-fn report(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, rows: u64) -> embcache::Result<()> {
+fn report_progress(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, rows: u64) -> embcache::Result<()> {
     let Some(progress) = progress else { return Ok(()) };
     Python::attach(|py| progress.call1(py, (rows,))).map(|_| ()).map_err(|error| {
         *raised = Some(error);
@@ -30,24 +30,24 @@ fn report(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, rows: u64) -
 }
 
 /// The checkpoint `latest` of a directory, with all that it builds on.
-pub(crate) fn open_chain(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Chain> {
-    let latest: Latest = latest.parse().map_err(to_python)?;
-    py.detach(|| Chain::open(&directory.inner, latest)).map_err(to_python)
+pub(crate) fn open_chain(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str) -> PyResult<CheckpointChain> {
+    let latest: LatestCheckpoint = latest.parse().map_err(to_python)?;
+    py.detach(|| CheckpointChain::open(&directory.inner, latest)).map_err(to_python)
 }
 
 /// One rank's part of merging a chain of deltas.
-#[pyclass(frozen, name = "CheckpointCompaction", module = "torchrec_embcache._native")]
-pub(crate) struct PyCompaction {
-    inner: Compaction,
+#[pyclass(frozen, name = "ChainCompaction", module = "torchrec_embcache._native")]
+pub(crate) struct PyChainCompaction {
+    inner: ChainCompaction,
 }
 
 #[pymethods]
-impl PyCompaction {
+impl PyChainCompaction {
     #[staticmethod]
     #[pyo3(signature = (directory, latest, *, counters=true))]
-    fn open(py: Python<'_>, directory: &PyDirectory, latest: &str, counters: bool) -> PyResult<Option<Self>> {
-        let latest: Latest = latest.parse().map_err(to_python)?;
-        let inner = py.detach(|| Compaction::open(&directory.inner, latest)).map_err(to_python)?;
+    fn open(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str, counters: bool) -> PyResult<Option<Self>> {
+        let latest: LatestCheckpoint = latest.parse().map_err(to_python)?;
+        let inner = py.detach(|| ChainCompaction::open(&directory.inner, latest)).map_err(to_python)?;
         Ok(inner.map(|inner| Self { inner: if counters { inner } else { inner.without_counts() } }))
     }
 
@@ -67,7 +67,7 @@ impl PyCompaction {
     }
 
     fn release(&self) {
-        self.inner.chain().let_go();
+        self.inner.chain().release();
     }
 
     #[pyo3(signature = (name, rank, world_size, progress=None))]
@@ -79,11 +79,11 @@ impl PyCompaction {
         rank: u32,
         world_size: u32,
         progress: Option<Py<PyAny>>,
-    ) -> PyResult<PyDigest> {
+    ) -> PyResult<PyManifestDigest> {
         let name: CheckpointName = name.parse().map_err(to_python)?;
         let mut raised = None;
         let written = py.detach(|| {
-            let mut told = |rows| report(progress.as_ref(), &mut raised, rows);
+            let mut told = |rows| report_progress(progress.as_ref(), &mut raised, rows);
             self.inner.write(name, (rank, world_size), &mut told)
         });
         raised.map_or(Ok(()), Err)?;
@@ -93,20 +93,20 @@ impl PyCompaction {
 
 /// A checkpoint whose manifests are checked, and all that it builds on.
 #[pyclass(frozen, name = "CheckpointReader", module = "torchrec_embcache._native")]
-pub(crate) struct PyReader {
-    inner: Chain,
+pub(crate) struct PyCheckpointReader {
+    inner: CheckpointChain,
     /// How each table is loaded that `check_table` has checked, by the table's own module and name.
     sources: Mutex<HashMap<(String, String), TableSource>>,
     /// Of the newest checkpoint.
-    extents: ExtentReader,
+    extents: DenseReader,
 }
 
 #[pymethods]
-impl PyReader {
+impl PyCheckpointReader {
     #[new]
-    fn new(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Self> {
+    fn new(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str) -> PyResult<Self> {
         let inner = open_chain(py, directory, latest)?;
-        Ok(Self { extents: inner.links()[0].extent_reader(), inner, sources: Mutex::default() })
+        Ok(Self { extents: inner.links()[0].dense_reader(), inner, sources: Mutex::default() })
     }
 
     #[getter]
@@ -125,7 +125,7 @@ impl PyReader {
     }
 
     #[getter]
-    fn links(&self) -> Vec<String> {
+    fn chain_names(&self) -> Vec<String> {
         self.inner.names().map(str::to_owned).collect()
     }
 
@@ -135,7 +135,7 @@ impl PyReader {
     }
 
     fn release(&self) {
-        self.inner.let_go();
+        self.inner.release();
     }
 
     fn dense_metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
@@ -147,9 +147,9 @@ impl PyReader {
         self.extents.stream_bytes()
     }
 
-    fn read_extent(&self, py: Python<'_>, rank: u32, offset: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
+    fn read_dense(&self, py: Python<'_>, rank: u32, offset: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
         let into = slice_mut("into", &mut into)?;
-        let extent = Extent { offset, bytes: into.len() as u64 };
+        let extent = DenseExtent { offset, bytes: into.len() as u64 };
         py.detach(|| self.extents.read(rank, extent, into)).map_err(to_python)
     }
 
@@ -176,12 +176,12 @@ impl PyReader {
             module: saved.map_or(&module, |saved| &saved.module),
             table: saved.map_or(&name, |saved| &saved.table),
             buckets: bucket_begin..bucket_end,
-            columns: if slots { Columns::All } else { Columns::WithoutSlots },
-            segments: if segments { Segments::Open } else { Segments::Refuse },
+            columns: if slots { LoadColumns::All } else { LoadColumns::WithoutSlots },
+            segments: if segments { LoadSegments::Open } else { LoadSegments::Refuse },
         };
         py.detach(|| {
             let source = self.inner.check_table(&table.inner, &request)?;
-            let rows = source.most_rows();
+            let rows = source.max_rows();
             lock(&self.sources).insert((module.clone(), name.clone()), source);
             Ok(rows)
         })
@@ -189,11 +189,11 @@ impl PyReader {
     }
 
     /// The segments that the table is to be opened from, if `check_table` found that it is. They are given once.
-    fn segments(&self, module: String, table: String) -> Option<PySegments> {
+    fn segments(&self, module: String, table: String) -> Option<PyLinkedSegments> {
         let (mut sources, key) = (lock(&self.sources), (module, table));
         match sources.remove(&key)? {
             TableSource::Segments(files, counters, counts, clock, shared_row) => {
-                Some(PySegments { files: Arc::new(files), counters, counts, clock, shared_row })
+                Some(PyLinkedSegments { files: Arc::new(files), counters, counts, clock, oov_row: shared_row })
             }
             rows @ TableSource::Rows(_) => {
                 sources.insert(key, rows);
@@ -213,14 +213,15 @@ impl PyReader {
     ) -> PyResult<u64> {
         let reader = self.rows_of(module, table.inner.config().name.clone())?;
         let mut raised = None;
-        let loaded =
-            py.detach(|| reader.load_with(&table.inner, &mut |rows| report(progress.as_ref(), &mut raised, rows)));
+        let loaded = py.detach(|| {
+            reader.load_with(&table.inner, &mut |rows| report_progress(progress.as_ref(), &mut raised, rows))
+        });
         raised.map_or(Ok(()), Err)?;
         loaded.map_err(to_python)
     }
 }
 
-impl PyReader {
+impl PyCheckpointReader {
     /// What `check_table` made ready to read the rows of a table.
     fn rows_of(&self, module: String, table: String) -> PyResult<ChainReader> {
         let source = lock(&self.sources).remove(&(module, table));

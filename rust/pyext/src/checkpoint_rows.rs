@@ -3,9 +3,10 @@
 use std::sync::{Mutex, PoisonError};
 
 use embcache::checkpoint::{
-    Chain, Checkpoint, IdState, LinkOfId, RowSink, RowSource, TableSpec, copy, make_for_serving, reshard,
+    CheckpointChain, IdHistoryEntry, IdState, OpenCheckpoint, RowSink, RowSource, TableSpec, copy, make_for_serving,
+    reshard,
 };
-use embcache::lifecycle::PendingId;
+use embcache::lifecycle::CountedId;
 use embcache::rows::RowHeader;
 use embcache::{Error, Kind};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
@@ -14,15 +15,15 @@ use pyo3::types::PyIterator;
 
 use crate::buffers::{headers_from_python, slice, slice2};
 use crate::checkpoint_load::open_chain;
-use crate::directory::PyDirectory;
+use crate::directory::PyCheckpointDirectory;
 use crate::error::{input, to_python};
-use crate::records::{PyCopied, PyPublished};
+use crate::records::{PyCheckpointCopyReport, PyPublishedCheckpoint};
 use crate::rows::{PyRowBlock, PyRowMetadata};
 use crate::settings::precision_from;
 
 /// Rows that are to be written into a checkpoint. Parts that are `None` are written as zeros.
-#[pyclass(frozen, get_all, name = "RowsToWrite", module = "torchrec_embcache._native")]
-pub(crate) struct PyRowsToWrite {
+#[pyclass(frozen, get_all, name = "RowWriteBatch", module = "torchrec_embcache._native")]
+pub(crate) struct PyRowWriteBatch {
     ids: Py<PyArray1<i64>>,
     vectors: Py<PyArray2<f32>>,
     scalars: Option<Py<PyArray1<f32>>>,
@@ -30,7 +31,7 @@ pub(crate) struct PyRowsToWrite {
 }
 
 #[pymethods]
-impl PyRowsToWrite {
+impl PyRowWriteBatch {
     #[new]
     #[pyo3(signature = (ids, vectors, scalars=None, metadata=None))]
     fn new(
@@ -47,12 +48,12 @@ impl PyRowsToWrite {
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("RowsToWrite of {} rows", self.__len__(py)?))
+        Ok(format!("RowWriteBatch of {} rows", self.__len__(py)?))
     }
 }
 
-/// Rows that a Python iterable of `RowsToWrite` gives, chunk by chunk.
-pub(crate) struct GivenRows {
+/// Rows that a Python iterable of `RowWriteBatch` gives, chunk by chunk.
+pub(crate) struct PyRowSource {
     spec: TableSpec,
     vector_floats: usize,
     chunks: Py<PyIterator>,
@@ -60,7 +61,7 @@ pub(crate) struct GivenRows {
     raised: Option<PyErr>,
 }
 
-impl GivenRows {
+impl PyRowSource {
     pub(crate) fn new(spec: &str, chunks: &Bound<'_, PyAny>) -> PyResult<Self> {
         let spec = TableSpec::from_json(spec).map_err(to_python)?;
         let optimizer = spec.optimizer_kind().map_err(to_python)?;
@@ -80,7 +81,7 @@ impl GivenRows {
     /// The next chunk as the core takes it.
     fn next(&self, py: Python<'_>) -> PyResult<Option<(Vec<RowHeader>, Vec<f32>)>> {
         let Some(chunk) = self.chunks.bind(py).clone().next().transpose()? else { return Ok(None) };
-        let chunk = chunk.cast::<PyRowsToWrite>()?.get();
+        let chunk = chunk.cast::<PyRowWriteBatch>()?.get();
         let (ids, vectors) = (chunk.ids.bind(py).try_readonly()?, chunk.vectors.bind(py).try_readonly()?);
         let scalars = chunk.scalars.as_ref().map(|scalars| scalars.bind(py).try_readonly()).transpose()?;
         let scalars = scalars.as_ref().map(|scalars| slice("scalars", scalars)).transpose()?;
@@ -100,7 +101,7 @@ impl GivenRows {
     }
 }
 
-impl RowSource for GivenRows {
+impl RowSource for PyRowSource {
     fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> embcache::Result<()> {
         loop {
             match Python::attach(|py| self.next(py)) {
@@ -116,8 +117,8 @@ impl RowSource for GivenRows {
 }
 
 /// The counts of some ids that wait for rows.
-#[pyclass(frozen, get_all, name = "PendingIds", module = "torchrec_embcache._native")]
-pub(crate) struct PyPendingIds {
+#[pyclass(frozen, get_all, name = "CountedIds", module = "torchrec_embcache._native")]
+pub(crate) struct PyCountedIds {
     ids: Py<PyArray1<i64>>,
     shows: Py<PyArray1<u32>>,
     clicks: Py<PyArray1<u32>>,
@@ -125,18 +126,18 @@ pub(crate) struct PyPendingIds {
 }
 
 #[pymethods]
-impl PyPendingIds {
+impl PyCountedIds {
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
         self.ids.bind(py).len()
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("PendingIds of {} ids", self.__len__(py)?))
+        Ok(format!("CountedIds of {} ids", self.__len__(py)?))
     }
 }
 
-impl PyPendingIds {
-    fn of(py: Python<'_>, pending: &[PendingId]) -> Self {
+impl PyCountedIds {
+    fn of(py: Python<'_>, pending: &[CountedId]) -> Self {
         Self {
             ids: PyArray1::from_iter(py, pending.iter().map(|each| each.id)).unbind(),
             shows: PyArray1::from_iter(py, pending.iter().map(|each| each.shows)).unbind(),
@@ -148,77 +149,77 @@ impl PyPendingIds {
 
 /// A sweep that takes a row: which of its delta it is, what of its rule takes the row, as JSON, and the row's score after the sweep's step
 /// where the rule looks at scores.
-#[pyclass(frozen, get_all, name = "TakenRow", module = "torchrec_embcache._native")]
-pub(crate) struct PyTaken {
+#[pyclass(frozen, get_all, name = "IdExpiry", module = "torchrec_embcache._native")]
+pub(crate) struct PyIdExpiry {
     sweep: usize,
     rule: String,
     score: Option<f32>,
 }
 
 #[pymethods]
-impl PyTaken {
+impl PyIdExpiry {
     fn __repr__(&self) -> String {
-        format!("TakenRow by sweep {}", self.sweep)
+        format!("IdExpiry by sweep {}", self.sweep)
     }
 }
 
 /// What one checkpoint says of one id.
-#[pyclass(frozen, get_all, name = "LinkOfId", module = "torchrec_embcache._native")]
-pub(crate) struct PyLinkOfId {
+#[pyclass(frozen, get_all, name = "IdHistoryEntry", module = "torchrec_embcache._native")]
+pub(crate) struct PyIdHistoryEntry {
     row: Option<Py<PyRowBlock>>,
     has_tombstone: bool,
-    count: Option<Py<PyPendingIds>>,
-    taken: Vec<Py<PyTaken>>,
+    count: Option<Py<PyCountedIds>>,
+    sweeps: Vec<Py<PyIdExpiry>>,
     has_row_now: bool,
-    count_now: Option<Py<PyPendingIds>>,
+    count_now: Option<Py<PyCountedIds>>,
 }
 
 #[pymethods]
-impl PyLinkOfId {
+impl PyIdHistoryEntry {
     fn __repr__(&self) -> String {
         let now = if self.has_row_now { "a row" } else { "no row" };
         format!("LinkOfId with {now}")
     }
 }
 
-impl PyLinkOfId {
-    fn of(py: Python<'_>, link: LinkOfId) -> PyResult<Self> {
+impl PyIdHistoryEntry {
+    fn of(py: Python<'_>, link: IdHistoryEntry) -> PyResult<Self> {
         let row = link.row.map(|(header, weights)| {
             let dim = weights.len();
             Py::new(py, PyRowBlock::of(py, &[header], weights, dim)?)
         });
-        let count = |count: PendingId| Py::new(py, PyPendingIds::of(py, &[count]));
-        let taken = link.taken.into_iter().map(|taken| {
+        let count = |count: CountedId| Py::new(py, PyCountedIds::of(py, &[count]));
+        let taken = link.expired_by.into_iter().map(|taken| {
             let rule = taken.rule_json().map_err(to_python)?;
-            Py::new(py, PyTaken { sweep: taken.sweep, rule, score: taken.score })
+            Py::new(py, PyIdExpiry { sweep: taken.sweep, rule, score: taken.score })
         });
         Ok(Self {
             row: row.transpose()?,
             has_tombstone: link.has_tombstone,
             count: link.count.map(count).transpose()?,
-            taken: taken.collect::<PyResult<_>>()?,
-            has_row_now: link.now == IdState::HasRow,
-            count_now: if let IdState::Waits(now) = link.now { Some(count(now)?) } else { None },
+            sweeps: taken.collect::<PyResult<_>>()?,
+            has_row_now: link.state == IdState::HasRow,
+            count_now: if let IdState::Pending(now) = link.state { Some(count(now)?) } else { None },
         })
     }
 }
 
 /// A checkpoint that is read without tables.
 #[pyclass(frozen, name = "CheckpointRows", module = "torchrec_embcache._native")]
-pub(crate) struct PyRows {
-    inner: Chain,
+pub(crate) struct PyCheckpointRows {
+    inner: CheckpointChain,
 }
 
 #[pymethods]
-impl PyRows {
+impl PyCheckpointRows {
     #[new]
-    fn new(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Self> {
+    fn new(py: Python<'_>, directory: &PyCheckpointDirectory, latest: &str) -> PyResult<Self> {
         open_chain(py, directory, latest).map(|inner| Self { inner })
     }
 
     /// Let saves remove the checkpoint. Nothing more may be read of it.
     fn release(&self) {
-        self.inner.let_go();
+        self.inner.release();
     }
 
     fn manifest(&self) -> PyResult<String> {
@@ -227,15 +228,15 @@ impl PyRows {
     }
 
     /// The manifests of the checkpoint and of all that it builds on, newest first.
-    fn links(&self) -> PyResult<Vec<String>> {
-        let text = |link: &Checkpoint| {
+    fn chain_manifests(&self) -> PyResult<Vec<String>> {
+        let text = |link: &OpenCheckpoint| {
             let bytes = link.manifest().to_json().map_err(to_python)?;
             String::from_utf8(bytes).map_err(|error| input(error.to_string()))
         };
         self.inner.links().iter().map(text).collect()
     }
 
-    /// Rows are given to `sink` in chunks. It is called with a `RowBlock` for each. Then `counts` is called with the `PendingIds` of each
+    /// Rows are given to `sink` in chunks. It is called with a `RowBlock` for each. Then `counts` is called with the `CountedIds` of each
     /// bucket. Without both, rows and counts are read and verified.
     #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
     #[expect(clippy::too_many_arguments, reason = "they say what is read, and who takes it")]
@@ -272,8 +273,8 @@ impl PyRows {
                 }))
             };
             let Some(counts) = &counts else { return reader.read(&mut take_rows) };
-            reader.read_and_count(&mut take_rows, &mut |bucket| {
-                taken(Python::attach(|py| counts.call1(py, (PyPendingIds::of(py, &bucket.pending),)).map(drop)))
+            reader.read_rows_and_counts(&mut take_rows, &mut |bucket| {
+                taken(Python::attach(|py| counts.call1(py, (PyCountedIds::of(py, &bucket.ids),)).map(drop)))
             })
         });
         let raised = raised.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -281,37 +282,37 @@ impl PyRows {
     }
 
     /// What each of the checkpoints says of an id, newest first.
-    fn life_of(&self, py: Python<'_>, module: &str, table: &str, id: i64) -> PyResult<Vec<PyLinkOfId>> {
-        let life = py.detach(|| self.inner.life_of(module, table, id)).map_err(to_python)?;
-        life.into_iter().map(|link| PyLinkOfId::of(py, link)).collect()
+    fn id_history(&self, py: Python<'_>, module: &str, table: &str, id: i64) -> PyResult<Vec<PyIdHistoryEntry>> {
+        let life = py.detach(|| self.inner.id_history(module, table, id)).map_err(to_python)?;
+        life.into_iter().map(|link| PyIdHistoryEntry::of(py, link)).collect()
     }
 
     #[pyo3(signature = (to, random, world_size, *, counters=true))]
     fn reshard(
         &self,
         py: Python<'_>,
-        to: &PyDirectory,
+        to: &PyCheckpointDirectory,
         random: u64,
         world_size: u32,
         counters: bool,
-    ) -> PyResult<PyPublished> {
+    ) -> PyResult<PyPublishedCheckpoint> {
         let written = py.detach(|| reshard(&self.inner, &to.inner, random, world_size, counters));
         written.map(Into::into).map_err(to_python)
     }
 
-    fn copy(&self, py: Python<'_>, to: &PyDirectory) -> PyResult<PyCopied> {
+    fn copy(&self, py: Python<'_>, to: &PyCheckpointDirectory) -> PyResult<PyCheckpointCopyReport> {
         py.detach(|| copy(&self.inner, &to.inner)).map(Into::into).map_err(to_python)
     }
 
     #[pyo3(signature = (to, random, precision, keep))]
-    fn make_for_serving(
+    fn write_serving_checkpoint(
         &self,
         py: Python<'_>,
-        to: &PyDirectory,
+        to: &PyCheckpointDirectory,
         random: u64,
         precision: &str,
         keep: usize,
-    ) -> PyResult<PyPublished> {
+    ) -> PyResult<PyPublishedCheckpoint> {
         let precision = precision_from(precision)?;
         let made = py.detach(|| make_for_serving(&self.inner, &to.inner, (random, keep), precision, &mut |_| Ok(())));
         made.map(Into::into).map_err(to_python)

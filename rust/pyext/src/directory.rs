@@ -4,8 +4,8 @@ use std::ffi::OsString;
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 
-use embcache::checkpoint::Directory;
-use embcache::paths::Checks;
+use embcache::checkpoint::CheckpointDirectory;
+use embcache::paths::PathChecks;
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
@@ -13,11 +13,11 @@ use crate::error::to_python;
 use crate::logging::follow_levels;
 
 /// The rules that a user chose by name.
-pub(crate) fn checks_from(name: &str) -> PyResult<Checks> {
+pub(crate) fn checks_from(name: &str) -> PyResult<PathChecks> {
     match name {
-        "strict" => Ok(Checks::Strict),
-        "basic" => Ok(Checks::Basic),
-        "trusted" => Ok(Checks::Trusted),
+        "strict" => Ok(PathChecks::Strict),
+        "basic" => Ok(PathChecks::Basic),
+        "trusted" => Ok(PathChecks::Trusted),
         _ => Err(to_python(Error::new(
             Kind::Config,
             format!("path_checks={name:?} is not known: use \"strict\", \"basic\" or \"trusted\""),
@@ -26,27 +26,27 @@ pub(crate) fn checks_from(name: &str) -> PyResult<Checks> {
 }
 
 /// A directory that passed the checks of path, owner and permission bits, and is held by its descriptor as long as this lives.
-#[pyclass(frozen, name = "Directory", module = "torchrec_embcache._native")]
-pub(crate) struct PyDirectory {
-    pub(crate) inner: Directory,
+#[pyclass(frozen, name = "CheckpointDirectory", module = "torchrec_embcache._native")]
+pub(crate) struct PyCheckpointDirectory {
+    pub(crate) inner: CheckpointDirectory,
 }
 
 #[pymethods]
-impl PyDirectory {
+impl PyCheckpointDirectory {
     #[staticmethod]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn to_save(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<Self> {
+    fn open_to_save(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<Self> {
         let checks = checks_from(checks)?;
         follow_levels(py)?;
-        py.detach(|| Directory::to_save(&path, checks)).map(|inner| Self { inner }).map_err(to_python)
+        py.detach(|| CheckpointDirectory::open_to_save(&path, checks)).map(|inner| Self { inner }).map_err(to_python)
     }
 
     #[staticmethod]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn to_load(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<Self> {
+    fn open_to_load(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<Self> {
         let checks = checks_from(checks)?;
         follow_levels(py)?;
-        py.detach(|| Directory::to_load(&path, checks)).map(|inner| Self { inner }).map_err(to_python)
+        py.detach(|| CheckpointDirectory::open_to_load(&path, checks)).map(|inner| Self { inner }).map_err(to_python)
     }
 
     #[getter]
@@ -59,11 +59,11 @@ impl PyDirectory {
     }
 
     fn __repr__(&self) -> String {
-        format!("Directory({})", self.inner.path().display())
+        format!("CheckpointDirectory({})", self.inner.path().display())
     }
 
     /// Whether something lies in the directory under this name; a link is not followed.
-    fn has(&self, py: Python<'_>, name: &str) -> PyResult<bool> {
+    fn contains(&self, py: Python<'_>, name: &str) -> PyResult<bool> {
         py.detach(|| self.inner.has(name)).map_err(to_python)
     }
 

@@ -44,10 +44,10 @@ pub(crate) fn to_python(error: Error) -> PyErr {
     })
 }
 
-/// The core's error for an exception that a callback raised while it did `what` on a device.
-pub(crate) fn from_python(py: Python<'_>, error: &PyErr, what: &str) -> Error {
+/// The core's error for an exception that a callback raised while it did `operation` on a device.
+pub(crate) fn from_python(py: Python<'_>, error: &PyErr, operation: &str) -> Error {
     let kind = if error.is_instance_of::<PyMemoryError>(py) { Kind::DeviceMemory } else { Kind::State };
-    Error::new(kind, format!("{what}: {error}"))
+    Error::new(kind, format!("{operation}: {error}"))
 }
 
 /// An `InputError` with this message.

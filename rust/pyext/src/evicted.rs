@@ -55,16 +55,16 @@ impl PyEvictedQueue {
         taken.map(|rows| PyEvictedBlock::of(py, rows, self.inner.floats())).transpose()
     }
 
-    fn hold(&self) {
-        self.inner.hold();
+    fn pause(&self) {
+        self.inner.pause();
     }
 
-    fn go_on(&self) {
-        self.inner.go_on();
+    fn resume(&self) {
+        self.inner.resume();
     }
 
-    fn go_on_after_end(&self) -> bool {
-        self.inner.go_on_after_end()
+    fn reopen(&self) -> bool {
+        self.inner.reopen()
     }
 
     fn is_ended(&self) -> bool {

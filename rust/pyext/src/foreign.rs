@@ -4,17 +4,17 @@
 //! Four rules keep such code from waiting for itself:
 //!
 //! 1. Python may run a signal handler between any two instructions of the main thread, and the handler may want the rows. So either
-//!    signals wait on that thread until the lock is free ([`without_handlers`]), or the code runs on another thread ([`on_rows`]).
+//!    signals wait on that thread until the lock is free ([`without_signal_handlers`]), or the code runs on another thread ([`with_rows_locked_off_main`]).
 //! 2. The garbage collector, which runs finalisers of anybody's objects wherever Python makes an object, waits until the code is done
-//!    ([`CollectorWaits`]).
-//! 3. What the code drops does not wait for the lock ([`Plan`](embcache::cache::Plan), `TableMoment`).
+//!    ([`CollectorPause`]).
+//! 3. What the code drops does not wait for the lock ([`Plan`](embcache::cache::Plan), `TableSnapshot`).
 //! 4. The core refuses whatever else the code does with the rows.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use embcache::logical_thread::off_main_thread;
-use embcache::signals::{self, are_kept_back, is_main_thread, keep_back};
+use embcache::signals::{self, are_deferred, defer_signals, is_main_thread};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::IntoPyDict;
@@ -24,28 +24,28 @@ static ENDING: AtomicBool = AtomicBool::new(false);
 
 /// `atexit` calls this.
 #[pyfunction]
-fn interpreter_ends() {
+fn on_interpreter_exit() {
     ENDING.store(true, Ordering::Release);
     embcache::work_alone();
 }
 
 /// A child was forked. Whoever kept the collector waiting is in the parent.
 #[pyfunction]
-fn collector_runs_in_child(py: Python<'_>) {
-    let mut waits = COLLECTOR_WAITS.lock().unwrap_or_else(PoisonError::into_inner);
+fn resume_collector_in_child(py: Python<'_>) {
+    let mut waits = COLLECTOR_PAUSES.lock().unwrap_or_else(PoisonError::into_inner);
     if waits.0 > 0 && waits.1 {
-        collector(py, "enable");
+        call_collector(py, "enable");
     }
     *waits = (0, false);
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
-    // This waits for the GIL, and so it comes before anybody has the lock of `COLLECTOR_WAITS`.
+    // This waits for the GIL, and so it comes before anybody has the lock of `COLLECTOR_PAUSES`.
     COLLECTOR.get_or_try_init(py, || py.import("gc").map(Bound::unbind))?;
-    let after_fork = [("after_in_child", wrap_pyfunction!(collector_runs_in_child, module)?)].into_py_dict(py)?;
+    let after_fork = [("after_in_child", wrap_pyfunction!(resume_collector_in_child, module)?)].into_py_dict(py)?;
     py.import("os")?.call_method("register_at_fork", (), Some(&after_fork))?;
-    let ends = wrap_pyfunction!(interpreter_ends, module)?;
+    let ends = wrap_pyfunction!(on_interpreter_exit, module)?;
     py.import("atexit")?.call_method1("register", (ends,)).map(drop)
 }
 
@@ -53,19 +53,19 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 static COLLECTOR: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
 /// How many threads run code that the garbage collector waits for, and whether it was on before the first of them.
-static COLLECTOR_WAITS: Mutex<(usize, bool)> = Mutex::new((0, false));
+static COLLECTOR_PAUSES: Mutex<(usize, bool)> = Mutex::new((0, false));
 
 /// As long as one of these lives, Python's garbage collector does not run by itself: a finaliser could wait for a thread that wants the rows
 /// which the code in hand keeps from it. Whoever calls `gc.collect()` still runs it.
-struct CollectorWaits<'py>(Python<'py>);
+struct CollectorPause<'py>(Python<'py>);
 
-impl<'py> CollectorWaits<'py> {
+impl<'py> CollectorPause<'py> {
     fn begin(py: Python<'py>) -> Self {
-        let mut waits = COLLECTOR_WAITS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waits = COLLECTOR_PAUSES.lock().unwrap_or_else(PoisonError::into_inner);
         if waits.0 == 0 {
-            waits.1 = collector(py, "isenabled").is_some_and(|is_on| is_on.is_truthy().unwrap_or(false));
+            waits.1 = call_collector(py, "isenabled").is_some_and(|is_on| is_on.is_truthy().unwrap_or(false));
             if waits.1 {
-                collector(py, "disable");
+                call_collector(py, "disable");
             }
         }
         waits.0 += 1;
@@ -73,43 +73,43 @@ impl<'py> CollectorWaits<'py> {
     }
 }
 
-impl Drop for CollectorWaits<'_> {
+impl Drop for CollectorPause<'_> {
     fn drop(&mut self) {
-        let mut waits = COLLECTOR_WAITS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waits = COLLECTOR_PAUSES.lock().unwrap_or_else(PoisonError::into_inner);
         waits.0 -= 1;
         if waits.0 == 0 && waits.1 {
-            collector(self.0, "enable");
+            call_collector(self.0, "enable");
         }
     }
 }
 
 /// Call a function of the module `gc`. None of the functions that are called here gives up the GIL, so nobody who has it waits for the lock of
-/// `COLLECTOR_WAITS`.
-fn collector<'py>(py: Python<'py>, function: &str) -> Option<Bound<'py, PyAny>> {
+/// `COLLECTOR_PAUSES`.
+fn call_collector<'py>(py: Python<'py>, function: &str) -> Option<Bound<'py, PyAny>> {
     COLLECTOR.get(py)?.bind(py).call_method0(function).ok()
 }
 
 /// Run Python while the caller keeps kernels from changing rows on the device, or changes them himself. The garbage collector waits meanwhile.
-pub(crate) fn with_rows_kept<T>(work: impl FnOnce(Python<'_>) -> T) -> T {
+pub(crate) fn with_rows_locked<T>(work: impl FnOnce(Python<'_>) -> T) -> T {
     Python::attach(|py| {
-        let _waits = CollectorWaits::begin(py);
+        let _waits = CollectorPause::begin(py);
         work(py)
     })
 }
 
-/// As [`with_rows_kept`], for a caller who does not hold the GIL and whose thread may be the main one.
-pub(crate) fn on_rows<T: Send>(work: impl FnOnce(Python<'_>) -> T + Send) -> T {
-    let run = || with_rows_kept(work);
-    if are_kept_back() || ENDING.load(Ordering::Acquire) { run() } else { off_main_thread(run) }
+/// As [`with_rows_locked`], for a caller who does not hold the GIL and whose thread may be the main one.
+pub(crate) fn with_rows_locked_off_main<T: Send>(work: impl FnOnce(Python<'_>) -> T + Send) -> T {
+    let run = || with_rows_locked(work);
+    if are_deferred() || ENDING.load(Ordering::Acquire) { run() } else { off_main_thread(run) }
 }
 
 /// Do `work`, which takes a lock of the core and runs Python under it, while no signal handler of Python runs.
 ///
 /// Handlers of signals that came before run first, and what they raise is the error here. Handlers of signals that come meanwhile run
 /// afterwards. The caller's thread does the work, because torch keeps its stream, device and number of threads by thread.
-pub(crate) fn without_handlers<T>(py: Python<'_>, work: impl FnOnce(Python<'_>) -> PyResult<T>) -> PyResult<T> {
+pub(crate) fn without_signal_handlers<T>(py: Python<'_>, work: impl FnOnce(Python<'_>) -> PyResult<T>) -> PyResult<T> {
     // Handlers run on the main thread only.
-    let _kept_back = if is_main_thread() { keep_back(handled_by_python(py)?) } else { None };
+    let _kept_back = if is_main_thread() { defer_signals(handled_by_python(py)?) } else { None };
     py.check_signals()?;
     work(py)
 }

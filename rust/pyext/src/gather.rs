@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use embcache::cache::DeviceRows;
+use embcache::cache::DeviceRowReader;
 use embcache::config::TableConfig;
 use embcache::types::CacheSlot;
 use numpy::PyArrayMethods;
@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use crate::buffers::{slice, slice2, slots_to_python};
 use crate::error::from_python;
-use crate::foreign::on_rows;
+use crate::foreign::with_rows_locked_off_main;
 use crate::rows::PyGatheredRows;
 
 /// Reads rows of the device tier through a callable of Python.
@@ -20,14 +20,14 @@ pub(crate) struct PythonGather {
 }
 
 impl PythonGather {
-    pub(crate) fn of(callable: Py<PyAny>, config: &TableConfig) -> Arc<dyn DeviceRows> {
+    pub(crate) fn of(callable: Py<PyAny>, config: &TableConfig) -> Arc<dyn DeviceRowReader> {
         Arc::new(Self { callable, vector_floats: config.layout().vector_floats() })
     }
 }
 
-impl DeviceRows for PythonGather {
+impl DeviceRowReader for PythonGather {
     fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
-        on_rows(|py| {
+        with_rows_locked_off_main(|py| {
             let mut call = || -> PyResult<()> {
                 let answer = self.callable.call1(py, (slots_to_python(py, slots),))?;
                 let gathered = answer.bind(py).cast::<PyGatheredRows>()?.get();

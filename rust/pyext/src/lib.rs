@@ -52,8 +52,8 @@ fn table_key(name: &str) -> u64 {
 
 /// Whether there is memory for another thread. A thread that begins and gets no memory of its own ends the process, or waits for ever.
 #[pyfunction]
-fn has_room_for_threads() -> bool {
-    embcache::memory::room_for_threads()
+fn has_memory_for_threads() -> bool {
+    embcache::memory::can_start_threads()
 }
 
 /// The module `torchrec_embcache._native`. This lists all that it exports.
@@ -61,23 +61,25 @@ fn has_room_for_threads() -> bool {
 mod _native {
     #[pymodule_export]
     use super::blocks::{
-        PyBlockReader, PyBlockRun, PyBlockSave, PyBlockShape, PyBlockToWrite, PyShardSaved, PyTableOfBlocks,
-        PyTableStep, PyWrittenTable, chunk_checksums,
+        PyRecisBlockShape, PyRecisBlockSpec, PyRecisReader, PyRecisRun, PyRecisSave, PyRecisShardOutcome,
+        PyRecisTableInfo, PyRecisWrittenTable, PyTableStep, chunk_checksums,
     };
     #[pymodule_export]
-    use super::buckets::{PyBucketOrder, bucket_order, buckets_of, hash_ids, ids_of_hashes};
+    use super::buckets::{PyBucketOrder, bucket_order, buckets_of, hash_ids, unhash_ids};
     #[pymodule_export]
     use super::budgets::PySharedBudget;
     #[pymodule_export]
-    use super::census::{PyCensus, PySpan, PySpanCounted, PyStanding};
+    use super::census::{PyRankKey, PyRankKeyRange, PyRankRangeCounts, PyScoreHistogram};
     #[pymodule_export]
-    use super::checkpoint::{PySave, PyWriter, latest_checkpoint, newest_checkpoint, prune_checkpoints};
+    use super::checkpoint::{
+        PyCheckpointSave, PyCheckpointWriter, latest_checkpoint, newest_checkpoint, prune_checkpoints,
+    };
     #[pymodule_export]
-    use super::checkpoint_load::{PyCompaction, PyReader};
+    use super::checkpoint_load::{PyChainCompaction, PyCheckpointReader};
     #[pymodule_export]
-    use super::checkpoint_rows::{PyLinkOfId, PyPendingIds, PyRows, PyRowsToWrite, PyTaken};
+    use super::checkpoint_rows::{PyCheckpointRows, PyCountedIds, PyIdExpiry, PyIdHistoryEntry, PyRowWriteBatch};
     #[pymodule_export]
-    use super::directory::PyDirectory;
+    use super::directory::PyCheckpointDirectory;
     #[pymodule_export]
     use super::evicted::{PyEvictedBlock, PyEvictedQueue};
     #[pymodule_export]
@@ -85,40 +87,42 @@ mod _native {
     #[pymodule_export]
     use super::lookup::PyLookup;
     #[pymodule_export]
-    use super::moment::{PyMoment, work_behind};
+    use super::moment::{PyCheckpointSnapshot, work_in_background};
     #[pymodule_export]
-    use super::part::{PyPart, sweep};
+    use super::part::{PyCheckpointPart, remove_orphan_parts};
     #[pymodule_export]
-    use super::paths::{PyRoot, check_ssd_dir, given_path, table_dir};
+    use super::paths::{PyCommitDirectory, check_path, check_ssd_dir, table_dir};
     #[pymodule_export]
     use super::plan::PyPlan;
     #[pymodule_export]
     use super::records::{
-        PyAncestor, PyChangeCounts, PyCheckpointId, PyCopied, PyDigest, PyNewestCheckpoint, PyPruned, PyPublished,
-        PySavedTable, PyStreamRange, PyTableToSave, PyTableWritten, PyWrittenPart,
+        PyAsyncSaveTable, PyBaseCheckpoint, PyChangeCounts, PyCheckpointCopyReport, PyCheckpointId, PyManifestDigest,
+        PyNewestCheckpoint, PyPruneReport, PyPublishedCheckpoint, PySavedTable, PyStreamRange, PyTableWriteStats,
+        PyWrittenPart,
     };
     #[pymodule_export]
     use super::rows::{
-        PyDeviceArrays, PyFetchedRows, PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata, PyTransposed,
+        PyDeviceArrays, PyFetchedRows, PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata, PyRowOccurrences,
     };
     #[pymodule_export]
-    use super::segments::PySegments;
+    use super::segments::PyLinkedSegments;
     #[pymodule_export]
     use super::serving::{
-        PyIndexMade, PyServedTable, PyServedVersion, PyServing, PyServingStats, check_serving_index, make_serving_index,
+        PyServeIndexReport, PyServedTable, PyServedVersion, PyServingStats, PyTableServer, build_serving_index,
+        check_serving_index,
     };
     #[pymodule_export]
-    use super::settings::{PyAdmission, PyInitializer, PyPlanMode, PyRowBytes, PySweepRule, PyTableCounters};
+    use super::settings::{PyEvictionRule, PyPlanMode, PyRowAdmission, PyRowBytes, PyRowInitializer, PyTableCounters};
     #[pymodule_export]
-    use super::sizing::{PyMissRatios, miss_ratios, row_bytes};
+    use super::sizing::{PyMissRatioCurve, miss_ratio_curves, row_bytes};
     #[pymodule_export]
     use super::stats::{PyAdmissionStats, PyEvictionStats, PyHistogram, PySsdStats, PyTableStats, PyTierStats};
     #[pymodule_export]
     use super::sweeps::sweep_tables;
     #[pymodule_export]
-    use super::table::{PyExport, PyTable};
+    use super::table::{PyTable, PyTableExport};
     #[pymodule_export]
-    use super::{has_room_for_threads, io_engine_name, table_key};
+    use super::{has_memory_for_threads, io_engine_name, table_key};
 
     use super::{ReservingAllocator, foreign, logging};
     use pyo3::prelude::*;

@@ -43,24 +43,29 @@ const LEVELS_EVERY: Duration = Duration::from_secs(1);
 const MOST_WAIT_AT_EXIT: Duration = Duration::from_secs(5);
 
 /// The modules of the core that log, with the level of each one's logger.
-static MODULES: [Module; 5] =
-    [Module::new("cache"), Module::new("checkpoint"), Module::new("io"), Module::new("serve"), Module::new("ssd")];
+static MODULES: [LogModule; 5] = [
+    LogModule::new("cache"),
+    LogModule::new("checkpoint"),
+    LogModule::new("io"),
+    LogModule::new("serve"),
+    LogModule::new("ssd"),
+];
 /// The level of the logger above them.
 static CORE_LEVEL: AtomicU8 = AtomicU8::new(0);
 
 /// A module of the core and the level of its logger, as [`verbosity`] numbers it.
-struct Module {
+struct LogModule {
     name: &'static str,
     level: AtomicU8,
 }
 
-impl Module {
+impl LogModule {
     const fn new(name: &'static str) -> Self {
         Self { name, level: AtomicU8::new(0) }
     }
 
     /// The module that a target (the path of a Rust module) belongs to.
-    fn of(target: &str) -> Option<&'static Self> {
+    fn for_target(target: &str) -> Option<&'static Self> {
         let name = target.strip_prefix("embcache::")?.split("::").next()?;
         MODULES.iter().find(|module| module.name == name)
     }
@@ -88,8 +93,8 @@ fn python_level(level: Level) -> u8 {
 
 /// Events that are to be logged, and who logs them.
 #[derive(Default)]
-struct Queue {
-    inner: Mutex<Waiting>,
+struct LogQueue {
+    inner: Mutex<LogBacklog>,
     /// An event came, or the end.
     arrived: Condvar,
     /// Nobody logs any more.
@@ -97,8 +102,8 @@ struct Queue {
 }
 
 #[derive(Default)]
-struct Waiting {
-    events: VecDeque<Logged>,
+struct LogBacklog {
+    events: VecDeque<LogEvent>,
     /// Events that did not fit since the last one that was logged.
     dropped: u64,
     has_thread: bool,
@@ -111,26 +116,26 @@ struct Waiting {
 }
 
 /// An event as it waits to be logged.
-struct Logged {
+struct LogEvent {
     metadata: &'static Metadata<'static>,
     text: String,
     at: SystemTime,
     thread: Option<String>,
 }
 
-impl Queue {
+impl LogQueue {
     /// The queue of this process.
-    fn here() -> &'static Self {
-        static QUEUE: PerProcess<Queue> = PerProcess::new();
+    fn of_process() -> &'static Self {
+        static QUEUE: PerProcess<LogQueue> = PerProcess::new();
         QUEUE.get(|| Ok(Self::default())).expect("making a queue does not fail")
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
+    fn lock(&self) -> MutexGuard<'_, LogBacklog> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Add an event. Called under any lock of the core: it waits for nobody but who holds the queue, which nobody does for long.
-    fn push(&'static self, event: Logged) {
+    fn push(&'static self, event: LogEvent) {
         let needs_thread = {
             let mut waiting = self.lock();
             if waiting.ended {
@@ -151,7 +156,7 @@ impl Queue {
 
     fn start_thread(&'static self) -> bool {
         let builder = std::thread::Builder::new().name("embcache-log".into());
-        embcache::memory::room_for_threads() && builder.spawn(|| self.log_until_the_end()).is_ok()
+        embcache::memory::can_start_threads() && builder.spawn(|| self.log_until_the_end()).is_ok()
     }
 
     /// What the queue's thread does.
@@ -172,7 +177,7 @@ impl Queue {
     }
 
     /// Wait until an event is there and nobody else logs or waits to log, and be who logs. `None` at the end.
-    fn begin_with_an_event(&self) -> Option<Logging<'_>> {
+    fn begin_with_an_event(&self) -> Option<LogGuard<'_>> {
         let mut waiting = self.lock();
         while !waiting.ended {
             let changed = if waiting.logging.is_some() || waiting.calls > 0 {
@@ -181,7 +186,7 @@ impl Queue {
                 &self.arrived
             } else {
                 waiting.logging = Some(std::thread::current().id());
-                return Some(Logging(self));
+                return Some(LogGuard(self));
             };
             waiting = changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
         }
@@ -190,7 +195,7 @@ impl Queue {
 
     /// Wait until nobody logs, at most so long, and be who logs. `None` where that took too long, and where the caller is a handler: then
     /// its own thread is logging.
-    fn begin(&self, most: Duration) -> Option<Logging<'_>> {
+    fn begin(&self, most: Duration) -> Option<LogGuard<'_>> {
         let (me, began) = (std::thread::current().id(), Instant::now());
         let mut waiting = self.lock();
         if waiting.logging == Some(me) {
@@ -209,30 +214,30 @@ impl Queue {
             return None;
         }
         waiting.logging = Some(me);
-        Some(Logging(self))
+        Some(LogGuard(self))
     }
 }
 
 /// The right to log, which one thread has at a time. It is given back when this is dropped.
-struct Logging<'a>(&'a Queue);
+struct LogGuard<'a>(&'a LogQueue);
 
-impl Drop for Logging<'_> {
+impl Drop for LogGuard<'_> {
     fn drop(&mut self) {
         self.0.lock().logging = None;
         self.0.idle.notify_all();
     }
 }
 
-impl Logging<'_> {
-    /// Log what waits now. No lock of the core is held. The queue's thread `gives_way` to calls that wait to log the rest.
+impl LogGuard<'_> {
+    /// Log what waits now. No lock of the core is held. The queue's thread `yields_to_calls` to calls that wait to log the rest.
     ///
     /// What a handler raises is the error here only where it is no `Exception`, as after a Ctrl-C.
-    fn log_waiting(&self, py: Python<'_>, gives_way: bool) -> PyResult<()> {
+    fn log_waiting(&self, py: Python<'_>, yields_to_calls: bool) -> PyResult<()> {
         let count = self.0.lock().events.len();
         for _ in 0..count {
             let (event, dropped) = {
                 let mut waiting = self.0.lock();
-                if gives_way && waiting.calls > 0 {
+                if yields_to_calls && waiting.calls > 0 {
                     return Ok(());
                 }
                 (waiting.events.pop_front(), std::mem::take(&mut waiting.dropped))
@@ -259,10 +264,10 @@ fn log_dropped(py: Python<'_>, dropped: u64) -> PyResult<()> {
     logger(py, CORE)?.call_method1("warning", (text,)).map(drop)
 }
 
-impl Logged {
+impl LogEvent {
     /// Log it as of the time and the thread of the event.
     fn log(&self, py: Python<'_>) -> PyResult<()> {
-        let name = Module::of(self.metadata.target()).map_or_else(|| CORE.to_owned(), Module::logger);
+        let name = LogModule::for_target(self.metadata.target()).map_or_else(|| CORE.to_owned(), LogModule::logger);
         let logger = logger(py, &name)?;
         let level = python_level(*self.metadata.level());
         if !logger.call_method1("isEnabledFor", (level,))?.is_truthy()? {
@@ -328,9 +333,9 @@ pub(crate) fn follow_levels_sometimes(py: Python<'_>) -> PyResult<()> {
 }
 
 /// Puts the core's events into the queue.
-struct ToPython;
+struct PythonSubscriber;
 
-impl Subscriber for ToPython {
+impl Subscriber for PythonSubscriber {
     /// Every event of a level that some logger takes asks [`Subscriber::enabled`]. If events kept the first answer, one that first comes up
     /// while another thread changes the levels would keep the answer of before for good.
     fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
@@ -338,7 +343,7 @@ impl Subscriber for ToPython {
     }
 
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        let level = Module::of(metadata.target()).map_or(&CORE_LEVEL, |module| &module.level);
+        let level = LogModule::for_target(metadata.target()).map_or(&CORE_LEVEL, |module| &module.level);
         !metadata.is_span() && verbosity(*metadata.level()) <= level.load(Ordering::Relaxed)
     }
 
@@ -355,7 +360,7 @@ impl Subscriber for ToPython {
     }
 
     fn event(&self, event: &Event<'_>) {
-        let mut text = Text::default();
+        let mut text = EventText::default();
         event.record(&mut text);
         let thread = match std::thread::current().name() {
             Some(name) => Some(name.to_owned()),
@@ -363,7 +368,7 @@ impl Subscriber for ToPython {
             None => None,
         };
         let text = text.message + &text.fields;
-        Queue::here().push(Logged { metadata: event.metadata(), text, at: SystemTime::now(), thread });
+        LogQueue::of_process().push(LogEvent { metadata: event.metadata(), text, at: SystemTime::now(), thread });
     }
 
     fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
@@ -377,12 +382,12 @@ impl Subscriber for ToPython {
 
 /// An event as text: its message, then `key=value` of each field.
 #[derive(Default)]
-struct Text {
+struct EventText {
     message: String,
     fields: String,
 }
 
-impl Visit for Text {
+impl Visit for EventText {
     fn record_str(&mut self, field: &Field, value: &str) {
         self.record_debug(field, &format_args!("{value}"));
     }
@@ -401,14 +406,14 @@ impl Visit for Text {
 #[pyfunction]
 pub(crate) fn drain_log(py: Python<'_>) -> PyResult<()> {
     follow_levels(py)?;
-    let queue = Queue::here();
+    let queue = LogQueue::of_process();
     py.detach(|| queue.begin(Duration::MAX)).map_or(Ok(()), |logging| logging.log_waiting(py, false))
 }
 
 /// Log what waits, and nothing from then on. To be called by `atexit`.
 #[pyfunction]
-fn log_ends(py: Python<'_>) -> PyResult<()> {
-    let queue = Queue::here();
+fn end_log(py: Python<'_>) -> PyResult<()> {
+    let queue = LogQueue::of_process();
     let logging = py.detach(|| queue.begin(MOST_WAIT_AT_EXIT));
     let mut waiting = queue.lock();
     waiting.ended = true;
@@ -426,9 +431,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     // This comes first, because what `atexit` was given first is called last: the handlers are closed when all is logged.
     py.import("logging")?;
-    let ends = wrap_pyfunction!(log_ends, module)?;
+    let ends = wrap_pyfunction!(end_log, module)?;
     py.import("atexit")?.call_method1("register", (ends,))?;
-    if tracing::dispatcher::set_global_default(tracing::Dispatch::new(ToPython)).is_ok() {
+    if tracing::dispatcher::set_global_default(tracing::Dispatch::new(PythonSubscriber)).is_ok() {
         follow_levels(py)?;
     }
     Ok(())

@@ -4,9 +4,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use embcache::io::{BeneathEngine, IoEngine, default_engine};
-use embcache::paths::{Checks, directory_for_ssd, encode_name, open_for_ssd};
-use embcache::ssd::Root;
+use embcache::io::{ConfinedEngine, IoEngine, default_engine};
+use embcache::paths::{PathChecks, directory_for_ssd, encode_name, open_for_ssd};
+use embcache::ssd::CommitDirectory;
 use pyo3::prelude::*;
 
 use crate::directory::checks_from;
@@ -14,12 +14,12 @@ use crate::error::to_python;
 
 /// A user's `ssd_dir`, and the rules that it is held to.
 #[derive(Clone, Debug)]
-pub(crate) struct SsdRoot {
+pub(crate) struct CheckedSsdDir {
     path: PathBuf,
-    checks: Checks,
+    checks: PathChecks,
 }
 
-impl SsdRoot {
+impl CheckedSsdDir {
     pub(crate) fn new(path: PathBuf, checks: &str) -> PyResult<Self> {
         Ok(Self { path, checks: checks_from(checks)? })
     }
@@ -28,8 +28,8 @@ impl SsdRoot {
     pub(crate) fn engine(&self) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
         let (path, directory) = open_for_ssd(&self.path, self.checks)?;
         // What others can read is no danger to a tier.
-        let checks = if self.checks == Checks::Strict { Checks::Basic } else { self.checks };
-        let engine = BeneathEngine::engine(default_engine()?, &path, directory, checks.entry_check());
+        let checks = if self.checks == PathChecks::Strict { PathChecks::Basic } else { self.checks };
+        let engine = ConfinedEngine::engine(default_engine()?, &path, directory, checks.entry_check());
         Ok((path, engine))
     }
 }
@@ -38,7 +38,7 @@ impl SsdRoot {
 #[pyfunction]
 #[pyo3(signature = (ssd_dir, path_checks))]
 pub(crate) fn check_ssd_dir(py: Python<'_>, ssd_dir: PathBuf, path_checks: &str) -> PyResult<OsString> {
-    let root = SsdRoot::new(ssd_dir, path_checks)?;
+    let root = CheckedSsdDir::new(ssd_dir, path_checks)?;
     py.detach(|| directory_for_ssd(&root.path, root.checks)).map(PathBuf::into_os_string).map_err(to_python)
 }
 
@@ -46,8 +46,8 @@ pub(crate) fn check_ssd_dir(py: Python<'_>, ssd_dir: PathBuf, path_checks: &str)
 #[pyfunction]
 #[pyo3(signature = (field, path))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn given_path(field: &str, path: PathBuf) -> PyResult<OsString> {
-    embcache::paths::given_path(field, &path).map(PathBuf::into_os_string).map_err(to_python)
+pub(crate) fn check_path(field: &str, path: PathBuf) -> PyResult<OsString> {
+    embcache::paths::checked_user_path(field, &path).map(PathBuf::into_os_string).map_err(to_python)
 }
 
 /// The directory of a table's shard below `ssd_dir`.
@@ -59,13 +59,13 @@ pub(crate) fn table_dir(ssd_dir: PathBuf, module: &str, table: &str, rank: u32, 
 }
 
 /// A directory in which the directories of tables lie, and the marks of their flushes.
-#[pyclass(frozen, name = "FlushRoot", module = "torchrec_embcache._native")]
-pub(crate) struct PyRoot {
-    inner: Root,
+#[pyclass(frozen, name = "CommitDirectory", module = "torchrec_embcache._native")]
+pub(crate) struct PyCommitDirectory {
+    inner: CommitDirectory,
     engine: Arc<dyn IoEngine>,
 }
 
-impl PyRoot {
+impl PyCommitDirectory {
     /// An engine that works in the directory, whatever becomes of its path.
     pub(crate) fn engine(&self) -> Arc<dyn IoEngine> {
         Arc::clone(&self.engine)
@@ -73,40 +73,40 @@ impl PyRoot {
 }
 
 #[pymethods]
-impl PyRoot {
+impl PyCommitDirectory {
     #[new]
     fn new(py: Python<'_>, ssd_dir: PathBuf, path_checks: &str) -> PyResult<Self> {
-        let root = SsdRoot::new(ssd_dir, path_checks)?;
+        let root = CheckedSsdDir::new(ssd_dir, path_checks)?;
         let (path, engine) = py.detach(|| root.engine()).map_err(to_python)?;
-        Ok(Self { inner: Root::new(Arc::clone(&engine), &path), engine })
+        Ok(Self { inner: CommitDirectory::new(Arc::clone(&engine), &path), engine })
     }
 
-    fn name(&self, py: Python<'_>, random: u64) -> PyResult<u64> {
-        py.detach(|| self.inner.name(random)).map_err(to_python)
+    fn identify(&self, py: Python<'_>, random: u64) -> PyResult<u64> {
+        py.detach(|| self.inner.ensure_name(random)).map_err(to_python)
     }
 
-    fn is_named(&self, py: Python<'_>, name: u64) -> PyResult<bool> {
-        py.detach(|| self.inner.is_named(name)).map_err(to_python)
+    fn has_id(&self, py: Python<'_>, root_id: u64) -> PyResult<bool> {
+        py.detach(|| self.inner.has_name(root_id)).map_err(to_python)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn prepare(&self, py: Python<'_>, token: u64, coordinator: PathBuf, name: u64) -> PyResult<()> {
-        py.detach(|| self.inner.prepare(token, &coordinator, name)).map_err(to_python)
+    fn prepare(&self, py: Python<'_>, commit_id: u64, coordinator: PathBuf, root_id: u64) -> PyResult<()> {
+        py.detach(|| self.inner.prepare(commit_id, &coordinator, root_id)).map_err(to_python)
     }
 
-    fn commit(&self, py: Python<'_>, token: u64) -> PyResult<()> {
-        py.detach(|| self.inner.commit(token)).map_err(to_python)
+    fn commit(&self, py: Python<'_>, commit_id: u64) -> PyResult<()> {
+        py.detach(|| self.inner.commit(commit_id)).map_err(to_python)
     }
 
-    fn is_complete(&self, py: Python<'_>, token: u64) -> PyResult<bool> {
-        py.detach(|| self.inner.is_complete(token)).map_err(to_python)
+    fn is_committed(&self, py: Python<'_>, commit_id: u64) -> PyResult<bool> {
+        py.detach(|| self.inner.is_committed(commit_id)).map_err(to_python)
     }
 
-    fn forget(&self, py: Python<'_>, token: u64) -> PyResult<()> {
-        py.detach(|| self.inner.forget(token)).map_err(to_python)
+    fn forget(&self, py: Python<'_>, commit_id: u64) -> PyResult<()> {
+        py.detach(|| self.inner.remove_records(commit_id)).map_err(to_python)
     }
 
-    fn tokens(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        py.detach(|| self.inner.tokens()).map_err(to_python)
+    fn commit_ids(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        py.detach(|| self.inner.commit_ids()).map_err(to_python)
     }
 }

@@ -10,8 +10,8 @@ use crate::buffers::{
     device_tensors, matrix, positions_to_python, slice, slice_mut, slice2, slice2_mut, slots_to_python,
 };
 use crate::error::to_python;
-use crate::foreign::{drop_detached, with_rows_kept, without_handlers};
-use crate::rows::{GivenArrays, PyFetchedRows, PyTransposed, borrow_device};
+use crate::foreign::{drop_detached, with_rows_locked, without_signal_handlers};
+use crate::rows::{DeviceArrayArgs, PyFetchedRows, PyRowOccurrences, borrow_device};
 
 /// One batch, whose rows are pinned.
 #[pyclass(frozen, name = "Plan", module = "torchrec_embcache._native")]
@@ -30,7 +30,7 @@ impl PyPlan {
     }
 
     /// The sums of the gradients of refused ids that `work` finds in the gradient of the output.
-    fn refused_sums<'py>(
+    fn oov_gradient_sums<'py>(
         &self,
         py: Python<'py>,
         grad: &PyReadonlyArray2<'py, f32>,
@@ -71,10 +71,10 @@ fn hyperparameters(rows: &PyReadonlyArray2<'_, f64>) -> PyResult<Vec<Hyperparame
 #[pymethods]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
 impl PyPlan {
-    #[pyo3(signature = (lent = None))]
-    fn wait(&self, py: Python<'_>, lent: Option<Vec<Option<PyReadwriteArray2<'_, f32>>>>) -> PyResult<()> {
+    #[pyo3(signature = (staging = None))]
+    fn wait(&self, py: Python<'_>, staging: Option<Vec<Option<PyReadwriteArray2<'_, f32>>>>) -> PyResult<()> {
         let plan = self.plan()?;
-        let mut lent = lent.unwrap_or_default();
+        let mut lent = staging.unwrap_or_default();
         let rows = lent.iter_mut().enumerate().map(|(table, rows)| {
             let floats = plan.vector_floats(table).map_err(to_python)?;
             rows.as_mut().map(|rows| slice2_mut("lent", rows, floats)).transpose()
@@ -82,9 +82,9 @@ impl PyPlan {
         let mut rows = rows.collect::<PyResult<Vec<_>>>()?;
         py.detach(|| plan.wait_into(&mut rows)).map_err(to_python)
     }
-    fn check_room(&self, py: Python<'_>) -> PyResult<()> {
+    fn check_space(&self, py: Python<'_>) -> PyResult<()> {
         let plan = self.plan()?;
-        py.detach(|| plan.check_room()).map_err(to_python)
+        py.detach(|| plan.check_space()).map_err(to_python)
     }
     fn wait_for_reads(&self, py: Python<'_>) -> PyResult<()> {
         let plan = self.plan()?;
@@ -98,19 +98,19 @@ impl PyPlan {
         let plan = self.plan()?;
         py.detach(|| plan.is_placed()).map_err(to_python)
     }
-    fn most_arriving(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+    fn max_arriving_rows(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
         let plan = self.plan()?;
-        py.detach(|| plan.most_arriving()).map_err(to_python)
+        py.detach(|| plan.max_arriving_rows()).map_err(to_python)
     }
-    fn complete_ahead(&self, py: Python<'_>) -> PyResult<bool> {
+    fn is_prefetched(&self, py: Python<'_>) -> PyResult<bool> {
         let plan = self.plan()?;
-        py.detach(|| plan.complete_ahead()).map_err(to_python)
+        py.detach(|| plan.is_prefetched()).map_err(to_python)
     }
     fn overflow_rows(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         let plan = self.plan()?;
         py.detach(|| plan.overflow_rows()).map_err(to_python)
     }
-    fn absent_row<'py>(&self, py: Python<'py>, table: usize) -> PyResult<Option<Bound<'py, PyArray1<f32>>>> {
+    fn missing_row<'py>(&self, py: Python<'py>, table: usize) -> PyResult<Option<Bound<'py, PyArray1<f32>>>> {
         let plan = self.plan()?;
         let row = py.detach(|| plan.absent_row(table)).map_err(to_python)?;
         Ok(row.map(|row| row.into_pyarray(py)))
@@ -120,16 +120,16 @@ impl PyPlan {
         py.detach(|| plan.required_slots(table)).map_err(to_python)
     }
 
-    #[pyo3(signature = (table, lent = None))]
-    fn fetched(
+    #[pyo3(signature = (table, staging = None))]
+    fn fetched_rows(
         &self,
         py: Python<'_>,
         table: usize,
-        mut lent: Option<PyReadwriteArray2<'_, f32>>,
+        mut staging: Option<PyReadwriteArray2<'_, f32>>,
     ) -> PyResult<PyFetchedRows> {
         let plan = self.plan()?;
         let floats = plan.vector_floats(table).map_err(to_python)?;
-        let lent = lent.as_mut().map(|lent| slice2_mut("lent", lent, floats)).transpose()?.unwrap_or_default();
+        let lent = staging.as_mut().map(|lent| slice2_mut("lent", lent, floats)).transpose()?.unwrap_or_default();
         let fetched = py.detach(|| plan.fetched_into(table, lent)).map_err(to_python)?;
         let vectors = fetched.vectors.map(|vectors| matrix(py, vectors, floats)).transpose()?;
         Ok(PyFetchedRows {
@@ -157,10 +157,10 @@ impl PyPlan {
         let plan = self.plan()?;
         py.detach(|| plan.row_counts()).map_err(to_python)
     }
-    fn fill_rows(
+    fn fill_row_occurrences(
         &self,
         py: Python<'_>,
-        of: Vec<usize>,
+        table_numbers: Vec<usize>,
         mut tables: PyReadwriteArray1<'_, i32>,
         mut slots: PyReadwriteArray1<'_, i32>,
         mut starts: PyReadwriteArray1<'_, i32>,
@@ -173,13 +173,13 @@ impl PyPlan {
             starts: slice_mut("starts", &mut starts)?,
             occurrences: slice_mut("occurrences", &mut occurrences)?,
         };
-        py.detach(|| plan.fill_rows(&of, &mut lists)).map_err(to_python)
+        py.detach(|| plan.fill_rows(&table_numbers, &mut lists)).map_err(to_python)
     }
 
-    fn transposed(&self, py: Python<'_>, table: usize) -> PyResult<PyTransposed> {
+    fn row_occurrences(&self, py: Python<'_>, table: usize) -> PyResult<PyRowOccurrences> {
         let plan = self.plan()?;
         let (slots, starts, occurrences) = py.detach(|| plan.transposed(table)).map_err(to_python)?;
-        Ok(PyTransposed {
+        Ok(PyRowOccurrences {
             slots: slots_to_python(py, &slots).unbind(),
             starts: positions_to_python(py, &starts).unbind(),
             occurrences: positions_to_python(py, &occurrences).unbind(),
@@ -187,14 +187,14 @@ impl PyPlan {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned callables")]
-    fn exclusively(&self, py: Python<'_>, work: Py<PyAny>) -> PyResult<()> {
+    fn run_exclusively(&self, py: Python<'_>, work: Py<PyAny>) -> PyResult<()> {
         let plan = self.plan()?;
-        without_handlers(py, |py| {
-            py.detach(|| plan.exclusively(|| with_rows_kept(|py| work.call0(py).map(drop)))).map_err(to_python)?
+        without_signal_handlers(py, |py| {
+            py.detach(|| plan.exclusively(|| with_rows_locked(|py| work.call0(py).map(drop)))).map_err(to_python)?
         })
     }
 
-    fn scattered(&self, py: Python<'_>) -> PyResult<()> {
+    fn mark_scattered(&self, py: Python<'_>) -> PyResult<()> {
         let plan = self.plan()?;
         py.detach(|| plan.scattered()).map_err(to_python)
     }
@@ -209,30 +209,30 @@ impl PyPlan {
         py.detach(|| plan.commit()).map_err(to_python)
     }
 
-    fn refused_sums_pooled<'py>(
+    fn oov_gradient_sums_pooled<'py>(
         &self,
         py: Python<'py>,
         grad: PyReadonlyArray2<'py, f32>,
         threads: usize,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        self.refused_sums(
+        self.oov_gradient_sums(
             py,
             &grad,
             |plan| Ok(plan.pooled_columns()),
-            |plan, grad| plan.refused_sums_pooled(grad, threads),
+            |plan, grad| plan.oov_gradient_sums_pooled(grad, threads),
         )
     }
 
-    fn refused_sums_sequence<'py>(
+    fn oov_gradient_sums_sequence<'py>(
         &self,
         py: Python<'py>,
         grad: PyReadonlyArray2<'py, f32>,
         threads: usize,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        self.refused_sums(py, &grad, Plan::one_dim, |plan, grad| plan.refused_sums_sequence(grad, threads))
+        self.oov_gradient_sums(py, &grad, Plan::common_dim, |plan, grad| plan.oov_gradient_sums_sequence(grad, threads))
     }
 
-    fn train_shared(
+    fn train_oov_row(
         &self,
         py: Python<'_>,
         sums: PyReadonlyArray1<'_, i64>,
@@ -241,7 +241,7 @@ impl PyPlan {
         let plan = self.plan()?;
         let sums = slice("sums", &sums)?;
         let hyperparameters = self::hyperparameters(&hyperparameters)?;
-        py.detach(|| plan.train_shared(sums, &hyperparameters)).map_err(to_python)
+        py.detach(|| plan.train_oov_row(sums, &hyperparameters)).map_err(to_python)
     }
 
     #[expect(clippy::too_many_arguments, reason = "one call a phase")]
@@ -252,7 +252,7 @@ impl PyPlan {
         weights: Option<PyReadonlyArray1<'_, f32>>,
         mean: PyReadonlyArray1<'_, bool>,
         mut out: PyReadwriteArray2<'_, f32>,
-        device: GivenArrays,
+        device: DeviceArrayArgs,
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
@@ -268,11 +268,11 @@ impl PyPlan {
         &self,
         py: Python<'_>,
         mut out: PyReadwriteArray2<'_, f32>,
-        device: GivenArrays,
+        device: DeviceArrayArgs,
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
-        let out = slice2_mut("out", &mut out, plan.one_dim().map_err(to_python)?)?;
+        let out = slice2_mut("out", &mut out, plan.common_dim().map_err(to_python)?)?;
         let mut borrowed = borrow_device(py, &device)?;
         let mut device = device_tensors(plan, &mut borrowed)?;
         py.detach(|| plan.forward_sequence(out, &mut device, threads)).map_err(to_python)
@@ -284,7 +284,7 @@ impl PyPlan {
         grad: PyReadonlyArray2<'_, f32>,
         hyperparameters: PyReadonlyArray2<'_, f64>,
         mut weight_grad: Option<PyReadwriteArray1<'_, f32>>,
-        device: GivenArrays,
+        device: DeviceArrayArgs,
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
@@ -301,11 +301,11 @@ impl PyPlan {
         py: Python<'_>,
         grad: PyReadonlyArray2<'_, f32>,
         hyperparameters: PyReadonlyArray2<'_, f64>,
-        device: GivenArrays,
+        device: DeviceArrayArgs,
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
-        let grad = slice2("grad", &grad, plan.one_dim().map_err(to_python)?)?;
+        let grad = slice2("grad", &grad, plan.common_dim().map_err(to_python)?)?;
         let hyperparameters = self::hyperparameters(&hyperparameters)?;
         let mut borrowed = borrow_device(py, &device)?;
         let mut device = device_tensors(plan, &mut borrowed)?;

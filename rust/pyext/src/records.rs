@@ -3,23 +3,23 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 
-use embcache::cache::Ancestor;
-use embcache::checkpoint::{Checkpoint, Parent, RankDigest, TableEntry};
+use embcache::cache::BaseCheckpoint;
+use embcache::checkpoint::{CheckpointId, OpenCheckpoint, RankDigest, TableEntry};
 use embcache::{Error, checkpoint};
 use pyo3::prelude::*;
 
 use crate::table::PyTable;
 
 /// What identifies a manifest: its length and its XXH3.
-#[pyclass(frozen, get_all, eq, hash, from_py_object, name = "Digest", module = "torchrec_embcache._native")]
+#[pyclass(frozen, get_all, eq, hash, from_py_object, name = "ManifestDigest", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct PyDigest {
+pub(crate) struct PyManifestDigest {
     bytes: u64,
     xxh3: u64,
 }
 
 #[pymethods]
-impl PyDigest {
+impl PyManifestDigest {
     #[new]
     fn new(bytes: u64, xxh3: u64) -> Self {
         Self { bytes, xxh3 }
@@ -34,14 +34,14 @@ impl PyDigest {
     }
 }
 
-impl From<RankDigest> for PyDigest {
+impl From<RankDigest> for PyManifestDigest {
     fn from(digest: RankDigest) -> Self {
         Self { bytes: digest.bytes, xxh3: digest.xxh3 }
     }
 }
 
-impl From<PyDigest> for RankDigest {
-    fn from(digest: PyDigest) -> Self {
+impl From<PyManifestDigest> for RankDigest {
+    fn from(digest: PyManifestDigest) -> Self {
         Self { bytes: digest.bytes, xxh3: digest.xxh3 }
     }
 }
@@ -70,28 +70,28 @@ impl PyCheckpointId {
     }
 }
 
-impl From<Parent> for PyCheckpointId {
-    fn from(parent: Parent) -> Self {
+impl From<CheckpointId> for PyCheckpointId {
+    fn from(parent: CheckpointId) -> Self {
         Self { name: parent.name, manifest_xxh3: parent.manifest_xxh3 }
     }
 }
 
-impl From<PyCheckpointId> for Parent {
+impl From<PyCheckpointId> for CheckpointId {
     fn from(id: PyCheckpointId) -> Self {
         Self { name: id.name, manifest_xxh3: id.manifest_xxh3 }
     }
 }
 
 /// A checkpoint that a delta of a table can build on, and the first epoch whose changes it does not have.
-#[pyclass(frozen, get_all, eq, hash, from_py_object, name = "Ancestor", module = "torchrec_embcache._native")]
+#[pyclass(frozen, get_all, eq, hash, from_py_object, name = "BaseCheckpoint", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct PyAncestor {
+pub(crate) struct PyBaseCheckpoint {
     id: PyCheckpointId,
     next_epoch: u32,
 }
 
 #[pymethods]
-impl PyAncestor {
+impl PyBaseCheckpoint {
     #[new]
     fn new(id: PyCheckpointId, next_epoch: u32) -> Self {
         Self { id, next_epoch }
@@ -106,31 +106,31 @@ impl PyAncestor {
     }
 }
 
-impl From<Ancestor> for PyAncestor {
-    fn from(ancestor: Ancestor) -> Self {
-        let Ancestor { name, manifest_xxh3, next_epoch } = ancestor;
+impl From<BaseCheckpoint> for PyBaseCheckpoint {
+    fn from(ancestor: BaseCheckpoint) -> Self {
+        let BaseCheckpoint { name, manifest_xxh3, next_epoch } = ancestor;
         Self { id: PyCheckpointId { name, manifest_xxh3 }, next_epoch }
     }
 }
 
-impl From<PyAncestor> for Ancestor {
-    fn from(ancestor: PyAncestor) -> Self {
+impl From<PyBaseCheckpoint> for BaseCheckpoint {
+    fn from(ancestor: PyBaseCheckpoint) -> Self {
         let PyCheckpointId { name, manifest_xxh3 } = ancestor.id;
         Self { name, manifest_xxh3, next_epoch: ancestor.next_epoch }
     }
 }
 
 /// What writing one table made.
-#[pyclass(frozen, get_all, name = "TableWritten", module = "torchrec_embcache._native")]
+#[pyclass(frozen, get_all, name = "TableWriteStats", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug, Default)]
-pub(crate) struct PyTableWritten {
+pub(crate) struct PyTableWriteStats {
     pub(crate) rows: u64,
     pub(crate) tombstones: u64,
     pub(crate) linked_bytes: u64,
     pub(crate) copied_bytes: u64,
 }
 
-impl PyTableWritten {
+impl PyTableWriteStats {
     pub(crate) fn rows(rows: u64) -> Self {
         Self { rows, ..Self::default() }
     }
@@ -146,46 +146,46 @@ impl PyTableWritten {
 }
 
 /// What publishing a checkpoint did.
-#[pyclass(frozen, get_all, name = "Published", module = "torchrec_embcache._native")]
-pub(crate) struct PyPublished {
+#[pyclass(frozen, get_all, name = "PublishedCheckpoint", module = "torchrec_embcache._native")]
+pub(crate) struct PyPublishedCheckpoint {
     id: PyCheckpointId,
     parent: Option<PyCheckpointId>,
-    left: Vec<String>,
+    cleanup_errors: Vec<String>,
 }
 
-impl From<checkpoint::Published> for PyPublished {
-    fn from(published: checkpoint::Published) -> Self {
-        let left = published.left.iter().map(Error::to_string).collect();
-        Self { id: published.identity.into(), parent: published.parent.map(Into::into), left }
+impl From<checkpoint::PublishedCheckpoint> for PyPublishedCheckpoint {
+    fn from(published: checkpoint::PublishedCheckpoint) -> Self {
+        let left = published.cleanup_errors.iter().map(Error::to_string).collect();
+        Self { id: published.identity.into(), parent: published.parent.map(Into::into), cleanup_errors: left }
     }
 }
 
 /// The result of a copy of a checkpoint.
-#[pyclass(frozen, get_all, name = "Copied", module = "torchrec_embcache._native")]
-pub(crate) struct PyCopied {
+#[pyclass(frozen, get_all, name = "CheckpointCopyReport", module = "torchrec_embcache._native")]
+pub(crate) struct PyCheckpointCopyReport {
     names: Vec<String>,
     bytes: u64,
     is_newest: bool,
 }
 
-impl From<checkpoint::Copied> for PyCopied {
-    fn from(copied: checkpoint::Copied) -> Self {
+impl From<checkpoint::CheckpointCopyReport> for PyCheckpointCopyReport {
+    fn from(copied: checkpoint::CheckpointCopyReport) -> Self {
         let names = copied.names.iter().map(ToString::to_string).collect();
         Self { names, bytes: copied.bytes, is_newest: copied.is_newest }
     }
 }
 
 /// The result of a removal of checkpoints.
-#[pyclass(frozen, get_all, name = "Pruned", module = "torchrec_embcache._native")]
-pub(crate) struct PyPruned {
+#[pyclass(frozen, get_all, name = "PruneReport", module = "torchrec_embcache._native")]
+pub(crate) struct PyPruneReport {
     removed: Vec<String>,
-    left: Vec<String>,
+    errors: Vec<String>,
 }
 
-impl From<checkpoint::Pruned> for PyPruned {
-    fn from(pruned: checkpoint::Pruned) -> Self {
+impl From<checkpoint::PruneReport> for PyPruneReport {
+    fn from(pruned: checkpoint::PruneReport) -> Self {
         let removed = pruned.removed.iter().map(ToString::to_string).collect();
-        Self { removed, left: pruned.left.iter().map(Error::to_string).collect() }
+        Self { removed, errors: pruned.errors.iter().map(Error::to_string).collect() }
     }
 }
 
@@ -196,17 +196,17 @@ pub(crate) struct PyWrittenPart {
     /// It may be no UTF-8.
     pub(crate) directory: OsString,
     pub(crate) name: String,
-    pub(crate) digest: PyDigest,
+    pub(crate) digest: PyManifestDigest,
 }
 
 #[pymethods]
 impl PyWrittenPart {
     #[new]
-    fn new(directory: OsString, name: String, digest: PyDigest) -> Self {
+    fn new(directory: OsString, name: String, digest: PyManifestDigest) -> Self {
         Self { directory, name, digest }
     }
 
-    fn __getnewargs__(&self) -> (OsString, String, PyDigest) {
+    fn __getnewargs__(&self) -> (OsString, String, PyManifestDigest) {
         (self.directory.clone(), self.name.clone(), self.digest.clone())
     }
 
@@ -223,25 +223,25 @@ pub(crate) struct PyStreamRange {
 }
 
 /// A table that is to be held and written beside training.
-#[pyclass(frozen, name = "TableToSave", module = "torchrec_embcache._native")]
-pub(crate) struct PyTableToSave {
+#[pyclass(frozen, name = "AsyncSaveTable", module = "torchrec_embcache._native")]
+pub(crate) struct PyAsyncSaveTable {
     pub(crate) module: String,
     pub(crate) table: Py<PyTable>,
     pub(crate) hyperparameters: BTreeMap<String, f64>,
-    pub(crate) ancestor: Option<PyAncestor>,
+    pub(crate) base: Option<PyBaseCheckpoint>,
 }
 
 #[pymethods]
-impl PyTableToSave {
+impl PyAsyncSaveTable {
     #[new]
-    #[pyo3(signature = (module, table, hyperparameters, ancestor=None))]
+    #[pyo3(signature = (module, table, hyperparameters, base=None))]
     fn new(
         module: String,
         table: Py<PyTable>,
         hyperparameters: BTreeMap<String, f64>,
-        ancestor: Option<PyAncestor>,
+        base: Option<PyBaseCheckpoint>,
     ) -> Self {
-        Self { module, table, hyperparameters, ancestor }
+        Self { module, table, hyperparameters, base }
     }
 }
 
@@ -256,7 +256,7 @@ pub(crate) struct PyNewestCheckpoint {
 }
 
 impl PyNewestCheckpoint {
-    pub(crate) fn of(checkpoint: &Checkpoint) -> Self {
+    pub(crate) fn of(checkpoint: &OpenCheckpoint) -> Self {
         let manifest = checkpoint.manifest();
         Self {
             id: checkpoint.identity().into(),
@@ -273,20 +273,20 @@ impl PyNewestCheckpoint {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PyChangeCounts {
     pub(crate) rows: u64,
-    pub(crate) left: u64,
+    pub(crate) tombstones: u64,
     pub(crate) swept: u64,
-    pub(crate) doomed: u64,
+    pub(crate) expiring: u64,
 }
 
 #[pymethods]
 impl PyChangeCounts {
     #[new]
-    fn new(rows: u64, left: u64, swept: u64, doomed: u64) -> Self {
-        Self { rows, left, swept, doomed }
+    fn new(rows: u64, tombstones: u64, swept: u64, expiring: u64) -> Self {
+        Self { rows, tombstones, swept, expiring }
     }
 
     fn __getnewargs__(&self) -> (u64, u64, u64, u64) {
-        (self.rows, self.left, self.swept, self.doomed)
+        (self.rows, self.tombstones, self.swept, self.expiring)
     }
 }
 
@@ -305,7 +305,7 @@ pub(crate) struct PySavedTable {
     total_num_buckets: u32,
     rows: u64,
     pending: Option<u64>,
-    has_shared_row: bool,
+    has_oov_row: bool,
 }
 
 impl PySavedTable {
@@ -323,7 +323,7 @@ impl PySavedTable {
             total_num_buckets: spec.total_num_buckets,
             rows: entry.total_rows,
             pending: entry.pending,
-            has_shared_row: spec.shared_row.is_some(),
+            has_oov_row: spec.oov_row.is_some(),
         }
     }
 }

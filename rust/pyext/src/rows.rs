@@ -6,7 +6,7 @@ use embcache::rows::RowHeader;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
-use crate::buffers::{GivenDevice, GivenMetadata, matrix, scalars_to_python};
+use crate::buffers::{DeviceArrayBorrows, MetadataArrays, matrix, scalars_to_python};
 use crate::error::input;
 
 /// What is known of rows beside their values.
@@ -51,8 +51,8 @@ impl PyRowMetadata {
     }
 
     /// The arrays, which nobody may write while they are borrowed.
-    pub(crate) fn borrowed<'py>(&self, py: Python<'py>) -> PyResult<GivenMetadata<'py>> {
-        Ok(GivenMetadata {
+    pub(crate) fn borrowed<'py>(&self, py: Python<'py>) -> PyResult<MetadataArrays<'py>> {
+        Ok(MetadataArrays {
             count: self.count.bind(py).try_readonly()?,
             last_step: self.last_step.bind(py).try_readonly()?,
             score: self.score.bind(py).try_readonly()?,
@@ -171,17 +171,17 @@ impl PyGatheredRows {
 }
 
 /// The occurrences of a plan's ids by distinct row.
-#[pyclass(frozen, get_all, name = "Transposed", module = "torchrec_embcache._native")]
-pub(crate) struct PyTransposed {
+#[pyclass(frozen, get_all, name = "RowOccurrences", module = "torchrec_embcache._native")]
+pub(crate) struct PyRowOccurrences {
     pub(crate) slots: Py<PyArray1<i64>>,
     pub(crate) starts: Py<PyArray1<i64>>,
     pub(crate) occurrences: Py<PyArray1<i64>>,
 }
 
 #[pymethods]
-impl PyTransposed {
+impl PyRowOccurrences {
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("Transposed of {} rows", self.slots.bind(py).len()?))
+        Ok(format!("RowOccurrences of {} rows", self.slots.bind(py).len()?))
     }
 }
 
@@ -210,12 +210,15 @@ impl PyDeviceArrays {
 }
 
 /// The device arrays of each table of a lookup as Python gives them; `None` for a table whose kernels run on the host tier.
-pub(crate) type GivenArrays = Option<Vec<Option<Py<PyDeviceArrays>>>>;
+pub(crate) type DeviceArrayArgs = Option<Vec<Option<Py<PyDeviceArrays>>>>;
 
-/// The arrays of `given`, which nobody else may read or write while they are borrowed.
-pub(crate) fn borrow_device<'py>(py: Python<'py>, given: &GivenArrays) -> PyResult<Vec<Option<GivenDevice<'py>>>> {
+/// The arrays of `args`, which nobody else may read or write while they are borrowed.
+pub(crate) fn borrow_device<'py>(
+    py: Python<'py>,
+    args: &DeviceArrayArgs,
+) -> PyResult<Vec<Option<DeviceArrayBorrows<'py>>>> {
     let busy = |_| input("the device arrays are in use by another call: end it first");
-    let borrow = |arrays: &PyDeviceArrays| -> PyResult<GivenDevice<'py>> {
+    let borrow = |arrays: &PyDeviceArrays| -> PyResult<DeviceArrayBorrows<'py>> {
         let vector_slots = arrays.vector_slots.iter().map(|slot| slot.bind(py).try_readwrite().map_err(busy));
         Ok((
             arrays.weights.bind(py).try_readwrite().map_err(busy)?,
@@ -223,6 +226,6 @@ pub(crate) fn borrow_device<'py>(py: Python<'py>, given: &GivenArrays) -> PyResu
             arrays.scalars.as_ref().map(|scalars| scalars.bind(py).try_readwrite().map_err(busy)).transpose()?,
         ))
     };
-    let tables = given.as_deref().unwrap_or_default();
+    let tables = args.as_deref().unwrap_or_default();
     tables.iter().map(|arrays| arrays.as_ref().map(|arrays| borrow(arrays.get())).transpose()).collect()
 }

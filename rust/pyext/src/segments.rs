@@ -2,22 +2,22 @@
 
 use std::sync::Arc;
 
-use embcache::lifecycle::{BucketCounts, SharedRow, StepClock};
-use embcache::ssd::{SegmentFiles, StateCounters};
+use embcache::lifecycle::{BucketCounts, OovRow, StepClock};
+use embcache::ssd::{LinkedSegments, StateCounters};
 use pyo3::prelude::*;
 
 /// What a table's SSD tier consisted of when a linked checkpoint was saved.
 #[pyclass(frozen, name = "LinkedSegments", module = "torchrec_embcache._native")]
-pub(crate) struct PySegments {
-    pub(crate) files: Arc<SegmentFiles>,
+pub(crate) struct PyLinkedSegments {
+    pub(crate) files: Arc<LinkedSegments>,
     pub(crate) counters: StateCounters,
     pub(crate) counts: Vec<BucketCounts>,
     pub(crate) clock: StepClock,
-    pub(crate) shared_row: Option<SharedRow>,
+    pub(crate) oov_row: Option<OovRow>,
 }
 
 #[pymethods]
-impl PySegments {
+impl PyLinkedSegments {
     #[getter]
     fn rows(&self) -> u64 {
         self.files.rows()

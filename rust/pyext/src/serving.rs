@@ -7,57 +7,58 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use embcache::serve::{
-    Follower, IndexMade, MissingRead, Polled, Pooling, ServeOptions, ServedTable, Serving, ServingStats, Version,
+    MissingRead, PollOutcome, PoolingMode, ServeIndexReport, ServeOptions, ServedTable, ServedVersion, ServingFollower,
+    ServingStats, TableServer,
 };
 use embcache::{Error, Kind};
 use numpy::{PyReadonlyArray1, PyReadwriteArray1, PyReadwriteArray2};
 use pyo3::prelude::*;
 
-use crate::blocks::waiting;
+use crate::blocks::with_signal_checks;
 use crate::buffers::{slice, slice_mut, slice2_mut};
 use crate::checkpoint::lock;
-use crate::directory::PyDirectory;
+use crate::directory::PyCheckpointDirectory;
 use crate::error::to_python;
 use crate::logging::{follow_levels, follow_levels_sometimes};
 
 /// What ids without a row read, by its name. "value" reads `value` in every column.
-fn missing_from(name: &str, value: f32) -> PyResult<MissingRead> {
+fn missing_read_from(name: &str, value: f32) -> PyResult<MissingRead> {
     match name {
         "zeros" => Ok(MissingRead::Zeros),
         "initial" => Ok(MissingRead::Initial),
-        "shared" => Ok(MissingRead::SharedRow),
+        "oov" => Ok(MissingRead::OovRow),
         "value" => Ok(MissingRead::Value(value)),
         _ => Err(to_python(Error::new(
             Kind::Config,
-            format!("missing={name:?} is not known: use \"zeros\", \"initial\", \"shared\" or a number"),
+            format!("missing={name:?} is not known: use \"zeros\", \"initial\", \"oov\" or a number"),
         ))),
     }
 }
 
-fn pooling_from(name: &str) -> PyResult<Pooling> {
+fn pooling_from(name: &str) -> PyResult<PoolingMode> {
     match name {
-        "sum" => Ok(Pooling::Sum),
-        "mean" => Ok(Pooling::Mean),
+        "sum" => Ok(PoolingMode::Sum),
+        "mean" => Ok(PoolingMode::Mean),
         _ => {
             Err(to_python(Error::new(Kind::Config, format!("pooling={name:?} is not known: use \"sum\" or \"mean\""))))
         }
     }
 }
 
-/// A number of seconds as a duration. `what` names it in the error.
-fn seconds(what: &str, seconds: f64) -> PyResult<Duration> {
+/// A number of seconds as a duration. `name` names it in the error.
+fn seconds(name: &str, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds).map_err(|_| {
-        to_python(Error::new(Kind::Config, format!("{what}={seconds} is no duration: give seconds from 0 to 2^64")))
+        to_python(Error::new(Kind::Config, format!("{name}={seconds} is no duration: give seconds from 0 to 2^64")))
     })
 }
 
 /// A thread that follows a directory, and the process that has it. A forked child has the handle, and not the thread.
-struct Following {
+struct FollowerThread {
     process: u32,
-    follower: Option<Follower>,
+    follower: Option<ServingFollower>,
 }
 
-impl Drop for Following {
+impl Drop for FollowerThread {
     /// End the thread, and wait for it where it is one of this process.
     fn drop(&mut self) {
         if self.process != process::id() {
@@ -67,38 +68,38 @@ impl Drop for Following {
 }
 
 /// A directory of checkpoints that is served.
-#[pyclass(frozen, name = "Serving", module = "torchrec_embcache._native")]
-pub(crate) struct PyServing {
-    inner: Arc<Serving>,
-    following: Mutex<Option<Following>>,
+#[pyclass(frozen, name = "TableServer", module = "torchrec_embcache._native")]
+pub(crate) struct PyTableServer {
+    inner: Arc<TableServer>,
+    following: Mutex<Option<FollowerThread>>,
 }
 
 #[pymethods]
-impl PyServing {
+impl PyTableServer {
     #[new]
     #[pyo3(signature = (directory, *, at=None, host_bytes=None, max_staleness_seconds=None, raise_when_stale=false, missing=None, missing_value=0.0, source=None, preload=false, verify=false))]
     #[expect(clippy::too_many_arguments, reason = "they are the settings of a user's call")]
     fn new(
         py: Python<'_>,
-        directory: &PyDirectory,
+        directory: &PyCheckpointDirectory,
         at: Option<String>,
         host_bytes: Option<u64>,
         max_staleness_seconds: Option<f64>,
         raise_when_stale: bool,
         missing: Option<&str>,
         missing_value: f32,
-        source: Option<&PyDirectory>,
+        source: Option<&PyCheckpointDirectory>,
         preload: bool,
         verify: bool,
     ) -> PyResult<Self> {
         let max_staleness = max_staleness_seconds.map(|given| seconds("max_staleness_seconds", given)).transpose()?;
-        let missing = missing.map(|name| missing_from(name, missing_value)).transpose()?;
+        let missing = missing.map(|name| missing_read_from(name, missing_value)).transpose()?;
         let source = source.map(|source| source.inner.clone());
         let options =
             ServeOptions { at, host_bytes, max_staleness, raise_when_stale, source, missing, preload, verify };
         follow_levels(py)?;
         let root = directory.inner.clone();
-        let inner = waiting(py, |wait| Serving::open_while(root, options, wait))?;
+        let inner = with_signal_checks(py, |wait| TableServer::open_while(root, options, wait))?;
         Ok(Self { inner, following: Mutex::new(None) })
     }
 
@@ -110,9 +111,9 @@ impl PyServing {
     /// The name of the version that is served from now on, where it is a newer one.
     fn poll(&self, py: Python<'_>) -> PyResult<Option<String>> {
         follow_levels(py)?;
-        match waiting(py, |wait| self.inner.poll_while(wait))? {
-            Polled::Newer(name) => Ok(Some(name.to_string())),
-            Polled::Same => Ok(None),
+        match with_signal_checks(py, |wait| self.inner.poll_while(wait))? {
+            PollOutcome::Newer(name) => Ok(Some(name.to_string())),
+            PollOutcome::UpToDate => Ok(None),
         }
     }
 
@@ -125,7 +126,7 @@ impl PyServing {
         let every = seconds("poll_seconds", every_seconds)?;
         py.detach(|| {
             let follower = self.inner.follow(every)?;
-            let following = Following { process: process::id(), follower: Some(follower) };
+            let following = FollowerThread { process: process::id(), follower: Some(follower) };
             drop(lock(&self.following).replace(following));
             Ok(())
         })
@@ -145,7 +146,7 @@ impl PyServing {
 /// One checkpoint that is served. It stays whole for as long as this lives.
 #[pyclass(frozen, name = "ServedVersion", module = "torchrec_embcache._native")]
 pub(crate) struct PyServedVersion {
-    inner: Arc<Version>,
+    inner: Arc<ServedVersion>,
 }
 
 #[pymethods]
@@ -157,7 +158,7 @@ impl PyServedVersion {
 
     /// When it was published, in seconds since 1970.
     #[getter]
-    fn published(&self) -> f64 {
+    fn published_at(&self) -> f64 {
         self.inner.published().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
     }
 
@@ -281,7 +282,7 @@ pub(crate) struct PyServingStats {
     lookups: u64,
     ids: u64,
     missing: u64,
-    far_rows: u64,
+    cold_rows: u64,
     rows: u64,
     overlay_ids: u64,
     shared_index_bytes: u64,
@@ -309,7 +310,7 @@ impl From<ServingStats> for PyServingStats {
             lookups: core.lookups,
             ids: core.ids,
             missing: core.missing,
-            far_rows: core.far_rows,
+            cold_rows: core.cold_rows,
             rows: core.rows,
             overlay_ids: core.overlay_ids,
             shared_index_bytes: core.shared_index_bytes,
@@ -319,24 +320,24 @@ impl From<ServingStats> for PyServingStats {
 }
 
 /// What making an index did.
-#[pyclass(frozen, get_all, name = "IndexMade", module = "torchrec_embcache._native")]
-pub(crate) struct PyIndexMade {
+#[pyclass(frozen, get_all, name = "ServeIndexReport", module = "torchrec_embcache._native")]
+pub(crate) struct PyServeIndexReport {
     checkpoint: String,
     rows: u64,
     bytes: u64,
-    was_there: bool,
+    existed: bool,
 }
 
 #[pymethods]
-impl PyIndexMade {
+impl PyServeIndexReport {
     fn __repr__(&self) -> String {
-        format!("IndexMade of {}, {} rows, {} bytes", self.checkpoint, self.rows, self.bytes)
+        format!("ServeIndexReport of {}, {} rows, {} bytes", self.checkpoint, self.rows, self.bytes)
     }
 }
 
-impl From<IndexMade> for PyIndexMade {
-    fn from(made: IndexMade) -> Self {
-        Self { checkpoint: made.checkpoint.to_string(), rows: made.rows, bytes: made.bytes, was_there: made.was_there }
+impl From<ServeIndexReport> for PyServeIndexReport {
+    fn from(made: ServeIndexReport) -> Self {
+        Self { checkpoint: made.checkpoint.to_string(), rows: made.rows, bytes: made.bytes, existed: made.existed }
     }
 }
 
@@ -344,15 +345,23 @@ impl From<IndexMade> for PyIndexMade {
 /// make anew.
 #[pyfunction]
 #[pyo3(signature = (directory, at=None))]
-pub(crate) fn check_serving_index(py: Python<'_>, directory: &PyDirectory, at: Option<&str>) -> PyResult<Option<u64>> {
+pub(crate) fn check_serving_index(
+    py: Python<'_>,
+    directory: &PyCheckpointDirectory,
+    at: Option<&str>,
+) -> PyResult<Option<u64>> {
     follow_levels(py)?;
-    waiting(py, |wait| embcache::serve::check_index(&directory.inner, at, wait))
+    with_signal_checks(py, |wait| embcache::serve::check_index(&directory.inner, at, wait))
 }
 
 /// Make the index of a checkpoint beside it, where it is not there yet.
 #[pyfunction]
 #[pyo3(signature = (directory, at=None))]
-pub(crate) fn make_serving_index(py: Python<'_>, directory: &PyDirectory, at: Option<&str>) -> PyResult<PyIndexMade> {
+pub(crate) fn build_serving_index(
+    py: Python<'_>,
+    directory: &PyCheckpointDirectory,
+    at: Option<&str>,
+) -> PyResult<PyServeIndexReport> {
     follow_levels(py)?;
-    waiting(py, |wait| embcache::serve::make_index(&directory.inner, at, wait)).map(Into::into)
+    with_signal_checks(py, |wait| embcache::serve::make_index(&directory.inner, at, wait)).map(Into::into)
 }

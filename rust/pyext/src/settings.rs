@@ -2,9 +2,9 @@
 
 use std::num::NonZeroU64;
 
-use embcache::cache::{PlanMode, Unseen};
-use embcache::config::{Admission, EvictionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen};
-use embcache::rows::{Initializer, Precision};
+use embcache::cache::{MissingMode, PlanMode};
+use embcache::config::{AdmissionRule, EvictionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, ReopenMode};
+use embcache::rows::{InitializerSpec, WeightPrecision};
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
@@ -16,35 +16,35 @@ pub(crate) fn config_error(message: String) -> PyErr {
 
 /// How the rows of a table are born.
 #[pyclass(frozen, name = "RowInitializer", module = "torchrec_embcache._native")]
-pub(crate) struct PyInitializer {
-    pub(crate) core: Initializer,
+pub(crate) struct PyRowInitializer {
+    pub(crate) core: InitializerSpec,
 }
 
 #[pymethods]
-impl PyInitializer {
+impl PyRowInitializer {
     #[staticmethod]
     fn constant(value: f32) -> Self {
-        Self { core: Initializer::Constant { value } }
+        Self { core: InitializerSpec::Constant { value } }
     }
 
     #[staticmethod]
     fn uniform(low: f32, high: f32) -> Self {
-        Self { core: Initializer::Uniform { low, high } }
+        Self { core: InitializerSpec::Uniform { low, high } }
     }
 
     #[staticmethod]
     fn normal(mean: f32, std: f32) -> Self {
-        Self { core: Initializer::Normal { mean, std } }
+        Self { core: InitializerSpec::Normal { mean, std } }
     }
 
     #[staticmethod]
     fn truncated_normal(mean: f32, std: f32) -> Self {
-        Self { core: Initializer::TruncatedNormal { mean, std } }
+        Self { core: InitializerSpec::TruncatedNormal { mean, std } }
     }
 
     #[staticmethod]
     fn linear(low: f32, high: f32) -> Self {
-        Self { core: Initializer::Linear { low, high } }
+        Self { core: InitializerSpec::Linear { low, high } }
     }
 
     fn __repr__(&self) -> String {
@@ -54,32 +54,32 @@ impl PyInitializer {
 
 /// Which ids get a row.
 #[pyclass(frozen, name = "RowAdmission", module = "torchrec_embcache._native")]
-pub(crate) struct PyAdmission {
-    pub(crate) core: Admission,
+pub(crate) struct PyRowAdmission {
+    pub(crate) core: AdmissionRule,
 }
 
 #[pymethods]
-impl PyAdmission {
+impl PyRowAdmission {
     #[staticmethod]
     #[pyo3(signature = (threshold, *, window_steps, memory))]
     fn count(threshold: u32, window_steps: Option<NonZeroU64>, memory: u64) -> Self {
-        Self { core: Admission::Count { threshold, window_steps, memory } }
+        Self { core: AdmissionRule::Count { threshold, window_steps, memory } }
     }
 
     #[staticmethod]
     fn probability(p: f64) -> Self {
-        Self { core: Admission::Probability { p } }
+        Self { core: AdmissionRule::Probability { p } }
     }
 
     #[staticmethod]
     #[pyo3(signature = (*, alpha, beta, threshold, window_steps, memory))]
     fn show_click(alpha: f64, beta: f64, threshold: f64, window_steps: Option<NonZeroU64>, memory: u64) -> Self {
-        Self { core: Admission::ShowClick { alpha, beta, threshold, window_steps, memory } }
+        Self { core: AdmissionRule::ShowClick { alpha, beta, threshold, window_steps, memory } }
     }
 
     #[staticmethod]
-    fn read_only() -> Self {
-        Self { core: Admission::ReadOnly }
+    fn no_new_rows() -> Self {
+        Self { core: AdmissionRule::ReadOnly }
     }
 
     fn __repr__(&self) -> String {
@@ -89,12 +89,12 @@ impl PyAdmission {
 
 /// Which rows leave a table in a sweep.
 #[pyclass(frozen, name = "SweepRule", module = "torchrec_embcache._native")]
-pub(crate) struct PySweepRule {
+pub(crate) struct PyEvictionRule {
     pub(crate) core: EvictionRule,
 }
 
 #[pymethods]
-impl PySweepRule {
+impl PyEvictionRule {
     #[staticmethod]
     fn last_step(steps: u64) -> Self {
         Self { core: EvictionRule::Unused { steps } }
@@ -111,9 +111,9 @@ impl PySweepRule {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (*, timed=false))]
-    fn given(timed: bool) -> Self {
-        Self { core: if timed { EvictionRule::GivenInTime } else { EvictionRule::Given } }
+    #[pyo3(signature = (*, needs_clock=false))]
+    fn per_sweep(needs_clock: bool) -> Self {
+        Self { core: if needs_clock { EvictionRule::PerSweepTimed } else { EvictionRule::PerSweep } }
     }
 
     #[staticmethod]
@@ -127,7 +127,7 @@ impl PySweepRule {
     }
 
     #[staticmethod]
-    fn below(score: u32, last_step: u64, row_id: u64) -> Self {
+    fn below_rank(score: u32, last_step: u64, row_id: u64) -> Self {
         Self { core: EvictionRule::Below { score, last_step, id: row_id } }
     }
 
@@ -148,7 +148,7 @@ impl PySweepRule {
     }
 }
 
-/// What is read for an id that has no row: "zeros", "initial", "shared" or a number.
+/// What is read for an id that has no row: "zeros", "initial", "oov" or a number.
 #[derive(FromPyObject)]
 pub(crate) enum PyMissingRead {
     Value(f32),
@@ -164,9 +164,9 @@ impl PyMissingRead {
             Self::Name(name) => match name.as_str() {
                 "zeros" => Ok(MissingRead::Zeros),
                 "initial" => Ok(MissingRead::Initial),
-                "shared" => Ok(MissingRead::SharedRow),
+                "oov" => Ok(MissingRead::OovRow),
                 other => Err(config_error(format!(
-                    "{field}={other:?} is not known: use \"zeros\", \"initial\", \"shared\" or a number"
+                    "{field}={other:?} is not known: use \"zeros\", \"initial\", \"oov\" or a number"
                 ))),
             },
         }
@@ -177,28 +177,33 @@ impl PyMissingRead {
 #[pyclass(frozen, get_all, name = "PlanMode", module = "torchrec_embcache._native")]
 pub(crate) struct PyPlanMode {
     pub(crate) train: bool,
-    pub(crate) ahead: bool,
-    pub(crate) unseen: String,
+    pub(crate) is_prefetch: bool,
+    pub(crate) missing: String,
 }
 
 impl PyPlanMode {
     /// This mode, for a plan for which so many threads may work.
     pub(crate) fn on(&self, threads: usize) -> PyResult<PlanMode> {
-        Ok(PlanMode { train: self.train, ahead: self.ahead, unseen: unseen_from(&self.unseen)?, threads })
+        Ok(PlanMode {
+            train: self.train,
+            is_prefetch: self.is_prefetch,
+            missing: missing_mode_from(&self.missing)?,
+            threads,
+        })
     }
 }
 
 #[pymethods]
 impl PyPlanMode {
     #[new]
-    #[pyo3(signature = (*, train, ahead, unseen))]
-    fn new(train: bool, ahead: bool, unseen: String) -> PyResult<Self> {
-        unseen_from(&unseen)?;
-        Ok(Self { train, ahead, unseen })
+    #[pyo3(signature = (*, train, is_prefetch, missing))]
+    fn new(train: bool, is_prefetch: bool, missing: String) -> PyResult<Self> {
+        missing_mode_from(&missing)?;
+        Ok(Self { train, is_prefetch, missing })
     }
 
     fn __repr__(&self) -> String {
-        format!("PlanMode(train={}, ahead={}, unseen={:?})", self.train, self.ahead, self.unseen)
+        format!("PlanMode(train={}, is_prefetch={}, missing={:?})", self.train, self.is_prefetch, self.missing)
     }
 }
 
@@ -233,21 +238,21 @@ impl PyTableCounters {
     }
 }
 
-fn unseen_from(name: &str) -> PyResult<Unseen> {
+fn missing_mode_from(name: &str) -> PyResult<MissingMode> {
     Ok(match name {
-        "initial" => Unseen::Initial,
-        "zeros" => Unseen::Zeros,
-        "not_admitted" => Unseen::NotAdmitted,
+        "initial" => MissingMode::Initial,
+        "zeros" => MissingMode::Zeros,
+        "not_admitted" => MissingMode::NotAdmitted,
         _ => {
             return Err(config_error(format!(
-                "unseen={name:?} is not known: use \"initial\", \"zeros\" or \"not_admitted\""
+                "missing={name:?} is not known: use \"initial\", \"zeros\" or \"not_admitted\""
             )));
         }
     })
 }
 
-pub(crate) fn precision_from(name: &str) -> PyResult<Precision> {
-    Precision::from_name(name).ok_or_else(|| {
+pub(crate) fn precision_from(name: &str) -> PyResult<WeightPrecision> {
+    WeightPrecision::from_name(name).ok_or_else(|| {
         config_error(format!("precision={name:?} is not known: use \"fp32\", \"fp16\", \"bf16\" or \"int8\""))
     })
 }
@@ -269,12 +274,12 @@ pub(crate) fn on_full_from(name: &str) -> PyResult<OnFull> {
 }
 
 /// `unfinished`: the newest state that no flush of several tables completed, for "auto".
-pub(crate) fn reopen_from(name: Option<&str>, unfinished: Option<u64>) -> PyResult<Reopen> {
+pub(crate) fn reopen_from(name: Option<&str>, unfinished: Option<u64>) -> PyResult<ReopenMode> {
     Ok(match name {
-        None => Reopen::Never,
-        Some("resume") => Reopen::Resume,
-        Some("discard") => Reopen::Discard,
-        Some("auto") => Reopen::Auto { unfinished },
+        None => ReopenMode::Never,
+        Some("resume") => ReopenMode::Resume,
+        Some("discard") => ReopenMode::Discard,
+        Some("auto") => ReopenMode::Auto { unfinished },
         Some(other) => {
             return Err(config_error(format!(
                 "reopen={other:?} is not known: use None, \"resume\", \"discard\" or \"auto\""

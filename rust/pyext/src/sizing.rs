@@ -11,15 +11,15 @@ use crate::settings::{PyRowBytes, optimizer_from, policy_from};
 use crate::table::PyTable;
 
 /// The miss ratios of caches of many sizes under one policy.
-#[pyclass(frozen, get_all, name = "MissRatios", module = "torchrec_embcache._native")]
-pub(crate) struct PyMissRatios {
+#[pyclass(frozen, get_all, name = "MissRatioCurve", module = "torchrec_embcache._native")]
+pub(crate) struct PyMissRatioCurve {
     policy: &'static str,
     /// `[n]`
     rows: Py<PyArray1<u64>>,
     /// `[n]`
     miss_ratios: Py<PyArray1<f64>>,
     first_use_ratio: f64,
-    birth_ratio: f64,
+    new_row_ratio: f64,
     lookups: u64,
     batches: u64,
     largest_batch: u64,
@@ -27,14 +27,14 @@ pub(crate) struct PyMissRatios {
     sampling_rate: f64,
 }
 
-impl PyMissRatios {
+impl PyMissRatioCurve {
     fn new(py: Python<'_>, curve: &MissRatioCurve) -> Self {
         Self {
             policy: curve.policy.name(),
             rows: curve.rows.to_pyarray(py).unbind(),
             miss_ratios: curve.miss_ratios.to_pyarray(py).unbind(),
             first_use_ratio: curve.first_use_ratio,
-            birth_ratio: curve.birth_ratio,
+            new_row_ratio: curve.new_row_ratio,
             lookups: curve.lookups,
             batches: curve.batches,
             largest_batch: curve.largest_batch,
@@ -44,15 +44,19 @@ impl PyMissRatios {
     }
 }
 
-/// The curve of the table's policy, then that of `lru` where that is another; `None` where nothing is measured. With `anew` it counts from
+/// The curve of the table's policy, then that of `lru` where that is another; `None` where nothing is measured. With `reset` it counts from
 /// zero on.
 #[pyfunction]
-#[pyo3(signature = (table, *, anew))]
+#[pyo3(signature = (table, *, reset))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
-pub(crate) fn miss_ratios(py: Python<'_>, table: Py<PyTable>, anew: bool) -> PyResult<Option<Vec<PyMissRatios>>> {
+pub(crate) fn miss_ratio_curves(
+    py: Python<'_>,
+    table: Py<PyTable>,
+    reset: bool,
+) -> PyResult<Option<Vec<PyMissRatioCurve>>> {
     let table: &Table = &table.get().inner;
-    let curves = py.detach(|| table.miss_ratio_curves(anew)).map_err(to_python)?;
-    Ok(curves.map(|curves| curves.iter().map(|curve| PyMissRatios::new(py, curve)).collect()))
+    let curves = py.detach(|| table.miss_ratio_curves(reset)).map_err(to_python)?;
+    Ok(curves.map(|curves| curves.iter().map(|curve| PyMissRatioCurve::new(py, curve)).collect()))
 }
 
 /// How many bytes one row takes of each budget.

@@ -1,12 +1,12 @@
 //! The counters of a table and of its tiers, as Python sees them.
 //!
 //! Each class lists its counters once. The names are those of the core's fields, of the attributes in `_native.pyi`, and of the fields
-//! in `metrics.py`; a test compares the last two with the classes here.
+//! in `stats.py`; a test compares the last two with the classes here.
 
 use std::collections::BTreeMap;
 
 use embcache::cache::TableStats;
-use embcache::stats::{AdmissionStats, Distribution, EvictionStats, SsdStats, TierStats};
+use embcache::stats::{AdmissionStats, EvictionStats, HistogramSnapshot, SsdStats, TierStats};
 use pyo3::prelude::*;
 
 /// A frozen class with an attribute for each counter, made of the core's structure that has fields of the same names.
@@ -52,7 +52,7 @@ counters! {
 
 counters! {
     /// How often durations of which sizes were counted.
-    PyHistogram, "Histogram", Distribution {
+    PyHistogram, "Histogram", HistogramSnapshot {
         count: u64,
         sum_ns: u64,
         bounds: Vec<u64>,
@@ -65,14 +65,14 @@ counters! {
     PySsdStats, "SsdStats", SsdStats {
         io_engine: String,
         reads: u64,
-        row_bytes_given: u64,
+        logical_written_bytes: u64,
         compaction_bytes: u64,
         live_share: f64,
         segments: u64,
         index_bytes: u64,
         dropped_rows: u64,
-        published_given_up: bool,
-        room_waits: u64,
+        has_lost_flush: bool,
+        space_waits: u64,
         read_only: bool,
     }, tier: PyTierStats, read_latency: PyHistogram
 }
@@ -81,7 +81,7 @@ counters! {
     /// Counters of admission.
     PyAdmissionStats, "AdmissionStats", AdmissionStats {
         admitted: u64,
-        refused: u64,
+        not_admitted: u64,
         pending: u64,
         pending_bytes: u64,
         forgotten: u64,
@@ -93,8 +93,8 @@ counters! {
     PyEvictionStats, "EvictionStats", EvictionStats {
         evicted: u64,
         evicted_by_rule: BTreeMap<&'static str, u64>,
-        under_way: bool,
-        untold: u64,
+        is_sweeping: bool,
+        undelivered: u64,
     }
 }
 

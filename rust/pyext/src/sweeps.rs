@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::to_python;
-use crate::settings::PySweepRule;
+use crate::settings::PyEvictionRule;
 use crate::table::PyTable;
 
 /// Sweep tables by the rules beside them, or by their own where that is `None`. No signal of Python's comes between two of them.
@@ -14,7 +14,7 @@ use crate::table::PyTable;
 pub(crate) fn sweep_tables(
     py: Python<'_>,
     tables: Vec<Py<PyTable>>,
-    rules: Vec<Option<Py<PySweepRule>>>,
+    rules: Vec<Option<Py<PyEvictionRule>>>,
 ) -> PyResult<()> {
     if tables.len() != rules.len() {
         return Err(PyValueError::new_err(format!("{} tables and {} rules", tables.len(), rules.len())));

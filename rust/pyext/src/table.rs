@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use embcache::cache::{ExportStream, RowBlock, Table};
-use embcache::config::{Admission, Eviction, MissingRead, SsdConfig, TableConfig};
+use embcache::config::{AdmissionRule, EvictionConfig, MissingRead, SsdConfig, TableConfig};
 use embcache::io::default_engine;
-use embcache::lifecycle::SharedRow;
+use embcache::lifecycle::OovRow;
 use embcache::ssd::SsdTier;
 use embcache::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, table_key};
 use embcache::{Error, Kind};
@@ -17,18 +17,18 @@ use pyo3::prelude::*;
 
 use crate::budgets::PySharedBudget;
 use crate::buffers::{headers_from_python, slice, slice2};
-use crate::census::{PyCensus, PySpan};
+use crate::census::{PyRankKeyRange, PyScoreHistogram};
 use crate::error::to_python;
 use crate::evicted::{PyEvictedBlock, PyEvictedQueue};
 use crate::gather::PythonGather;
 use crate::logging::{follow_levels, follow_levels_sometimes};
-use crate::paths::{PyRoot, SsdRoot};
-use crate::records::{PyAncestor, PyChangeCounts};
+use crate::paths::{CheckedSsdDir, PyCommitDirectory};
+use crate::records::{PyBaseCheckpoint, PyChangeCounts};
 use crate::rows::{PyFoundRows, PyRowBlock, PyRowMetadata};
-use crate::segments::PySegments;
+use crate::segments::PyLinkedSegments;
 use crate::settings::{
-    PyAdmission, PyInitializer, PyMissingRead, PySweepRule, PyTableCounters, on_full_from, optimizer_from, policy_from,
-    reopen_from,
+    PyEvictionRule, PyMissingRead, PyRowAdmission, PyRowInitializer, PyTableCounters, on_full_from, optimizer_from,
+    policy_from, reopen_from,
 };
 use crate::stats::PyTableStats;
 
@@ -55,8 +55,8 @@ impl PyTable {
 fn open_table(
     config: TableConfig,
     gather: Option<Py<PyAny>>,
-    ssd_root: Option<&Py<PyRoot>>,
-    segments: Option<&Py<PySegments>>,
+    ssd_root: Option<&Py<PyCommitDirectory>>,
+    segments: Option<&Py<PyLinkedSegments>>,
     sizing: bool,
 ) -> embcache::Result<PyTable> {
     let gather = gather.map(|callable| PythonGather::of(callable, &config));
@@ -72,7 +72,7 @@ fn open_table(
     counts.into_iter().try_for_each(|counts| table.restore_bucket(counts))?;
     if let Some(from) = segments {
         table.restore_clock(&from.clock)?;
-        table.load_shared_row(from.shared_row.as_ref())?;
+        table.load_oov_row(from.oov_row.as_ref())?;
     }
     if sizing {
         table.begin_sizing()?;
@@ -84,8 +84,8 @@ fn open_table(
 impl PyTable {
     #[new]
     #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_begin, bucket_end,
-        host_bytes, device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None,
-        unfinished=None, ssd_root=None, admission=None, not_admitted=None, missing_read=None, score_half_life_steps=None,
+        host_bytes, device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_commit_id, policy, on_full, segments=None,
+        uncommitted=None, ssd_root=None, admission=None, not_admitted=None, missing_read=None, score_half_life_steps=None,
         eviction=None, evict_every_steps=None, sizing=false, shared_budget=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
@@ -95,7 +95,7 @@ impl PyTable {
         key: Option<u64>,
         dim: usize,
         optimizer: &str,
-        initializer: Py<PyInitializer>,
+        initializer: Py<PyRowInitializer>,
         seed: u64,
         total_num_buckets: u32,
         bucket_begin: u32,
@@ -106,22 +106,22 @@ impl PyTable {
         ssd_dir: Option<PathBuf>,
         ssd_bytes: u64,
         reopen: Option<&str>,
-        resume_token: Option<u64>,
+        resume_commit_id: Option<u64>,
         policy: &str,
         on_full: &str,
-        segments: Option<Py<PySegments>>,
-        unfinished: Option<u64>,
-        ssd_root: Option<Py<PyRoot>>,
-        admission: Option<Py<PyAdmission>>,
+        segments: Option<Py<PyLinkedSegments>>,
+        uncommitted: Option<u64>,
+        ssd_root: Option<Py<PyCommitDirectory>>,
+        admission: Option<Py<PyRowAdmission>>,
         not_admitted: Option<PyMissingRead>,
         missing_read: Option<PyMissingRead>,
         score_half_life_steps: Option<u64>,
-        eviction: Option<Py<PySweepRule>>,
+        eviction: Option<Py<PyEvictionRule>>,
         evict_every_steps: Option<NonZeroU64>,
         sizing: bool,
         shared_budget: Option<Py<PySharedBudget>>,
     ) -> PyResult<Self> {
-        let reopen = reopen_from(reopen, unfinished)?;
+        let reopen = reopen_from(reopen, uncommitted)?;
         let not_admitted = not_admitted.map_or(Ok(MissingRead::Initial), |given| given.core("not_admitted"))?;
         let config = TableConfig {
             key: key.unwrap_or_else(|| table_key(&name)),
@@ -135,14 +135,15 @@ impl PyTable {
             host_bytes,
             shared_budget: shared_budget.map(|shared| Arc::clone(&shared.get().core)),
             device_rows,
-            ssd: ssd_dir.map(|dir| SsdConfig { dir, bytes: ssd_bytes, reopen, resume_token }),
+            ssd: ssd_dir.map(|dir| SsdConfig { dir, bytes: ssd_bytes, reopen, resume_commit_id: resume_commit_id }),
             policy: policy_from(policy)?,
             on_full: on_full_from(on_full)?,
-            admission: admission.map_or(Admission::All, |admission| admission.get().core),
+            admission: admission.map_or(AdmissionRule::All, |admission| admission.get().core),
             not_admitted,
             missing_read: missing_read.map_or(Ok(not_admitted), |given| given.core("missing_read"))?,
             score_half_life_steps: score_half_life_steps.unwrap_or(DEFAULT_SCORE_HALF_LIFE_STEPS),
-            eviction: eviction.map(|rule| Eviction { rule: rule.get().core.clone(), every_steps: evict_every_steps }),
+            eviction: eviction
+                .map(|rule| EvictionConfig { rule: rule.get().core.clone(), every_steps: evict_every_steps }),
         };
         follow_levels(py)?;
         py.detach(|| open_table(config, device_gather, ssd_root.as_ref(), segments.as_ref(), sizing)).map_err(to_python)
@@ -189,22 +190,22 @@ impl PyTable {
         py.detach(|| self.inner.set_step(step)).map_err(to_python)
     }
     #[getter]
-    fn has_shared_row(&self) -> bool {
-        self.inner.config().not_admitted == MissingRead::SharedRow
+    fn has_oov_row(&self) -> bool {
+        self.inner.config().not_admitted == MissingRead::OovRow
     }
-    fn shared_row<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray1<f32>>>> {
-        let row = py.detach(|| self.inner.shared_row()).map_err(to_python)?;
+    fn oov_row<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray1<f32>>>> {
+        let row = py.detach(|| self.inner.oov_row()).map_err(to_python)?;
         Ok(row.map(|row| row.values().to_pyarray(py)))
     }
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
-    fn set_shared_row(&self, py: Python<'_>, values: PyReadonlyArray1<'_, f32>) -> PyResult<()> {
+    fn set_oov_row(&self, py: Python<'_>, values: PyReadonlyArray1<'_, f32>) -> PyResult<()> {
         let values = slice("values", &values)?.to_vec();
         let layout = self.inner.config().layout();
         let (given, wanted) = (values.len(), layout.floats());
-        let row = SharedRow::of(layout, values).ok_or_else(|| {
+        let row = OovRow::from_values(layout, values).ok_or_else(|| {
             to_python(Error::new(Kind::Input, format!("a shared row here has {wanted} numbers and {given} were given")))
         })?;
-        py.detach(|| self.inner.set_shared_row(Some(&row))).map_err(to_python)
+        py.detach(|| self.inner.set_oov_row(Some(&row))).map_err(to_python)
     }
     fn epoch(&self, py: Python<'_>) -> PyResult<u32> {
         py.detach(|| self.inner.epoch()).map_err(to_python)
@@ -212,24 +213,29 @@ impl PyTable {
     fn set_epoch(&self, py: Python<'_>, epoch: u32) -> PyResult<()> {
         py.detach(|| self.inner.set_epoch(epoch)).map_err(to_python)
     }
-    fn ancestors(&self, py: Python<'_>) -> PyResult<Vec<PyAncestor>> {
-        let ancestors = py.detach(|| self.inner.ancestors()).map_err(to_python)?;
+    fn base_checkpoints(&self, py: Python<'_>) -> PyResult<Vec<PyBaseCheckpoint>> {
+        let ancestors = py.detach(|| self.inner.base_checkpoints()).map_err(to_python)?;
         Ok(ancestors.into_iter().map(Into::into).collect())
     }
-    fn sweeps_since(&self, py: Python<'_>, ancestor: PyAncestor) -> PyResult<Vec<String>> {
-        let sweeps = py.detach(|| self.inner.sweeps_since(&ancestor.into())).map_err(to_python)?;
+    fn sweeps_since(&self, py: Python<'_>, base: PyBaseCheckpoint) -> PyResult<Vec<String>> {
+        let sweeps = py.detach(|| self.inner.sweeps_since(&base.into())).map_err(to_python)?;
         Ok(sweeps.iter().map(|sweep| format!("{sweep:?}")).collect())
     }
-    fn count_changes(&self, py: Python<'_>, ancestor: PyAncestor) -> PyResult<PyChangeCounts> {
-        let counts = py.detach(|| self.inner.count_changes(&ancestor.into())).map_err(to_python)?;
-        Ok(PyChangeCounts { rows: counts.rows, left: counts.left, swept: counts.swept, doomed: counts.doomed })
+    fn count_changes(&self, py: Python<'_>, base: PyBaseCheckpoint) -> PyResult<PyChangeCounts> {
+        let counts = py.detach(|| self.inner.count_changes(&base.into())).map_err(to_python)?;
+        Ok(PyChangeCounts {
+            rows: counts.rows,
+            tombstones: counts.tombstones,
+            swept: counts.expired,
+            expiring: counts.expiring,
+        })
     }
-    #[pyo3(signature = (next_epoch, ancestor=None))]
-    fn saved_beside(&self, py: Python<'_>, next_epoch: u32, ancestor: Option<PyAncestor>) {
-        py.detach(|| self.inner.saved_beside(next_epoch, ancestor.map(Into::into)));
+    #[pyo3(signature = (next_epoch, base=None))]
+    fn finish_background_save(&self, py: Python<'_>, next_epoch: u32, base: Option<PyBaseCheckpoint>) {
+        py.detach(|| self.inner.finish_background_save(next_epoch, base.map(Into::into)));
     }
-    fn saved_as(&self, py: Python<'_>, ancestor: PyAncestor) -> PyResult<()> {
-        py.detach(|| self.inner.saved_as(ancestor.into())).map_err(to_python)
+    fn record_base(&self, py: Python<'_>, base: PyBaseCheckpoint) -> PyResult<()> {
+        py.detach(|| self.inner.saved_as(base.into())).map_err(to_python)
     }
     #[pyo3(signature = (reason))]
     fn set_unusable(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
@@ -248,9 +254,9 @@ impl PyTable {
         PyTableStats::new(py, py.detach(|| self.inner.stats()).map_err(to_python)?)
     }
 
-    fn export(&self, py: Python<'_>, chunk_rows: usize) -> PyResult<PyExport> {
+    fn export(&self, py: Python<'_>, chunk_rows: usize) -> PyResult<PyTableExport> {
         let stream = py.detach(|| self.inner.export(chunk_rows)).map_err(to_python)?;
-        Ok(PyExport { stream: Mutex::new(stream), vector_floats: self.vector_floats() })
+        Ok(PyTableExport { stream: Mutex::new(stream), vector_floats: self.vector_floats() })
     }
 
     #[pyo3(signature = (ids, *, incomplete=false))]
@@ -283,11 +289,11 @@ impl PyTable {
         let ids = slice("ids", &ids)?;
         py.detach(|| self.inner.remove_rows(ids)).map_err(to_python)
     }
-    fn take_counts(&self, py: Python<'_>, source: &Self) -> PyResult<()> {
+    fn adopt_lifecycle(&self, py: Python<'_>, source: &Self) -> PyResult<()> {
         py.detach(|| self.inner.take_counts(&source.inner)).map_err(to_python)
     }
-    fn loaded_after(&self, py: Python<'_>, before: &Self) -> PyResult<()> {
-        py.detach(|| self.inner.loaded_after(&before.inner)).map_err(to_python)
+    fn adopt_time_source(&self, py: Python<'_>, previous: &Self) -> PyResult<()> {
+        py.detach(|| self.inner.adopt_time_source(&previous.inner)).map_err(to_python)
     }
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;
@@ -295,12 +301,13 @@ impl PyTable {
     }
     /// Apply the table's rule of eviction after the present step, or the one that is given for it.
     #[pyo3(signature = (rule=None))]
-    fn sweep(&self, py: Python<'_>, rule: Option<&PySweepRule>) -> PyResult<()> {
+    fn sweep(&self, py: Python<'_>, rule: Option<&PyEvictionRule>) -> PyResult<()> {
         let rule = rule.map(|rule| &rule.core);
-        py.detach(|| rule.map_or_else(|| self.inner.sweep(), |rule| self.inner.sweep_by(rule))).map_err(to_python)
+        py.detach(|| rule.map_or_else(|| self.inner.sweep(), |rule| self.inner.sweep_with_rule(rule)))
+            .map_err(to_python)
     }
     #[pyo3(signature = (rule=None))]
-    fn prepare_sweep(&self, py: Python<'_>, rule: Option<&PySweepRule>) -> PyResult<()> {
+    fn prepare_sweep(&self, py: Python<'_>, rule: Option<&PyEvictionRule>) -> PyResult<()> {
         py.detach(|| self.inner.prepare_sweep(rule.map(|rule| &rule.core))).map_err(to_python)
     }
     fn now(&self, py: Python<'_>) -> PyResult<u64> {
@@ -316,47 +323,48 @@ impl PyTable {
         py.detach(|| self.inner.check_time(time)).map_err(to_python)
     }
     /// The queue of the rows that are evicted from now on.
-    fn keep_evicted(&self, py: Python<'_>) -> PyResult<PyEvictedQueue> {
-        py.detach(|| self.inner.keep_evicted()).map(|inner| PyEvictedQueue { inner }).map_err(to_python)
+    fn start_evicted_queue(&self, py: Python<'_>) -> PyResult<PyEvictedQueue> {
+        py.detach(|| self.inner.start_evicted_queue()).map(|inner| PyEvictedQueue { inner }).map_err(to_python)
     }
     fn next_evicted(&self, py: Python<'_>) -> PyResult<Option<PyEvictedBlock>> {
         let next = py.detach(|| self.inner.next_evicted()).map_err(to_python)?;
         next.map(|rows| PyEvictedBlock::of(py, rows, self.vector_floats())).transpose()
     }
-    fn end_telling(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.end_telling()).map_err(to_python)
+    fn end_evicted_queue(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.end_evicted_queue()).map_err(to_python)
     }
     /// Count the rows by where they stand in the order of a sweep after `step`, unless the version is another one by then.
-    #[pyo3(signature = (step, spans, version))]
+    #[pyo3(signature = (step, ranges, version))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
-    fn census(
+    fn score_histogram(
         &self,
         py: Python<'_>,
         step: u64,
-        spans: Vec<Py<PySpan>>,
+        ranges: Vec<Py<PyRankKeyRange>>,
         version: Option<u64>,
-    ) -> PyResult<Option<PyCensus>> {
-        let spans: Vec<_> = spans.iter().map(|span| span.get().core).collect();
-        let counted = py.detach(|| self.inner.census(step, &spans, version)).map_err(to_python)?;
-        counted.map(|counted| PyCensus::of(py, counted)).transpose()
+    ) -> PyResult<Option<PyScoreHistogram>> {
+        let spans: Vec<_> = ranges.iter().map(|span| span.get().core).collect();
+        let counted = py.detach(|| self.inner.score_histogram(step, &spans, version)).map_err(to_python)?;
+        counted.map(|counted| PyScoreHistogram::of(py, counted)).transpose()
     }
-    fn is_as_swept(&self, py: Python<'_>) -> PyResult<bool> {
-        py.detach(|| self.inner.is_as_swept()).map_err(to_python)
+    fn is_unchanged_since_sweep(&self, py: Python<'_>) -> PyResult<bool> {
+        py.detach(|| self.inner.is_unchanged_since_sweep()).map_err(to_python)
     }
     fn clear_rows(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;
         py.detach(|| self.inner.clear_rows()).map_err(to_python)
     }
-    #[pyo3(signature = (token))]
-    fn flush(&self, py: Python<'_>, token: Option<u64>) -> PyResult<()> {
+    #[pyo3(signature = (commit_id))]
+    fn flush(&self, py: Python<'_>, commit_id: Option<u64>) -> PyResult<()> {
         follow_levels_sometimes(py)?;
-        py.detach(|| token.map_or_else(|| self.inner.flush_next(), |token| self.inner.flush(token))).map_err(to_python)
+        py.detach(|| commit_id.map_or_else(|| self.inner.flush_next(), |token| self.inner.flush(token)))
+            .map_err(to_python)
     }
-    fn published_given_up(&self, py: Python<'_>) -> bool {
+    fn has_lost_flush(&self, py: Python<'_>) -> bool {
         py.detach(|| self.inner.published_given_up())
     }
-    fn last_token(&self, py: Python<'_>) -> Option<u64> {
-        py.detach(|| self.inner.last_token())
+    fn last_commit_id(&self, py: Python<'_>) -> Option<u64> {
+        py.detach(|| self.inner.last_commit_id())
     }
     fn check_writable(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.check_writable()).map_err(to_python)
@@ -364,8 +372,8 @@ impl PyTable {
     fn is_read_only(&self, py: Python<'_>) -> bool {
         py.detach(|| self.inner.is_read_only())
     }
-    fn forget_published(&self, py: Python<'_>, token: u64) -> PyResult<()> {
-        py.detach(|| self.inner.forget_published(token)).map_err(to_python)
+    fn forget_commit(&self, py: Python<'_>, commit_id: u64) -> PyResult<()> {
+        py.detach(|| self.inner.forget_published(commit_id)).map_err(to_python)
     }
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;
@@ -373,27 +381,27 @@ impl PyTable {
     }
     #[staticmethod]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn published(py: Python<'_>, ssd_dir: PathBuf, ssd_root: PathBuf, path_checks: &str) -> PyResult<Vec<u64>> {
-        let root = SsdRoot::new(ssd_root, path_checks)?;
-        py.detach(|| SsdTier::published(&ssd_dir, &*root.engine()?.1)).map_err(to_python)
+    fn commit_ids(py: Python<'_>, ssd_dir: PathBuf, ssd_root: PathBuf, path_checks: &str) -> PyResult<Vec<u64>> {
+        let root = CheckedSsdDir::new(ssd_root, path_checks)?;
+        py.detach(|| SsdTier::published_commit_ids(&ssd_dir, &*root.engine()?.1)).map_err(to_python)
     }
     #[staticmethod]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn remove_shard(py: Python<'_>, ssd_dir: PathBuf, ssd_root: PathBuf, path_checks: &str) -> PyResult<()> {
-        let root = SsdRoot::new(ssd_root, path_checks)?;
+        let root = CheckedSsdDir::new(ssd_root, path_checks)?;
         py.detach(|| SsdTier::remove_shard(&ssd_dir, &*root.engine()?.1)).map_err(to_python)
     }
 }
 
 /// A stream of blocks of rows.
-#[pyclass(frozen, name = "Export", module = "torchrec_embcache._native")]
-pub(crate) struct PyExport {
+#[pyclass(frozen, name = "TableExport", module = "torchrec_embcache._native")]
+pub(crate) struct PyTableExport {
     stream: Mutex<ExportStream>,
     vector_floats: usize,
 }
 
 #[pymethods]
-impl PyExport {
+impl PyTableExport {
     fn __iter__(slf: Py<Self>) -> Py<Self> {
         slf
     }

@@ -9,12 +9,14 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, PlanMode, RowBlock, Table, Unseen};
-use embcache::checkpoint::Directory;
-use embcache::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::cache::{DeviceRowReader, DeviceTensors, Lookup, MissingMode, Plan, PlanMode, RowBlock, Table};
+use embcache::checkpoint::CheckpointDirectory;
+use embcache::config::{
+    AdmissionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, ReopenMode, SsdConfig, TableConfig,
+};
 use embcache::io::{FaultEngine, IoEngine, MemoryEngine};
 use embcache::kernels::Hyperparameters;
-use embcache::rows::{Initializer, RowHeader, RowLayout};
+use embcache::rows::{InitializerSpec, RowHeader, RowLayout};
 use embcache::types::{CacheSlot, DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
 pub use watch::watched;
@@ -29,8 +31,8 @@ pub fn times() -> u64 {
 }
 
 /// The directory `path` of an engine, as checkpoints take it.
-pub fn directory_in(engine: &Arc<dyn IoEngine>, path: impl AsRef<Path>) -> Directory {
-    Directory::in_engine(Arc::clone(engine), path.as_ref())
+pub fn directory_in(engine: &Arc<dyn IoEngine>, path: impl AsRef<Path>) -> CheckpointDirectory {
+    CheckpointDirectory::with_engine(Arc::clone(engine), path.as_ref())
 }
 
 /// The tensors of a device tier, in RAM. In production torch holds them.
@@ -93,7 +95,7 @@ impl DeviceMemory {
     }
 }
 
-impl DeviceRows for DeviceMemory {
+impl DeviceRowReader for DeviceMemory {
     fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
         let now = {
             let mut amid = self.amid.lock().unwrap_or_else(PoisonError::into_inner);
@@ -147,7 +149,7 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
         key: embcache::types::table_key("t"),
         dim,
         optimizer,
-        initializer: Initializer::Uniform { low: -1.0, high: 1.0 },
+        initializer: InitializerSpec::Uniform { low: -1.0, high: 1.0 },
         seed: 7,
         total_num_buckets: 13,
         buckets: 0..13,
@@ -157,7 +159,7 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
         ssd: None,
         policy,
         on_full: OnFull::Error,
-        admission: Admission::All,
+        admission: AdmissionRule::All,
         not_admitted: MissingRead::Initial,
         missing_read: MissingRead::Initial,
         score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
@@ -170,7 +172,7 @@ pub fn three_tiers(dim: usize, device_rows: Option<u32>, host_rows: u64, ssd_byt
     let mut wanted = config(dim, OptimizerKind::Adagrad, host_rows);
     wanted.device_rows = device_rows;
     let dir = PathBuf::from("/base/m/t/0-of-1");
-    wanted.ssd = Some(SsdConfig { dir, bytes: ssd_bytes, reopen: Reopen::Never, resume_token: None });
+    wanted.ssd = Some(SsdConfig { dir, bytes: ssd_bytes, reopen: ReopenMode::Never, resume_commit_id: None });
     wanted
 }
 
@@ -233,7 +235,7 @@ impl Rig {
             memory.resize(slots as usize);
             memory
         });
-        let reader = device.clone().map(|memory| memory as Arc<dyn DeviceRows>);
+        let reader = device.clone().map(|memory| memory as Arc<dyn DeviceRowReader>);
         let table = Table::open(config, reader, engine)?;
         let lookup = Lookup::new(std::slice::from_ref(&table), &[0])?;
         Ok(Self { table, lookup, device, threads: 1, dim })
@@ -364,10 +366,13 @@ impl Rig {
     }
 
     /// Evaluate a batch. The result is the forward's output.
-    pub fn evaluate(&self, ids: &[Id], bag: usize, unseen_zeros: bool) -> embcache::Result<Vec<f32>> {
+    pub fn evaluate(&self, ids: &[Id], bag: usize, reads_zeros: bool) -> embcache::Result<Vec<f32>> {
         let plan = self.plan(
             ids,
-            PlanMode { unseen: if unseen_zeros { Unseen::Zeros } else { Unseen::Initial }, ..PlanMode::EVALUATE },
+            PlanMode {
+                missing: if reads_zeros { MissingMode::Zeros } else { MissingMode::Initial },
+                ..PlanMode::EVALUATE
+            },
         )?;
         self.place(&plan)?;
         self.forward(&plan, ids.len(), bag)

@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Result;
-use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig};
 use embcache::io::IoEngine;
 use embcache::rows::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
-use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::ssd::{ShardIdentity, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 
 /// The width of a row.
@@ -23,13 +23,13 @@ pub fn layout() -> RowLayout {
 }
 
 /// The identity of the table to which the tier belongs.
-pub fn identity() -> Identity {
-    Identity { table: "item".into(), ..Identity::of(&crate::config(DIM, OptimizerKind::RowWiseAdagrad, 1)) }
+pub fn identity() -> ShardIdentity {
+    ShardIdentity { table: "item".into(), ..ShardIdentity::of(&crate::config(DIM, OptimizerKind::RowWiseAdagrad, 1)) }
 }
 
 /// A tier of `bytes` bytes in `dir`. A resume takes the newest state.
-pub fn config(dir: &Path, bytes: u64, reopen: Reopen) -> SsdConfig {
-    SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_token: None }
+pub fn config(dir: &Path, bytes: u64, reopen: ReopenMode) -> SsdConfig {
+    SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_commit_id: None }
 }
 
 /// Open the tier, or make it.

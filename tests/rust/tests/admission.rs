@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU64;
 
 use embcache::Kind;
-use embcache::cache::{DeviceTensors, Plan, PlanMode, Unseen};
-use embcache::config::{Admission, MissingRead, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::cache::{DeviceTensors, MissingMode, Plan, PlanMode};
+use embcache::config::{AdmissionRule, MissingRead, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::types::Id;
 use embcache_tests::dice::{Dice, bits};
 use embcache_tests::{Contents, Rig, config, hyperparameters, three_tiers};
@@ -116,7 +116,7 @@ impl Pair {
     fn random_step(&mut self, dice: &mut Dice, depth: usize) {
         while self.ahead.len() < depth {
             let ids = dice.ids(40);
-            let plan = self.rig.plan(&ids, PlanMode::TRAIN_AHEAD).expect("a plan ahead");
+            let plan = self.rig.plan(&ids, PlanMode::TRAIN_PREFETCH).expect("a plan ahead");
             self.ahead.push_back((ids, plan));
         }
         match dice.roll(10) {
@@ -129,7 +129,7 @@ impl Pair {
             }
             1 => {
                 let ids = dice.ids(30);
-                let mode = PlanMode { unseen: Unseen::NotAdmitted, ..PlanMode::EVALUATE };
+                let mode = PlanMode { missing: MissingMode::NotAdmitted, ..PlanMode::EVALUATE };
                 let plan = self.rig.plan(&ids, mode).expect("a plan");
                 self.rig.place(&plan).expect("a place");
                 let out = self.rig.forward(&plan, ids.len(), BAG).expect("a forward");
@@ -167,12 +167,12 @@ fn row_of(id: Id) -> (embcache::rows::RowHeader, Vec<u32>) {
     (header, (0..DIM as u32).map(|column| (column as f32 + 0.25).to_bits()).collect())
 }
 
-fn count(threshold: u32) -> Admission {
-    Admission::Count { threshold, window_steps: None, memory: MEMORY }
+fn count(threshold: u32) -> AdmissionRule {
+    AdmissionRule::Count { threshold, window_steps: None, memory: MEMORY }
 }
 
-fn settings(number: usize, admission: Admission, not_admitted: MissingRead) -> TableConfig {
-    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: Reopen::Never, resume_token: None };
+fn settings(number: usize, admission: AdmissionRule, not_admitted: MissingRead) -> TableConfig {
+    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: ReopenMode::Never, resume_commit_id: None };
     let made = match number {
         0 => config(DIM, OptimizerKind::RowWiseAdagrad, 100_000),
         1 => TableConfig { ssd: Some(ssd), ..config(DIM, OptimizerKind::RowWiseAdagrad, 60) },
@@ -188,7 +188,7 @@ fn the_same_ids_get_the_same_rows_for_any_tiers_and_any_lookahead() {
     {
         let (rig, _) = Rig::with_faults(settings(tiers, count(threshold), MissingRead::Zeros));
         let model = Model {
-            rig: Rig::with_faults(settings(0, Admission::All, MissingRead::Initial)).0,
+            rig: Rig::with_faults(settings(0, AdmissionRule::All, MissingRead::Initial)).0,
             ..Model::new(threshold)
         };
         let mut pair = Pair { rig, model, ahead: Ahead::new(), salt: 0 };
@@ -205,7 +205,7 @@ fn the_same_ids_get_the_same_rows_for_any_tiers_and_any_lookahead() {
         assert_eq!(pair.rig.table.len().expect("rows"), pair.model.rows.len() as u64);
         let stats = pair.rig.table.stats().expect("stats").admission.expect("admission");
         assert_eq!(stats.pending, pair.model.counts.len() as u64);
-        assert!(stats.admitted > 0 && (threshold == 1) == (stats.refused == 0), "{stats:?}");
+        assert!(stats.admitted > 0 && (threshold == 1) == (stats.not_admitted == 0), "{stats:?}");
     }
 }
 
@@ -228,7 +228,7 @@ fn an_id_that_is_not_admitted_reads_what_was_asked_for_and_is_not_trained() {
         for (not_admitted, expected) in
             [(MissingRead::Zeros, Some(0.0)), (MissingRead::Value(0.25), Some(0.25)), (MissingRead::Initial, None)]
         {
-            let (rig, _) = Rig::with_faults(settings(tiers, Admission::ReadOnly, not_admitted));
+            let (rig, _) = Rig::with_faults(settings(tiers, AdmissionRule::ReadOnly, not_admitted));
             rig.import(&[(5, row_of(5))].into_iter().collect()).expect("imported");
             let births = rig.table.read_rows(&[9]).expect("initial values").vectors;
             for step in 0..3 {
@@ -244,7 +244,7 @@ fn an_id_that_is_not_admitted_reads_what_was_asked_for_and_is_not_trained() {
             let found = rig.table.read_rows(&[5, 9]).expect("rows");
             assert_eq!(found.found, [true, false]);
             assert_eq!((found.headers[0].count, rig.table.len().expect("rows")), (10, 1));
-            let mode = PlanMode { unseen: Unseen::NotAdmitted, ..PlanMode::EVALUATE };
+            let mode = PlanMode { missing: MissingMode::NotAdmitted, ..PlanMode::EVALUATE };
             let plan = rig.plan(&[9], mode).expect("a plan");
             rig.place(&plan).expect("a place");
             assert_eq!(rig.forward(&plan, 1, 1).expect("a forward"), out_of(&rig, 9, expected));
@@ -296,7 +296,7 @@ fn out_of(rig: &Rig, id: Id, expected: Option<f32>) -> Vec<f32> {
 #[test]
 fn a_mean_counts_the_ids_that_are_not_admitted() {
     for tiers in 0..3 {
-        let (rig, _) = Rig::with_faults(settings(tiers, Admission::ReadOnly, MissingRead::Value(2.0)));
+        let (rig, _) = Rig::with_faults(settings(tiers, AdmissionRule::ReadOnly, MissingRead::Value(2.0)));
         rig.import(&[(5, row_of(5))].into_iter().collect()).expect("imported");
         let plan = rig.plan(&[5, 6, 7, 8], PlanMode::TRAIN).expect("a plan");
         rig.place(&plan).expect("a place");
@@ -310,7 +310,7 @@ fn a_mean_counts_the_ids_that_are_not_admitted() {
 
 #[test]
 fn coins_are_thrown_alike_for_any_tiers_and_any_lookahead() {
-    let admission = Admission::Probability { p: 0.2 };
+    let admission = AdmissionRule::Probability { p: 0.2 };
     let mut found = Vec::new();
     for (tiers, depth) in [(0, 0), (1, 4), (2, 2)] {
         let (rig, _) = Rig::with_faults(settings(tiers, admission, MissingRead::Zeros));
@@ -318,7 +318,7 @@ fn coins_are_thrown_alike_for_any_tiers_and_any_lookahead() {
         let mut ahead: Ahead = Ahead::new();
         for step in 0..60 {
             let ids = dice.ids(40);
-            let mode = if depth == 0 { PlanMode::TRAIN } else { PlanMode::TRAIN_AHEAD };
+            let mode = if depth == 0 { PlanMode::TRAIN } else { PlanMode::TRAIN_PREFETCH };
             ahead.push_back((ids.clone(), rig.plan(&ids, mode).expect("a plan")));
             while ahead.len() > depth || step == 59 && !ahead.is_empty() {
                 let (ids, plan) = ahead.pop_front().expect("one");
@@ -335,7 +335,8 @@ fn coins_are_thrown_alike_for_any_tiers_and_any_lookahead() {
 
 #[test]
 fn shows_and_clicks_add_up() {
-    let admission = Admission::ShowClick { alpha: 0.25, beta: 1.0, threshold: 1.0, window_steps: None, memory: MEMORY };
+    let admission =
+        AdmissionRule::ShowClick { alpha: 0.25, beta: 1.0, threshold: 1.0, window_steps: None, memory: MEMORY };
     let (rig, _) = Rig::with_faults(settings(0, admission, MissingRead::Zeros));
     let step = |ids: &[Id], clicks: &[u32]| {
         let plan = rig.lookup.plan_with_clicks(ids, &[0, ids.len() as i64], PlanMode::TRAIN, clicks).expect("a plan");
@@ -380,7 +381,7 @@ fn two_batches_in_flight_that_both_admit_an_id_train_one_row() {
         let found = rig.table.read_rows(&[1, 2]).expect("rows");
         assert_eq!((found.found, found.headers[0].count), (vec![true, false], 6), "{tiers}");
         // The three refusals of id 2 were counted, each once.
-        assert_eq!(rig.table.stats().expect("stats").admission.map(|a| (a.pending, a.refused)), Some((1, 3)));
+        assert_eq!(rig.table.stats().expect("stats").admission.map(|a| (a.pending, a.not_admitted)), Some((1, 3)));
         rig.train(&[2], 1, 1).expect("a step");
         assert!(rig.table.read_rows(&[2]).expect("rows").found[0]);
     }
@@ -400,7 +401,7 @@ fn an_id_that_another_batch_gave_its_row_meanwhile_is_not_counted() {
 
 #[test]
 fn counts_move_to_shards_in_which_ids_fall_into_other_buckets() {
-    let counted = Admission::Count { threshold: 4, window_steps: NonZeroU64::new(20), memory: MEMORY };
+    let counted = AdmissionRule::Count { threshold: 4, window_steps: NonZeroU64::new(20), memory: MEMORY };
     let open = |total: u32, buckets: std::ops::Range<u32>| {
         let settings = settings(0, counted, MissingRead::Zeros);
         Rig::with_faults(TableConfig { total_num_buckets: total, buckets, ..settings }).0
@@ -408,7 +409,7 @@ fn counts_move_to_shards_in_which_ids_fall_into_other_buckets() {
     let counts = |rig: &Rig| {
         let (mut found, bucketing) = (BTreeMap::new(), rig.table.config().bucketing());
         let mut gather = |counts: embcache::lifecycle::BucketCounts| {
-            for each in counts.pending {
+            for each in counts.ids {
                 assert_eq!(bucketing.of(each.id), counts.bucket);
                 found.insert(each.id, (each.shows, each.is_older));
             }
@@ -440,14 +441,14 @@ fn counts_move_to_shards_in_which_ids_fall_into_other_buckets() {
 #[test]
 fn numbers_out_of_range_are_refused() {
     let show_click =
-        |alpha, beta, threshold| Admission::ShowClick { alpha, beta, threshold, window_steps: None, memory: 1 };
+        |alpha, beta, threshold| AdmissionRule::ShowClick { alpha, beta, threshold, window_steps: None, memory: 1 };
     for admission in [
         count(0),
         count(1 << 24),
-        Admission::Count { threshold: 2, window_steps: NonZeroU64::new(5), memory: 0 },
-        Admission::Probability { p: 0.0 },
-        Admission::Probability { p: 1.5 },
-        Admission::Probability { p: f64::NAN },
+        AdmissionRule::Count { threshold: 2, window_steps: NonZeroU64::new(5), memory: 0 },
+        AdmissionRule::Probability { p: 0.0 },
+        AdmissionRule::Probability { p: 1.5 },
+        AdmissionRule::Probability { p: f64::NAN },
         show_click(-1.0, 1.0, 1.0),
         show_click(1.0, f64::INFINITY, 1.0),
         show_click(0.0, 0.0, 1.0),
@@ -462,13 +463,13 @@ fn numbers_out_of_range_are_refused() {
 fn refused_ids_train_the_shared_row_once_its_sums_are_said_and_not_before() {
     for device_rows in [None, Some(64)] {
         let shared = TableConfig {
-            admission: Admission::ReadOnly,
-            not_admitted: MissingRead::SharedRow,
+            admission: AdmissionRule::ReadOnly,
+            not_admitted: MissingRead::OovRow,
             device_rows,
             ..config(DIM, OptimizerKind::Sgd, 100)
         };
         let (rig, _) = Rig::with_faults(shared);
-        let weights = || bits(rig.table.shared_row().expect("an open table").expect("a shared row").values());
+        let weights = || bits(rig.table.oov_row().expect("an open table").expect("a shared row").values());
         let ids = [1, 2, 1, 3];
         let plan = rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
         rig.place(&plan).expect("a place");
@@ -476,18 +477,18 @@ fn refused_ids_train_the_shared_row_once_its_sums_are_said_and_not_before() {
         let grad: Vec<f32> = (0..2 * DIM).map(|at| at as f32).collect();
         let refused = rig.backward_with(&plan, &grad).expect_err("the shared row would not be trained");
         assert_eq!((refused.kind(), weights(), rig.table.step().expect("a step")), (Kind::State, vec![0; DIM], 0));
-        let sums = plan.refused_sums_pooled(&grad, 1).expect("sums");
+        let sums = plan.oov_gradient_sums_pooled(&grad, 1).expect("sums");
         assert_eq!(sums.last(), Some(&3), "distinct ids");
-        assert_eq!(plan.train_shared(&sums[1..], &[hyperparameters()]).expect_err("too few").kind(), Kind::Input);
+        assert_eq!(plan.train_oov_row(&sums[1..], &[hyperparameters()]).expect_err("too few").kind(), Kind::Input);
         // As of two ranks whose batches were the same.
         let twice: Vec<i64> = sums.iter().map(|sum| 2 * sum).collect();
-        plan.train_shared(&twice, &[hyperparameters()]).expect("sums of all ranks");
+        plan.train_oov_row(&twice, &[hyperparameters()]).expect("sums of all ranks");
         assert_eq!(weights(), [0; DIM], "before the commit");
         rig.backward_with(&plan, &grad).expect("a backward");
         let lr = hyperparameters().lr as f32;
         let want: Vec<f32> = (0..DIM).map(|at| -lr * (4 * at + 4 * (at + DIM)) as f32).collect();
         assert_eq!((weights(), rig.table.step().expect("a step")), (bits(&want), 1));
-        let evaluated = PlanMode { unseen: Unseen::NotAdmitted, ..PlanMode::EVALUATE };
+        let evaluated = PlanMode { missing: MissingMode::NotAdmitted, ..PlanMode::EVALUATE };
         let plan = rig.plan(&[9], evaluated).expect("a plan");
         rig.place(&plan).expect("a place");
         assert_eq!(bits(&rig.forward(&plan, 1, 1).expect("a forward")), bits(&want));

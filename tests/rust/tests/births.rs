@@ -1,13 +1,13 @@
 //! Births: the row of a (seed, table key, id) is always the same, and has the distribution that was asked for.
 
-use embcache::rows::{Initializer, RowBirth};
+use embcache::rows::{InitializerSpec, RowInitializer};
 use embcache::types::table_key;
 
 const SEED: u64 = 7;
 
-fn row(initializer: Initializer, seed: u64, key: u64, id: i64, dim: usize) -> Vec<f32> {
+fn row(initializer: InitializerSpec, seed: u64, key: u64, id: i64, dim: usize) -> Vec<f32> {
     let mut weights = vec![f32::NAN; dim];
-    RowBirth::new(initializer, seed, key).expect("valid initializer").fill(id, &mut weights);
+    RowInitializer::new(initializer, seed, key).expect("valid initializer").fill(id, &mut weights);
     weights
 }
 
@@ -15,13 +15,13 @@ fn bits(row: &[f32]) -> Vec<u32> {
     row.iter().map(|weight| weight.to_bits()).collect()
 }
 
-fn named(name: &str, first: f32, second: f32) -> Initializer {
+fn named(name: &str, first: f32, second: f32) -> InitializerSpec {
     match name {
-        "constant" => Initializer::Constant { value: first },
-        "uniform" => Initializer::Uniform { low: first, high: second },
-        "normal" => Initializer::Normal { mean: first, std: second },
-        "truncated_normal" => Initializer::TruncatedNormal { mean: first, std: second },
-        "linear" => Initializer::Linear { low: first, high: second },
+        "constant" => InitializerSpec::Constant { value: first },
+        "uniform" => InitializerSpec::Uniform { low: first, high: second },
+        "normal" => InitializerSpec::Normal { mean: first, std: second },
+        "truncated_normal" => InitializerSpec::TruncatedNormal { mean: first, std: second },
+        "linear" => InitializerSpec::Linear { low: first, high: second },
         _ => panic!("the fixture has an initializer {name:?} that this test does not know"),
     }
 }
@@ -52,7 +52,7 @@ fn births_are_those_of_version_1() {
 }
 
 /// All weights of `rows` rows of width 64.
-fn sample(initializer: Initializer, rows: i64) -> Vec<f64> {
+fn sample(initializer: InitializerSpec, rows: i64) -> Vec<f64> {
     (0..rows).flat_map(|id| row(initializer, SEED, table_key("t"), id, 64)).map(f64::from).collect()
 }
 
@@ -89,7 +89,7 @@ fn normal_cdf(x: f64) -> f64 {
 
 #[test]
 fn uniform_weights_are_uniform() {
-    let values = sample(Initializer::Uniform { low: -0.5, high: 1.5 }, 2000);
+    let values = sample(InitializerSpec::Uniform { low: -0.5, high: 1.5 }, 2000);
     let (mean, std) = mean_and_std(&values);
     assert!((mean - 0.5).abs() < 0.006, "mean {mean}");
     assert!((std - 2.0 / 12.0_f64.sqrt()).abs() < 0.006, "std {std}");
@@ -99,7 +99,7 @@ fn uniform_weights_are_uniform() {
 
 #[test]
 fn normal_weights_are_normal() {
-    let values = sample(Initializer::Normal { mean: 1.0, std: 0.25 }, 2000);
+    let values = sample(InitializerSpec::Normal { mean: 1.0, std: 0.25 }, 2000);
     let (mean, std) = mean_and_std(&values);
     assert!((mean - 1.0).abs() < 0.003, "mean {mean}");
     assert!((std - 0.25).abs() < 0.003, "std {std}");
@@ -109,7 +109,7 @@ fn normal_weights_are_normal() {
 
 #[test]
 fn truncated_normal_weights_stay_within_two_deviations() {
-    let values = sample(Initializer::TruncatedNormal { mean: -1.0, std: 0.5 }, 2000);
+    let values = sample(InitializerSpec::TruncatedNormal { mean: -1.0, std: 0.5 }, 2000);
     assert!(values.iter().all(|value| (-2.0..=0.0).contains(value)));
     assert!(values.iter().any(|value| *value < -1.99) && values.iter().any(|value| *value > -0.01));
     let (mean, std) = mean_and_std(&values);
@@ -123,7 +123,7 @@ fn truncated_normal_weights_stay_within_two_deviations() {
 
 #[test]
 fn linear_weights_are_a_ramp_over_the_columns() {
-    let ramp = Initializer::Linear { low: 1.0, high: 2.0 };
+    let ramp = InitializerSpec::Linear { low: 1.0, high: 2.0 };
     assert_eq!(row(ramp, 0, 0, 3, 5), [1.0, 1.25, 1.5, 1.75, 2.0]);
     assert_eq!(row(ramp, 0, 0, -9, 5), [1.0, 1.25, 1.5, 1.75, 2.0]);
     assert_eq!(row(ramp, 0, 0, 3, 1), [1.0]);
@@ -133,14 +133,16 @@ fn linear_weights_are_a_ramp_over_the_columns() {
 #[test]
 fn every_column_of_a_wide_row_is_written() {
     for dim in [1, 3, 4, 63, 64, 65, 200] {
-        let wide = row(Initializer::Uniform { low: 0.0, high: 1.0 }, SEED, 1, i64::MIN, dim);
+        let wide = row(InitializerSpec::Uniform { low: 0.0, high: 1.0 }, SEED, 1, i64::MIN, dim);
         assert!(wide.iter().all(|weight| (0.0..1.0).contains(weight)), "dim {dim}");
     }
 }
 
 #[test]
 fn a_narrow_row_is_the_start_of_a_wide_one() {
-    for initializer in [Initializer::Uniform { low: -1.0, high: 1.0 }, Initializer::Normal { mean: 0.0, std: 1.0 }] {
+    for initializer in
+        [InitializerSpec::Uniform { low: -1.0, high: 1.0 }, InitializerSpec::Normal { mean: 0.0, std: 1.0 }]
+    {
         let wide = row(initializer, SEED, 1, 5, 100);
         assert_eq!(bits(&row(initializer, SEED, 1, 5, 17)), bits(&wide[..17]));
     }
@@ -162,7 +164,7 @@ fn assert_unrelated(first: &[f32], second: &[f32], what: &str) {
 
 #[test]
 fn ids_seeds_tables_and_columns_are_independent() {
-    let uniform = Initializer::Uniform { low: -1.0, high: 1.0 };
+    let uniform = InitializerSpec::Uniform { low: -1.0, high: 1.0 };
     let base = row(uniform, SEED, table_key("a"), 5, 10_000);
     for id in [4, 6, -5, 5 + (1 << 32), 5 - (1 << 32), i64::MAX, i64::MIN] {
         assert_unrelated(&base, &row(uniform, SEED, table_key("a"), id, 10_000), "ids");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::cache::{Lookup, Plan, PlanMode, RowBlock};
-use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{OnFull, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::MemoryEngine;
 use embcache::rows::RowHeader;
 use embcache::types::Id;
@@ -22,7 +22,7 @@ fn import(rig: &Rig, ids: std::ops::Range<Id>, version: f32) {
 /// The ids of all rows, after a check that each row has the value of `version`.
 fn ids_of(rig: &Rig, version: impl Fn(Id) -> f32) -> Vec<Id> {
     let mut ids = Vec::new();
-    let sink = &mut |chunk: embcache::cache::Chunk| {
+    let sink = &mut |chunk: embcache::cache::RowChunk| {
         for (at, header) in chunk.headers.iter().enumerate() {
             assert_eq!(
                 chunk.vectors[at * DIM..][..DIM],
@@ -42,15 +42,15 @@ fn ids_of(rig: &Rig, version: impl Fn(Id) -> f32) -> Vec<Id> {
 
 /// An evaluation holds ids that the table does not have. Meanwhile the full table is trained on ids that it has, and then on one of
 /// those.
-fn unseen_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Option<u32>, ahead: bool) {
+fn missing_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Option<u32>, ahead: bool) {
     let mut wanted = config(DIM, OptimizerKind::Sgd, 60);
     wanted.on_full = on_full;
     wanted.device_rows = device_rows;
     let rig = Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table");
     import(&rig, 0..60, 0.0);
     assert_eq!(rig.table.len().expect("a length"), 60);
-    let unseen: Vec<Id> = (1000..1010).collect();
-    let evaluation = rig.plan(&unseen, PlanMode { ahead, ..PlanMode::EVALUATE }).expect("a plan");
+    let missing: Vec<Id> = (1000..1010).collect();
+    let evaluation = rig.plan(&missing, PlanMode { is_prefetch: ahead, ..PlanMode::EVALUATE }).expect("a plan");
     if !ahead {
         rig.place(&evaluation).expect("its rows");
     }
@@ -83,11 +83,11 @@ fn unseen_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Option
 }
 
 #[test]
-fn unseen_ids_that_an_evaluation_holds_take_no_room_of_a_full_table() {
+fn missing_ids_that_an_evaluation_holds_take_no_room_of_a_full_table() {
     for on_full in [OnFull::Evict, OnFull::Error] {
         for device_rows in [None, Some(20)] {
             for ahead in [false, true] {
-                unseen_ids_of_an_evaluation_take_no_room(on_full, device_rows, ahead);
+                missing_ids_of_an_evaluation_take_no_room(on_full, device_rows, ahead);
             }
         }
     }
@@ -101,8 +101,8 @@ fn evicting(ssd: bool, device_rows: Option<u32>) -> Rig {
         ssd: ssd.then(|| SsdConfig {
             dir: PathBuf::from("/base/m/t/0-of-1"),
             bytes: 96 << 10,
-            reopen: Reopen::Never,
-            resume_token: None,
+            reopen: ReopenMode::Never,
+            resume_commit_id: None,
         }),
         ..config(DIM, OptimizerKind::Sgd, 60)
     };
@@ -203,16 +203,16 @@ fn rows_are_dropped_for_a_batch_that_is_fetched_ahead_only_when_it_comes() {
     for (rig, most) in full_tables() {
         let before = state_of(&rig);
         let some: Vec<Id> = (5000..5030).collect();
-        drop(rig.plan(&some, PlanMode::TRAIN_AHEAD).expect("a plan that never comes"));
+        drop(rig.plan(&some, PlanMode::TRAIN_PREFETCH).expect("a plan that never comes"));
         assert_eq!(state_of(&rig), before);
-        let ahead = rig.plan(&some, PlanMode::TRAIN_AHEAD).expect("a plan");
-        assert!(ahead.complete_ahead().expect("a plan"), "nothing else is left for later");
+        let ahead = rig.plan(&some, PlanMode::TRAIN_PREFETCH).expect("a plan");
+        assert!(ahead.is_prefetched().expect("a plan"), "nothing else is left for later");
         assert_eq!(state_of(&rig), before);
         rig.finish(&ahead, some.len(), 1, 0).expect("a step");
         assert_eq!(rig.table.stats().expect("counters").dropped_rows, before.1 + 30);
         let too_many: Vec<Id> = (9000..9001 + most).collect();
         let rows = rig.contents().expect("every row");
-        let ahead = rig.plan(&too_many, PlanMode::TRAIN_AHEAD).expect("its forward says so");
+        let ahead = rig.plan(&too_many, PlanMode::TRAIN_PREFETCH).expect("its forward says so");
         assert_eq!(rig.place(&ahead).expect_err("one row too many").kind(), Kind::Capacity);
         assert!(rig.contents().expect("every row") == rows);
     }
@@ -238,10 +238,10 @@ fn no_table_drops_rows_for_a_batch_that_another_table_refuses() {
                 let now = PlanMode { threads, ..PlanMode::TRAIN };
                 let refused = plan_of_two(rigs, ids[0], ids[1], now).expect_err("one row too many");
                 assert_eq!(refused.kind(), Kind::Capacity, "{refused}");
-                let ahead = PlanMode { ahead: true, ..now };
+                let ahead = PlanMode { is_prefetch: true, ..now };
                 for checks_first in [false, true] {
                     let plan = plan_of_two(rigs, ids[0], ids[1], ahead).expect("its forward says so");
-                    let refused = if checks_first { plan.check_room() } else { plan.wait() };
+                    let refused = if checks_first { plan.check_space() } else { plan.wait() };
                     assert_eq!(refused.expect_err("one row too many").kind(), Kind::Capacity);
                 }
                 assert_eq!([state_of(first), state_of(second)], before);

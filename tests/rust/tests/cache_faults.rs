@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use embcache::Kind;
 use embcache::cache::{PickedRows, PlanMode, RowColumns};
 use embcache::config::{OnFull, OptimizerKind, TableConfig};
-use embcache::io::{Fault, Operation};
+use embcache::io::{IoFault, IoOperation};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::{Contents, Rig, config};
@@ -52,7 +52,7 @@ fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(device_row
         rig.train(ids, 4, salt as u32).expect("a step");
     }
     rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
-    faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+    faults.hit_every(IoOperation::Read, IoFault::Fail(libc::EIO));
     let error = rig.train(&done[0], 4, 99).expect_err("its rows cannot be read");
     assert_eq!(error.kind(), Kind::Storage, "{error}");
     assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
@@ -96,7 +96,7 @@ fn no_row_is_left_of_a_plan_that_finds_no_room_while_another_thread_bears_its_ro
         train(&rig);
         let misses = || rig.table.stats().expect("counters").host.misses;
         let missed = misses();
-        faults.hit_once(Operation::Create, passing, Fault::Fail(libc::ENOSPC));
+        faults.hit_once(IoOperation::Create, passing, IoFault::Fail(libc::ENOSPC));
         let planned = rig.plan(&new, mode);
         faults.clear();
         if let Ok(plan) = planned {
@@ -124,8 +124,8 @@ fn the_time_that_a_plan_waits_for_the_ssd_tier_counts_once_however_many_reads_it
     rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
     let waited = || rig.table.stats().expect("counters").ssd.expect("an SSD tier").tier.time_ns;
     let before = waited();
-    faults.hold(Operation::Read);
-    let plan = rig.plan(&(0..10_000).collect::<Vec<Id>>(), PlanMode::TRAIN_AHEAD).expect("a plan of several reads");
+    faults.hold(IoOperation::Read);
+    let plan = rig.plan(&(0..10_000).collect::<Vec<Id>>(), PlanMode::TRAIN_PREFETCH).expect("a plan of several reads");
     let begun = Instant::now();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -147,7 +147,7 @@ fn a_damaged_record_is_found_and_never_served() {
         rig.train(ids, 4, salt as u32).expect("a step");
     }
     rig.table.flush(1).expect("a flush");
-    faults.hit_every(Operation::Read, Fault::Flip);
+    faults.hit_every(IoOperation::Read, IoFault::Flip);
     let error = rig.evaluate(&done[0], 4, false).expect_err("every record has a flipped bit");
     assert_eq!(error.kind(), Kind::Corruption, "{error}");
     assert!(error.path().is_some(), "it names the file");
@@ -161,8 +161,10 @@ fn rows_loaded_after_a_clear_are_not_touched_by_reads_of_before_that_failed() {
     }
     rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
     // Read rows that are on SSD alone, in several batches of reads, all of which fail.
-    faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
-    drop(rig.plan(&(0..10_000).collect::<Vec<Id>>(), PlanMode::TRAIN_AHEAD).expect("a plan ahead, never waited for"));
+    faults.hit_every(IoOperation::Read, IoFault::Fail(libc::EIO));
+    drop(
+        rig.plan(&(0..10_000).collect::<Vec<Id>>(), PlanMode::TRAIN_PREFETCH).expect("a plan ahead, never waited for"),
+    );
     rig.table.clear().expect("no batch is in flight");
     faults.clear();
     assert_eq!(rig.table.len().expect("a length"), 0);
@@ -202,8 +204,8 @@ fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
     }
     rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
     let fails = || {
-        faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
-        let plan = rig.plan(&done[0][..40], PlanMode::TRAIN_AHEAD).expect("a plan ahead, never waited for");
+        faults.hit_every(IoOperation::Read, IoFault::Fail(libc::EIO));
+        let plan = rig.plan(&done[0][..40], PlanMode::TRAIN_PREFETCH).expect("a plan ahead, never waited for");
         assert!(!plan.reading().expect("no forked child")[0].is_empty());
         while !plan.is_ready().expect("no forked child") {
             std::thread::yield_now();
@@ -231,7 +233,7 @@ fn reads_of_a_plan_can_be_waited_for_before_its_rows_are_placed() {
             rig.train(ids, 4, salt as u32).expect("a step");
         }
         rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
-        let ahead = || rig.plan(&done[0][..40], PlanMode::TRAIN_AHEAD).expect("a plan");
+        let ahead = || rig.plan(&done[0][..40], PlanMode::TRAIN_PREFETCH).expect("a plan");
         let plan = ahead();
         assert!(!plan.reading().expect("no forked child")[0].is_empty());
         plan.wait_for_reads().expect("rows that are there");
@@ -248,7 +250,7 @@ fn reads_of_a_plan_can_be_waited_for_before_its_rows_are_placed() {
             rig.evaluate(ids, 4, false).expect("rows that are there");
         }
         rig.table.flush(2).expect("a flush");
-        faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+        faults.hit_every(IoOperation::Read, IoFault::Fail(libc::EIO));
         let plan = ahead();
         assert_eq!(plan.wait_for_reads().expect_err("the disk is gone").kind(), Kind::Storage);
         assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0, "the plan is released");
@@ -268,7 +270,7 @@ fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
     let mut failure = None;
     for (salt, ids) in all.iter().cycle().enumerate() {
         if salt == 30 {
-            faults.hit_every(Operation::Write, Fault::Fail(libc::ENOSPC));
+            faults.hit_every(IoOperation::Write, IoFault::Fail(libc::ENOSPC));
         }
         match rig.train(ids, 4, salt as u32) {
             Ok(_) => done.push(ids.clone()),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use embcache::Kind;
 use embcache::cache::PreImages;
 use embcache::config::{OnFull, TableConfig};
-use embcache::io::{Fault, FaultEngine, MemoryEngine, Operation};
+use embcache::io::{FaultEngine, IoFault, IoOperation, MemoryEngine};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::{Contents, Rig};
@@ -29,7 +29,7 @@ fn saved_beside(rig: &Rig) -> Contents {
     let images = Arc::new(PreImages::new(engine, PathBuf::from("/save/images"), 1 << 20, 1));
     let epoch = rig.table.epoch().expect("an epoch");
     let mut rows = Contents::new();
-    let moment = rig.table.moment(&images, epoch + 1).expect("no other save");
+    let moment = rig.table.snapshot(&images, epoch + 1).expect("no other save");
     moment
         .for_each_chunk(1000, &mut |chunk| {
             for (header, vector) in chunk.headers.iter().zip(chunk.vectors.chunks(FLOATS)) {
@@ -71,11 +71,11 @@ fn is_whole_or_not_done(
     after: &Contents,
 ) -> (u64, u64) {
     let (mut failed, mut went_on) = (0, 0);
-    for operation in [Operation::Create, Operation::Write] {
+    for operation in [IoOperation::Create, IoOperation::Write] {
         for passing in 0..12 {
             let (rig, faults) = prepare();
             let before = seen_alike(&rig);
-            faults.hit_once(operation, passing, Fault::Fail(libc::ENOSPC));
+            faults.hit_once(operation, passing, IoFault::Fail(libc::ENOSPC));
             let changed = change(&rig);
             let what = format!("{operation:?} {passing}: {changed:?}");
             let rows = seen_alike(&rig);
@@ -172,7 +172,7 @@ fn training_that_drops_rows_and_meets_a_full_disk_leaves_a_table_whose_rows_all_
             }
             let dropped = rig.table.stats().expect("counters").dropped_rows;
             assert!(dropped > 0, "it is full");
-            faults.hit_once(Operation::Write, passing, Fault::Fail(libc::ENOSPC));
+            faults.hit_once(IoOperation::Write, passing, IoFault::Fail(libc::ENOSPC));
             let failed = (20..400).find_map(|at| step(at).err()).expect("the disk is full");
             assert!(matches!(failed.kind(), Kind::Storage | Kind::ReadOnly), "{failed}");
             let rows = seen_alike(&rig);
@@ -190,7 +190,7 @@ fn an_import_of_rows_that_cannot_be_read_changes_nothing_however_many_rows_it_ha
     let before = seen_alike(&rig);
     // The rows of the first parts can be read.
     for passing in [0, 3, 30, 60] {
-        faults.hit_once(Operation::Read, passing, Fault::Fail(libc::EIO));
+        faults.hit_once(IoOperation::Read, passing, IoFault::Fail(libc::EIO));
         let imported = rig.import(&made(0..12_000, 2));
         let removed = if imported.is_ok() { Ok(0) } else { rig.table.remove_rows(&[]) };
         faults.clear();

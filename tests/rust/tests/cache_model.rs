@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{Ancestor, GroupSink, Plan, PlanMode, RowBlock};
-use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
+use embcache::cache::{BaseCheckpoint, GroupSink, Plan, PlanMode, RowBlock};
+use embcache::config::{OptimizerKind, PolicyKind, ReopenMode, SsdConfig};
 use embcache::io::MemoryEngine;
 use embcache::rows::{RowHeader, RowList};
 use embcache::types::{Id, RowMeta};
@@ -46,7 +46,7 @@ impl GroupSink for Modified {
         self.floats
     }
 
-    fn room(&mut self) -> embcache::Result<usize> {
+    fn wait_for_space(&mut self) -> embcache::Result<usize> {
         Ok(3)
     }
 
@@ -122,8 +122,8 @@ fn some_tiers() -> impl Strategy<Value = Tiers> {
     )
 }
 
-fn ancestor(number: usize, next_epoch: u32) -> Ancestor {
-    Ancestor { name: format!("checkpoint {number}"), manifest_xxh3: number as u64, next_epoch }
+fn ancestor(number: usize, next_epoch: u32) -> BaseCheckpoint {
+    BaseCheckpoint { name: format!("checkpoint {number}"), manifest_xxh3: number as u64, next_epoch }
 }
 
 type Contents = BTreeMap<Id, (Vec<u32>, u32, u32, u64)>;
@@ -183,14 +183,14 @@ struct Run {
     salt: u32,
 }
 
-fn open(tiers: &Tiers, engine: &Arc<MemoryEngine>, reopen: Reopen) -> embcache::Result<Rig> {
+fn open(tiers: &Tiers, engine: &Arc<MemoryEngine>, reopen: ReopenMode) -> embcache::Result<Rig> {
     let mut wanted = config(DIM, tiers.optimizer, tiers.host_rows);
     wanted.policy = tiers.policy;
     wanted.host_bytes = tiers.host_rows * embcache::cache::host_row_bytes(&wanted.layout(), tiers.policy);
     wanted.device_rows = tiers.device_rows;
     if tiers.ssd {
         wanted.ssd =
-            Some(SsdConfig { dir: PathBuf::from("/base/m/t/0-of-1"), bytes: 1 << 20, reopen, resume_token: None });
+            Some(SsdConfig { dir: PathBuf::from("/base/m/t/0-of-1"), bytes: 1 << 20, reopen, resume_commit_id: None });
     }
     let mut rig = Rig::open(wanted, Arc::<MemoryEngine>::clone(engine))?;
     rig.threads = tiers.threads;
@@ -200,7 +200,7 @@ fn open(tiers: &Tiers, engine: &Arc<MemoryEngine>, reopen: Reopen) -> embcache::
 impl Run {
     fn new(tiers: Tiers) -> Self {
         let engine = Arc::new(MemoryEngine::default());
-        let rig = open(&tiers, &engine, Reopen::Never).expect("a table");
+        let rig = open(&tiers, &engine, ReopenMode::Never).expect("a table");
         let oracle =
             Rig::open(config(DIM, tiers.optimizer, 10_000), Arc::<MemoryEngine>::clone(&engine)).expect("an oracle");
         Self {
@@ -233,7 +233,7 @@ impl Run {
                 self.trained(&ids, &out);
             }
             Step::Prefetch(ids) => {
-                let plan = self.rig.plan(&ids, PlanMode::TRAIN_AHEAD).expect("a plan ahead");
+                let plan = self.rig.plan(&ids, PlanMode::TRAIN_PREFETCH).expect("a plan ahead");
                 self.waiting.push_back((plan, ids));
             }
             Step::TrainPrefetched => {
@@ -292,9 +292,9 @@ impl Run {
         let table = &self.rig.table;
         let floats = table.config().layout().vector_floats();
         let now = contents(&self.rig);
-        for ancestor in table.ancestors().expect("ancestors") {
+        for ancestor in table.base_checkpoints().expect("ancestors") {
             let mut rebuilt = self.saved[ancestor.manifest_xxh3 as usize].clone();
-            for id in table.left_since(&ancestor).expect("an ancestor") {
+            for id in table.tombstones_since(&ancestor).expect("an ancestor") {
                 rebuilt.remove(&id);
             }
             let since = ancestor.next_epoch;
@@ -374,7 +374,7 @@ impl Run {
         let Some(Flushed { contents: expected, headers, vectors, step, counts }) = self.flushed.clone() else { return };
         self.waiting.clear();
         self.rig.table.close().expect("a close");
-        self.rig = open(&self.tiers, &self.engine, Reopen::Resume).expect("a resumed table");
+        self.rig = open(&self.tiers, &self.engine, ReopenMode::Resume).expect("a resumed table");
         assert_eq!(contents(&self.rig), expected);
         assert_eq!(self.rig.table.step().expect("a step"), step);
         self.compare_deltas();

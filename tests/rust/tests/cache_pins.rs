@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::cache::PlanMode;
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{Fault, MemoryEngine, Operation};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::io::{IoFault, IoOperation, MemoryEngine};
 use embcache::types::Id;
 use embcache_tests::{Rig, config};
 
@@ -19,7 +19,8 @@ fn in_ram() -> Rig {
 }
 
 fn on_ssd(host_rows: u64) -> TableConfig {
-    let ssd = SsdConfig { dir: PathBuf::from("/base/t"), bytes: 64 << 20, reopen: Reopen::Never, resume_token: None };
+    let ssd =
+        SsdConfig { dir: PathBuf::from("/base/t"), bytes: 64 << 20, reopen: ReopenMode::Never, resume_commit_id: None };
     TableConfig { ssd: Some(ssd), ..config(4, OptimizerKind::RowWiseAdagrad, host_rows) }
 }
 
@@ -42,7 +43,7 @@ fn rows_that_a_plan_did_not_train_vanish_with_it_and_those_that_were_there_stay(
     for is_counted in [false, true] {
         let rig = in_ram();
         rig.train(&ids(0..100), 10, 0).expect("a step");
-        for mode in [PlanMode::TRAIN, PlanMode::TRAIN_AHEAD, PlanMode::EVALUATE] {
+        for mode in [PlanMode::TRAIN, PlanMode::TRAIN_PREFETCH, PlanMode::EVALUATE] {
             let plan = rig.plan(&ids(50..MANY), mode).expect("a plan");
             if is_counted {
                 assert_eq!(pinned_and_here(&rig), (MANY as u64 - 50, MANY as u64));
@@ -78,7 +79,7 @@ fn a_plan_that_ends_leaves_the_pins_of_another_one_on_rows_that_it_bore() {
     let (rig, oracle) = (in_ram(), in_ram());
     let (first, second) = (ids(0..1000), ids(500..1500));
     let early = rig.plan(&first, PlanMode::TRAIN).expect("a plan");
-    let late = rig.plan(&second, PlanMode::TRAIN_AHEAD).expect("a plan ahead");
+    let late = rig.plan(&second, PlanMode::TRAIN_PREFETCH).expect("a plan ahead");
     rig.finish(&early, first.len(), 10, 1).expect("a step");
     drop(early);
     assert_eq!(pinned_and_here(&rig), (1000, 1500));
@@ -121,7 +122,7 @@ fn an_error_amid_the_rows_that_come_in_leaves_none_of_them_and_no_pin() {
     }
     let before = rig.contents().expect("rows");
     // The first rows of the batch find slots that are free. For others room has to be made, which writes to the disk and fails.
-    faults.hit_every(Operation::Write, Fault::Fail(libc::ENOSPC));
+    faults.hit_every(IoOperation::Write, IoFault::Fail(libc::ENOSPC));
     let batch = ids(4900..4900 + MANY);
     let error = rig.plan(&batch, PlanMode::TRAIN).expect_err("no room on the disk");
     assert_eq!(error.kind(), Kind::ReadOnly, "{error}");
@@ -139,7 +140,7 @@ fn rows_whose_read_fails_vanish_with_the_plan_that_pinned_them_together_with_oth
     }
     rig.table.flush(1).expect("a flush, so that rows are in files");
     let before = rig.contents().expect("rows");
-    faults.hit_once(Operation::Read, 0, Fault::Fail(libc::EIO));
+    faults.hit_once(IoOperation::Read, 0, IoFault::Fail(libc::EIO));
     // Of these some are in RAM, some on SSD, and some not born.
     let batch = ids(1900..2050).into_iter().chain(0..100).collect::<Vec<_>>();
     let plan = rig.plan(&batch, PlanMode::TRAIN).expect("the reads have only begun");

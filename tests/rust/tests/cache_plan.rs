@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use embcache::Kind;
 use embcache::cache::{Lookup, PlanMode, RowBlock, Table};
-use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{DirLock, Hold, IoEngine, IoFile, MemoryEngine, Open, Read, ReadSink};
+use embcache::config::{OnFull, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::io::{DirLock, DirLockPurpose, IoEngine, IoFile, IoOpenMode, IoReadRequest, MemoryEngine, ReadSink};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::{Rig, config};
@@ -24,10 +24,10 @@ impl IoEngine for Counting {
     fn name(&self) -> String {
         self.inner.name()
     }
-    fn open(&self, path: &Path, how: Open) -> embcache::Result<Arc<dyn IoFile>> {
+    fn open(&self, path: &Path, how: IoOpenMode) -> embcache::Result<Arc<dyn IoFile>> {
         self.inner.open(path, how)
     }
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         self.batches.fetch_add(1, Ordering::SeqCst);
         self.reads.fetch_add(reads.len(), Ordering::SeqCst);
         self.inner.read_batch(reads, sink);
@@ -59,8 +59,8 @@ impl IoEngine for Counting {
     fn lock_dir(&self, path: &Path) -> embcache::Result<DirLock> {
         self.inner.lock_dir(path)
     }
-    fn hold_dir(&self, path: &Path, how: Hold) -> embcache::Result<DirLock> {
-        self.inner.hold_dir(path, how)
+    fn lock_dir_for(&self, path: &Path, how: DirLockPurpose) -> embcache::Result<DirLock> {
+        self.inner.lock_dir_for(path, how)
     }
 }
 
@@ -70,8 +70,8 @@ fn on_ssd(name: &str, host_rows: u64) -> TableConfig {
     wanted.ssd = Some(SsdConfig {
         dir: PathBuf::from("/base").join(name),
         bytes: 1 << 20,
-        reopen: Reopen::Never,
-        resume_token: None,
+        reopen: ReopenMode::Never,
+        resume_commit_id: None,
     });
     wanted
 }
@@ -114,10 +114,10 @@ fn a_plan_over_several_tables_reads_in_one_submission() {
 fn rows_in_flight_are_never_evicted_however_small_the_budget() {
     let rig = in_memory(on_ssd("t", 4));
     let ahead: Vec<_> = (0..6)
-        .map(|batch| rig.plan(&[batch * 2, batch * 2 + 1], PlanMode::TRAIN_AHEAD).expect("a plan ahead"))
+        .map(|batch| rig.plan(&[batch * 2, batch * 2 + 1], PlanMode::TRAIN_PREFETCH).expect("a plan ahead"))
         .collect();
     assert!(
-        ahead[0].complete_ahead().expect("no forked child") && !ahead[5].complete_ahead().expect("its own process"),
+        ahead[0].is_prefetched().expect("no forked child") && !ahead[5].is_prefetched().expect("its own process"),
         "the budget ends the prefetch, not an error"
     );
     for (salt, plan) in ahead.iter().enumerate() {
@@ -133,11 +133,11 @@ fn a_plan_that_the_budget_ended_early_is_complete_once_its_rows_are_on_the_devic
     for ids in [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]] {
         rig.train(&ids, 2, 7).expect("a step");
     }
-    let first = rig.plan(&[0, 1, 2, 3], PlanMode::TRAIN_AHEAD).expect("a plan");
-    let second = rig.plan(&[4, 5, 6, 7], PlanMode::TRAIN_AHEAD).expect("a plan");
-    assert!(!second.complete_ahead().expect("no forked child"), "RAM has four rows, which the first plan has");
+    let first = rig.plan(&[0, 1, 2, 3], PlanMode::TRAIN_PREFETCH).expect("a plan");
+    let second = rig.plan(&[4, 5, 6, 7], PlanMode::TRAIN_PREFETCH).expect("a plan");
+    assert!(!second.is_prefetched().expect("no forked child"), "RAM has four rows, which the first plan has");
     rig.place(&second).expect("rows in their slots");
-    assert!(second.complete_ahead().expect("no forked child"));
+    assert!(second.is_prefetched().expect("no forked child"));
     rig.finish(&second, 4, 2, 8).expect("a step");
     rig.finish(&first, 4, 2, 9).expect("a step");
     assert_eq!((rig.table.len().expect("rows"), pinned(&rig)), (16, 0));
@@ -184,7 +184,7 @@ fn a_dropped_plan_whose_rows_are_still_being_read_leaves_nothing_behind() {
     }
     rig.table.flush(1).expect("a flush");
     for _ in 0..50 {
-        drop(rig.plan(&(0..15).collect::<Vec<_>>(), PlanMode::TRAIN_AHEAD).expect("a plan ahead"));
+        drop(rig.plan(&(0..15).collect::<Vec<_>>(), PlanMode::TRAIN_PREFETCH).expect("a plan ahead"));
     }
     assert_eq!(pinned(&rig), 0);
     assert_eq!(rig.table.read_rows(&(0..100).collect::<Vec<_>>()).expect("rows").found, vec![true; 100]);
@@ -231,7 +231,7 @@ fn a_clean_eviction_writes_nothing() {
     let rig = in_memory(on_ssd("t", 10));
     rig.train(&(0..40).collect::<Vec<_>>(), 4, 0).expect("a step");
     rig.table.flush(1).expect("a flush: every row is clean now");
-    let given = || rig.table.stats().expect("counters").ssd.expect("an SSD tier").row_bytes_given;
+    let given = || rig.table.stats().expect("counters").ssd.expect("an SSD tier").logical_written_bytes;
     let (before, evictions) = (given(), rig.table.stats().expect("counters").host.evictions);
     for first in [0, 10, 20, 30] {
         rig.evaluate(&(first..first + 10).collect::<Vec<_>>(), 2, false).expect("an evaluation");
@@ -298,7 +298,7 @@ fn rows_dropped_by_a_full_table_stay_away_after_a_resume() {
     rig.table.close().expect("a close");
     drop(rig);
     if let Some(ssd) = &mut wanted.ssd {
-        ssd.reopen = Reopen::Resume;
+        ssd.reopen = ReopenMode::Resume;
     }
     let rig = Rig::open(wanted, engine).expect("the table again");
     assert_eq!(rig.table.read_rows(&all).expect("rows").found, before);

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use embcache::cache::{DeviceTensors, Lookup, Plan, PlanMode, PreImages, RowBlock};
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache::{Error, Kind};
@@ -25,8 +25,8 @@ fn settings(name: &str, device_rows: Option<u32>, host_rows: u64, ssd: bool) -> 
     wanted.ssd = ssd.then(|| SsdConfig {
         dir: PathBuf::from("/base").join(name).join("t/0-of-1"),
         bytes: 1 << 20,
-        reopen: Reopen::Never,
-        resume_token: None,
+        reopen: ReopenMode::Never,
+        resume_commit_id: None,
     });
     wanted
 }
@@ -57,7 +57,7 @@ impl Pair {
 
     fn plan(&self, batch: &Batch, ahead: bool) -> embcache::Result<Plan> {
         let splits = [0, batch[0].len() as i64, (batch[0].len() + batch[1].len()) as i64];
-        self.lookup.plan(&batch.concat(), &splits, PlanMode { ahead, ..PlanMode::TRAIN })
+        self.lookup.plan(&batch.concat(), &splits, PlanMode { is_prefetch: ahead, ..PlanMode::TRAIN })
     }
 
     fn has_device(&self) -> bool {
@@ -234,8 +234,8 @@ fn a_fault_at_any_operation_between_plan_and_commit_leaves_every_row_of_both_tab
                 let what = format!("{tiers:?} {at:?} after {passing}");
                 let (pair, before) = trained(tiers);
                 match at {
-                    At::Read => pair.faults.hit_once(Operation::Read, passing, Fault::Fail(libc::EIO)),
-                    At::Write => pair.faults.hit_once(Operation::Write, passing, Fault::Fail(libc::ENOSPC)),
+                    At::Read => pair.faults.hit_once(IoOperation::Read, passing, IoFault::Fail(libc::EIO)),
+                    At::Write => pair.faults.hit_once(IoOperation::Write, passing, IoFault::Fail(libc::ENOSPC)),
                     At::DeviceRead(table) => pair.rigs[table]
                         .amid_device_read(passing as u32, || Err(Error::new(Kind::Memory, "asked to fail"))),
                 }
@@ -277,7 +277,7 @@ fn rows_of_one_table_stay_as_they_are_when_there_is_no_room_for_another_tables()
     rows(&b, 10);
     let before = [a.contents().expect("rows"), b.contents().expect("rows")];
     let lookup = Lookup::new(&[a.table.clone(), b.table.clone()], &[0, 1]).expect("a lookup");
-    for mode in [PlanMode::TRAIN, PlanMode::TRAIN_AHEAD] {
+    for mode in [PlanMode::TRAIN, PlanMode::TRAIN_PREFETCH] {
         let placed = lookup.plan(&[0, 1, 2, 3, 77], &[0, 4, 5], mode).and_then(|plan| plan.wait());
         assert_eq!(placed.expect_err("b is full, and 77 is new to it").kind(), Kind::Capacity);
         assert_eq!([a.contents().expect("rows"), b.contents().expect("rows")], before);
@@ -425,7 +425,7 @@ fn a_moment_that_is_dropped_while_rows_are_read_from_the_device_is_let_go_of_and
     watched(String::new, || {
         let rig = Rig::open(settings("t", Some(6), 100, false), Arc::new(MemoryEngine::default())).expect("a table");
         rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
-        let garbage = rig.table.moment(&images(), 1).expect("a moment");
+        let garbage = rig.table.snapshot(&images(), 1).expect("a moment");
         rig.amid_device_read(0, move || {
             drop(garbage);
             Ok(())
@@ -434,7 +434,7 @@ fn a_moment_that_is_dropped_while_rows_are_read_from_the_device_is_let_go_of_and
         assert!(rig.device_read_ended());
         // Both calls wait for a moment that is held.
         rig.table.clear().expect("no moment is held");
-        drop(rig.table.moment(&images(), 2).expect("another moment"));
+        drop(rig.table.snapshot(&images(), 2).expect("another moment"));
         rig.table.close().expect("no moment is held");
     });
 }
@@ -496,7 +496,7 @@ fn code_that_runs_exclusively_and_would_wait_for_a_save_of_the_rows_gets_a_typed
     watched(String::new, || {
         let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
         rig.train(&[1, 2], 1, 0).expect("a step");
-        let moment = rig.table.moment(&images(), 1).expect("a moment");
+        let moment = rig.table.snapshot(&images(), 1).expect("a moment");
         let plan = rig.plan(&[1, 3], PlanMode::TRAIN).expect("a plan");
         plan.wait().expect("its rows");
         let waits = || {

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{Chunk, ExportStream, PlanMode, Unseen};
-use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::cache::{ExportStream, MissingMode, PlanMode, RowChunk};
+use embcache::config::{OnFull, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine};
 use embcache::types::Id;
 use embcache_tests::{Rig, config, watched};
@@ -18,8 +18,8 @@ fn on_ssd(host_rows: u64, ssd_bytes: u64) -> TableConfig {
     wanted.ssd = Some(SsdConfig {
         dir: PathBuf::from("/base/m/t/0-of-1"),
         bytes: ssd_bytes,
-        reopen: Reopen::Never,
-        resume_token: None,
+        reopen: ReopenMode::Never,
+        resume_commit_id: None,
     });
     wanted
 }
@@ -76,8 +76,9 @@ fn false_traces(rig: &Rig, wanted: usize) -> Vec<Id> {
     let mut found = Vec::new();
     for first in (1 << 40..).step_by(100_000) {
         let ids: Vec<Id> = (first..first + 100_000).collect();
-        let plan =
-            rig.plan(&ids, PlanMode { ahead: true, unseen: Unseen::Zeros, ..PlanMode::EVALUATE }).expect("a plan");
+        let plan = rig
+            .plan(&ids, PlanMode { is_prefetch: true, missing: MissingMode::Zeros, ..PlanMode::EVALUATE })
+            .expect("a plan");
         found.extend(plan.reading().expect("no forked child").remove(0));
         if found.len() >= wanted {
             break;
@@ -92,14 +93,14 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacit
     let table = rig(on_ssd(1000, 1 << 20));
     fill(&table, 100);
     fill(&table, 3);
-    let unseen = false_traces(&table, 3);
+    let missing = false_traces(&table, 3);
     let rows = table.table.len().expect("a length");
     // All of RAM is in use, so a plan ahead leaves its reads to its forward.
     let held: Vec<Id> = (0..1000).collect();
     let holds = table.plan(&held, PlanMode::TRAIN).expect("a plan");
     table.place(&holds).expect("rows in place");
-    let plan = table.plan(&unseen, PlanMode::TRAIN_AHEAD).expect("a plan");
-    assert!(!plan.complete_ahead().expect("no forked child"), "there was no room");
+    let plan = table.plan(&missing, PlanMode::TRAIN_PREFETCH).expect("a plan");
+    assert!(!plan.is_prefetched().expect("no forked child"), "there was no room");
     let error = table.place(&plan).expect_err("fewer than three rows fit");
     assert_eq!(error.kind(), Kind::Capacity, "{error}");
     drop((plan, holds));
@@ -124,11 +125,12 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_ahead_count_as_misses_of_the_s
         wanted.device_rows = device_rows;
         let table = rig(wanted);
         fill(&table, 100);
-        let unseen = false_traces(&table, 2);
+        let missing = false_traces(&table, 2);
         let before = found_and_not(&table)[1];
-        let plan =
-            table.plan(&unseen, PlanMode { ahead: true, unseen: Unseen::Zeros, ..PlanMode::EVALUATE }).expect("a plan");
-        assert_eq!(plan.reading().expect("no forked child")[0], unseen, "the index finds a row for each");
+        let plan = table
+            .plan(&missing, PlanMode { is_prefetch: true, missing: MissingMode::Zeros, ..PlanMode::EVALUATE })
+            .expect("a plan");
+        assert_eq!(plan.reading().expect("no forked child")[0], missing, "the index finds a row for each");
         table.place(&plan).expect("rows of zeros");
         assert_eq!(found_and_not(&table)[1], (before.0, before.1 + 2), "{device_rows:?}");
     }
@@ -141,15 +143,16 @@ fn ids_that_a_plan_ahead_leaves_to_its_forward_are_counted_once() {
     let holds = table.plan(&(0..1000).collect::<Vec<Id>>(), PlanMode::TRAIN).expect("a plan");
     table.place(&holds).expect("rows in place");
     let [host, ssd] = found_and_not(&table);
-    let (on_ssd, unseen) = ((2000..2050).collect::<Vec<Id>>(), (rows..rows + 2).collect::<Vec<Id>>());
-    let plan = table.plan(&[on_ssd, unseen].concat(), PlanMode { ahead: true, ..PlanMode::EVALUATE }).expect("a plan");
-    assert!(!plan.complete_ahead().expect("no forked child"), "there is no room");
+    let (on_ssd, missing) = ((2000..2050).collect::<Vec<Id>>(), (rows..rows + 2).collect::<Vec<Id>>());
+    let plan =
+        table.plan(&[on_ssd, missing].concat(), PlanMode { is_prefetch: true, ..PlanMode::EVALUATE }).expect("a plan");
+    assert!(!plan.is_prefetched().expect("no forked child"), "there is no room");
     table.place(&plan).expect("rows past the budget");
     assert_eq!(found_and_not(&table), [(host.0, host.1 + 52), (ssd.0 + 50, ssd.1 + 2)]);
 }
 
 /// The rest of a stream: its chunks, and how it ends.
-fn rest(stream: ExportStream) -> (Vec<Chunk>, embcache::Result<()>) {
+fn rest(stream: ExportStream) -> (Vec<RowChunk>, embcache::Result<()>) {
     let mut chunks = Vec::new();
     for chunk in stream {
         match chunk {
@@ -221,7 +224,7 @@ fn an_export_whose_chunks_nobody_takes_either_has_every_row_or_says_that_its_roo
             // Each of these rows is newer in RAM than on SSD, and writing it takes room.
             table.train(&(0..3000).collect::<Vec<Id>>(), 1, 2).expect("a step");
             let mut stream = table.table.export(100).expect("a stream");
-            let mut taken: Vec<Chunk> = (&mut stream).take(60).map(|chunk| chunk.expect("a chunk")).collect();
+            let mut taken: Vec<RowChunk> = (&mut stream).take(60).map(|chunk| chunk.expect("a chunk")).collect();
             for token in 1..4 {
                 table.table.flush(token).expect("a flush");
                 table.evaluate(&(3000..6000).collect::<Vec<Id>>(), 1, false).expect("an evaluation");
@@ -268,7 +271,7 @@ fn a_full_table_drops_rows_of_ram_where_ram_holds_more_than_the_ssd_tier_may() {
         table.table.flush(100).unwrap_or_else(|error| panic!("{what}: {error}"));
         table.table.close().unwrap_or_else(|error| panic!("{what}: {error}"));
         drop(table);
-        wanted.ssd.as_mut().expect("an SSD tier").reopen = Reopen::Resume;
+        wanted.ssd.as_mut().expect("an SSD tier").reopen = ReopenMode::Resume;
         let resumed = Rig::open(wanted, engine).expect("a table");
         assert!(resumed.contents().expect("every row") == contents, "{what}");
     }

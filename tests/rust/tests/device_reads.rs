@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use embcache::Kind;
 use embcache::cache::{Plan, PlanMode, PreImages, TableStats};
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, TableConfig};
-use embcache::io::{Fault, MemoryEngine, Operation};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, TableConfig};
+use embcache::io::{IoFault, IoOperation, MemoryEngine};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::dice::Dice;
@@ -108,14 +108,14 @@ fn do_something(rig: &Rig, number: u64, is_oracle: bool) -> embcache::Result<()>
 fn saved(rig: &Rig, next_epoch: u32) -> embcache::Result<Contents> {
     let images = Arc::new(PreImages::new(Arc::new(MemoryEngine::default()), "/images".into(), 1 << 20, 1));
     let mut rows = Contents::new();
-    rig.table.moment(&images, next_epoch)?.for_each_chunk(5, &mut |chunk| {
+    rig.table.snapshot(&images, next_epoch)?.for_each_chunk(5, &mut |chunk| {
         for (at, header) in chunk.headers.iter().enumerate() {
             let vector = &chunk.vectors[at * 2 * DIM..][..2 * DIM];
             rows.insert(header.id, (*header, vector.iter().map(|value| value.to_bits()).collect()));
         }
         Ok(())
     })?;
-    rig.table.saved_beside(next_epoch, None);
+    rig.table.finish_background_save(next_epoch, None);
     Ok(rows)
 }
 
@@ -189,7 +189,8 @@ fn plans_that_begin_and_end_amid_any_read_from_the_device_change_no_row() {
                     std::thread::spawn(move || {
                         for ahead in [true, false] {
                             let ids: Vec<Id> = (0..70).collect();
-                            let plan = rig.plan(&ids, PlanMode { ahead, ..PlanMode::TRAIN }).expect("a plan");
+                            let plan =
+                                rig.plan(&ids, PlanMode { is_prefetch: ahead, ..PlanMode::TRAIN }).expect("a plan");
                             count.fetch_add(1, Ordering::Relaxed);
                             drop(plan);
                         }
@@ -247,13 +248,15 @@ fn a_table_that_is_closed_while_its_rows_are_read_from_the_device_refuses_the_ba
 #[test]
 fn a_sweep_by_weights_of_a_device_tier_takes_the_rows_that_it_takes_in_ram() {
     watched(String::new, || {
-        let rule =
-            |every: u64| Eviction { rule: EvictionRule::NormBelow(1.2), every_steps: std::num::NonZeroU64::new(every) };
+        let rule = |every: u64| EvictionConfig {
+            rule: EvictionRule::NormBelow(1.2),
+            every_steps: std::num::NonZeroU64::new(every),
+        };
         for every in [1, 4] {
             let eviction = Some(rule(every));
             let rig = open(TableConfig { eviction: eviction.clone(), ..tiers()[0].clone() });
             let oracle = open(TableConfig { eviction, ..config(DIM, OptimizerKind::Adagrad, 200) });
-            let queue = rig.table.keep_evicted().expect("a queue");
+            let queue = rig.table.start_evicted_queue().expect("a queue");
             let others = Arc::new(AtomicU32::new(0));
             for step in 0..60 {
                 let mut dice = Dice(step);
@@ -274,7 +277,7 @@ fn a_sweep_by_weights_of_a_device_tier_takes_the_rows_that_it_takes_in_ram() {
             let [swept, expected] = [&rig, &oracle].map(|rig| stats(rig).eviction.expect("a rule").evicted);
             assert!(swept == expected && swept > 50, "{swept} of {expected}");
             rig.table.sweep().expect("a sweep");
-            rig.table.end_telling().expect("told of all that it takes");
+            rig.table.end_evicted_queue().expect("told of all that it takes");
             assert!(
                 queue.wait().is_some() && !rig.contents().expect("contents").is_empty(),
                 "rows are told of, and some live"
@@ -295,7 +298,7 @@ fn an_evaluation_beside_a_failed_write_reads_few_rows_from_the_device() {
             let ids: Vec<Id> = (0..9).map(|at| step * 5 + at).collect();
             rig.train(&ids, BAG, step as u32).expect("a step");
         }
-        faults.hit_every(Operation::Write, Fault::Fail(libc::EIO));
+        faults.hit_every(IoOperation::Write, IoFault::Fail(libc::EIO));
         let error_of = |step: Id| rig.train(&(0..9).map(|at| 900 + step * 9 + at).collect::<Vec<Id>>(), BAG, 0).err();
         let error = (0..3000).find_map(error_of).expect("no row can be written");
         assert_eq!(error.kind(), Kind::ReadOnly, "{error}");

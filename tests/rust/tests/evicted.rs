@@ -6,8 +6,8 @@ use std::num::NonZeroU64;
 
 use embcache::Kind;
 use embcache::cache::{EvictedQueue, EvictedRows};
-use embcache::config::{Eviction, EvictionRule, OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{Fault, Operation};
+use embcache::config::{EvictionConfig, EvictionRule, OnFull, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::io::{IoFault, IoOperation};
 use embcache::types::Id;
 use embcache_tests::dice::Dice;
 use embcache_tests::{Contents, Rig, config};
@@ -16,8 +16,8 @@ const DIM: usize = 4;
 const BAG: usize = 5;
 
 /// Tables of some hundred rows: in RAM, on SSD with some rows in RAM, and on the device with others in RAM.
-fn small(tiers: usize, eviction: Option<Eviction>) -> TableConfig {
-    let ssd = SsdConfig { dir: "/t".into(), bytes: 128 << 10, reopen: Reopen::Never, resume_token: None };
+fn small(tiers: usize, eviction: Option<EvictionConfig>) -> TableConfig {
+    let ssd = SsdConfig { dir: "/t".into(), bytes: 128 << 10, reopen: ReopenMode::Never, resume_commit_id: None };
     let made = match tiers {
         0 => config(DIM, OptimizerKind::RowWiseAdagrad, 300),
         1 => TableConfig { ssd: Some(ssd), ..config(DIM, OptimizerKind::RowWiseAdagrad, 150) },
@@ -42,11 +42,11 @@ fn taken(queue: &EvictedQueue) -> Vec<(u64, &'static str, Id, String, Vec<u32>)>
 
 #[test]
 fn rows_that_a_full_table_drops_are_told_once_with_their_bits() {
-    let rule = || Eviction { rule: EvictionRule::Unused { steps: 12 }, every_steps: NonZeroU64::new(5) };
+    let rule = || EvictionConfig { rule: EvictionRule::Unused { steps: 12 }, every_steps: NonZeroU64::new(5) };
     for tiers in 0..4 {
         for eviction in [None, Some(rule())] {
             let (rig, _) = Rig::with_faults(small(tiers, eviction));
-            let queue = rig.table.keep_evicted().expect("a queue");
+            let queue = rig.table.start_evicted_queue().expect("a queue");
             let mut dice = Dice(tiers as u64 + 7);
             let (mut before, mut full) = (Contents::new(), 0);
             for salt in 0..90 {
@@ -76,10 +76,10 @@ fn rows_that_a_full_table_drops_are_told_once_with_their_bits() {
 
 #[test]
 fn a_row_that_cannot_be_read_stays_and_is_told_later() {
-    let eviction = Eviction { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
+    let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
     let on_device = TableConfig { ssd: None, ..small(2, Some(eviction.clone())) };
     let (rig, _) = Rig::with_faults(on_device);
-    let queue = rig.table.keep_evicted().expect("a queue");
+    let queue = rig.table.start_evicted_queue().expect("a queue");
     rig.train(&[1, 2, 3], BAG, 0).expect("a step");
     rig.train(&[9], BAG, 0).expect("a step");
     rig.table.sweep().expect("a sweep");
@@ -90,14 +90,14 @@ fn a_row_that_cannot_be_read_stays_and_is_told_later() {
     assert_eq!(taken(&queue).iter().map(|row| row.2).collect::<Vec<Id>>(), [1, 2, 3]);
 
     let (rig, faults) = Rig::with_faults(TableConfig { host_bytes: 100 << 10, ..small(1, Some(eviction)) });
-    let queue = rig.table.keep_evicted().expect("a queue");
+    let queue = rig.table.start_evicted_queue().expect("a queue");
     rig.train(&(0..400).collect::<Vec<Id>>(), BAG, 0).expect("a step");
     rig.table.flush_next().expect("a flush");
     rig.evaluate(&(10_000..11_000).collect::<Vec<Id>>(), BAG, false).expect("an evaluation");
     rig.train(&[-1], BAG, 0).expect("a step");
     rig.table.sweep().expect("a sweep");
-    // Rows that are still in write buffers are read all the same, so a single failure might be tried again unseen.
-    faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+    // Rows that are still in write buffers are read all the same, so a single failure might be tried again unnoticed.
+    faults.hit_every(IoOperation::Read, IoFault::Fail(libc::EIO));
     let error = rig.table.len().expect_err("the rows cannot be read");
     assert_eq!(error.kind(), Kind::Storage, "{error}");
     faults.clear();
@@ -108,12 +108,12 @@ fn a_row_that_cannot_be_read_stays_and_is_told_later() {
 
 #[test]
 fn a_table_that_closes_tells_of_all_also_when_its_disk_has_failed() {
-    let eviction = Eviction { rule: EvictionRule::NormBelow(1e9), every_steps: None };
+    let eviction = EvictionConfig { rule: EvictionRule::NormBelow(1e9), every_steps: None };
     let (rig, faults) = Rig::with_faults(TableConfig { host_bytes: 100 << 10, ..small(1, Some(eviction)) });
-    let queue = rig.table.keep_evicted().expect("a queue");
+    let queue = rig.table.start_evicted_queue().expect("a queue");
     rig.train(&(0..400).collect::<Vec<Id>>(), BAG, 0).expect("a step");
     rig.table.sweep().expect("a sweep");
-    faults.hit_once(Operation::Sync, 0, Fault::Fail(libc::EIO));
+    faults.hit_once(IoOperation::Sync, 0, IoFault::Fail(libc::EIO));
     rig.table.flush_next().expect_err("a failed sync");
     let _ = rig.table.close();
     let told: Vec<Id> = taken(&queue).iter().map(|row| row.2).collect();

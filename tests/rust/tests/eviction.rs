@@ -5,9 +5,11 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use embcache::cache::{EvictedQueue, Plan, PlanMode};
-use embcache::config::{Admission, Eviction, EvictionRule, MissingRead, OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::lifecycle::rising;
-use embcache::rows::{Decay, RowHeader};
+use embcache::config::{
+    AdmissionRule, EvictionConfig, EvictionRule, MissingRead, OptimizerKind, ReopenMode, SsdConfig, TableConfig,
+};
+use embcache::lifecycle::sortable_score;
+use embcache::rows::{RowHeader, ScoreDecay};
 use embcache::types::Id;
 use embcache_tests::dice::{Dice, bits};
 use embcache_tests::{Contents, Rig, config, three_tiers};
@@ -16,8 +18,8 @@ const DIM: usize = 4;
 const BAG: usize = 5;
 const HALF_LIFE: u64 = 16;
 
-fn settings(tiers: usize, eviction: Option<Eviction>) -> TableConfig {
-    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: Reopen::Never, resume_token: None };
+fn settings(tiers: usize, eviction: Option<EvictionConfig>) -> TableConfig {
+    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: ReopenMode::Never, resume_commit_id: None };
     let made = match tiers {
         0 => config(DIM, OptimizerKind::RowWiseAdagrad, 100_000),
         1 => TableConfig { ssd: Some(ssd), ..config(DIM, OptimizerKind::RowWiseAdagrad, 60) },
@@ -31,16 +33,16 @@ fn takes(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> bo
     match rule {
         EvictionRule::Unused { steps } => s >= *steps && header.last_step <= s - steps,
         EvictionRule::ScoreBelow(below) => {
-            Decay::new(HALF_LIFE).expect("in range").of(header.score, header.last_step, s) < *below
+            ScoreDecay::new(HALF_LIFE).expect("in range").of(header.score, header.last_step, s) < *below
         }
         EvictionRule::NormBelow(below) => {
             weights.iter().map(|&weight| f64::from(weight).powi(2)).sum::<f64>() < below * below
         }
         EvictionRule::TrainedUntil { step } => header.last_step <= *step,
-        EvictionRule::Nothing | EvictionRule::Given | EvictionRule::GivenInTime => false,
+        EvictionRule::Nothing | EvictionRule::PerSweep | EvictionRule::PerSweepTimed => false,
         EvictionRule::Below { score, last_step, id } => {
-            let now = Decay::new(HALF_LIFE).expect("in range").of(header.score, header.last_step, s);
-            (rising(now), header.last_step, header.id.cast_unsigned()) < (*score, *last_step, *id)
+            let now = ScoreDecay::new(HALF_LIFE).expect("in range").of(header.score, header.last_step, s);
+            (sortable_score(now), header.last_step, header.id.cast_unsigned()) < (*score, *last_step, *id)
         }
         EvictionRule::Any(rules) => rules.iter().any(|rule| takes(rule, s, header, weights)),
         EvictionRule::All(rules) => rules.iter().all(|rule| takes(rule, s, header, weights)),
@@ -53,8 +55,8 @@ fn reason(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> &
         EvictionRule::Unused { .. } | EvictionRule::TrainedUntil { .. } => "ttl",
         EvictionRule::ScoreBelow(_) => "score",
         EvictionRule::NormBelow(_) => "l2_norm",
-        EvictionRule::Below { .. } => "standing",
-        EvictionRule::Nothing | EvictionRule::Given | EvictionRule::GivenInTime => "",
+        EvictionRule::Below { .. } => "lowest",
+        EvictionRule::Nothing | EvictionRule::PerSweep | EvictionRule::PerSweepTimed => "",
         EvictionRule::All(rules) => match &rules[..] {
             [rule, EvictionRule::Below { .. }] => reason(rule, s, header, weights),
             _ => "all",
@@ -134,7 +136,7 @@ struct Pair {
 impl Pair {
     fn new(tiers: usize, rule: &EvictionRule, every: Option<u64>, keeps: bool) -> Self {
         let every_steps = every.and_then(NonZeroU64::new);
-        let eviction = Some(Eviction { rule: rule.clone(), every_steps });
+        let eviction = Some(EvictionConfig { rule: rule.clone(), every_steps });
         let model = Model {
             rig: Rig::with_faults(settings(0, None)).0,
             rule: rule.clone(),
@@ -145,7 +147,7 @@ impl Pair {
             gone: Vec::new(),
         };
         let (rig, _) = Rig::with_faults(settings(tiers, eviction));
-        let kept = keeps.then(|| rig.table.keep_evicted().expect("a queue"));
+        let kept = keeps.then(|| rig.table.start_evicted_queue().expect("a queue"));
         Self { rig, model, ahead: Ahead::new(), salt: 0, kept, told: Vec::new() }
     }
 
@@ -196,17 +198,17 @@ impl Pair {
             gone.iter().filter(|row| !told.contains(row)).collect(),
         );
         assert!(told == gone, "step {}: {only_told:?} but {only_gone:?}", self.model.step);
-        assert_eq!(self.rig.table.stats().expect("stats").eviction.expect("a rule").untold, 0);
+        assert_eq!(self.rig.table.stats().expect("stats").eviction.expect("a rule").undelivered, 0);
     }
 
     /// A sweep by the table's rule, or by any rule where one is given with each sweep.
     fn sweep(&mut self, dice: &mut Dice) {
-        if self.rig.table.config().eviction.as_ref().expect("a rule").rule == EvictionRule::Given {
+        if self.rig.table.config().eviction.as_ref().expect("a rule").rule == EvictionRule::PerSweep {
             let step = self.model.step.saturating_sub(dice.roll(8));
             let mut rules = rules();
             rules.extend([EvictionRule::Nothing, EvictionRule::TrainedUntil { step }]);
             self.model.rule = rules.swap_remove(dice.roll(rules.len() as u64) as usize);
-            self.rig.table.sweep_by(&self.model.rule).expect("a sweep");
+            self.rig.table.sweep_with_rule(&self.model.rule).expect("a sweep");
         } else {
             self.rig.table.sweep().expect("a sweep");
         }
@@ -262,7 +264,7 @@ impl Pair {
     fn random_step(&mut self, dice: &mut Dice, depth: usize) {
         while self.ahead.len() < depth {
             let ids = dice.ids(40);
-            let plan = self.rig.plan(&ids, PlanMode::TRAIN_AHEAD).expect("a plan ahead");
+            let plan = self.rig.plan(&ids, PlanMode::TRAIN_PREFETCH).expect("a plan ahead");
             self.ahead.push_back((ids, plan));
         }
         match dice.roll(16) {
@@ -324,8 +326,11 @@ fn rules() -> Vec<EvictionRule> {
         NormBelow(1.0),
         Any(vec![Unused { steps: 9 }, NormBelow(0.7)]),
         All(vec![Unused { steps: 3 }, ScoreBelow(1.5), NormBelow(1.4)]),
-        Below { score: rising(1.0), last_step: 40, id: 9 },
-        All(vec![Any(vec![Unused { steps: 4 }, NormBelow(0.9)]), Below { score: rising(1.5), last_step: 0, id: 0 }]),
+        Below { score: sortable_score(1.0), last_step: 40, id: 9 },
+        All(vec![
+            Any(vec![Unused { steps: 4 }, NormBelow(0.9)]),
+            Below { score: sortable_score(1.5), last_step: 0, id: 0 },
+        ]),
     ]
 }
 
@@ -355,7 +360,7 @@ fn the_same_rows_die_for_any_tiers_and_any_lookahead() {
 fn a_row_that_a_batch_holds_dies_by_the_first_sweep_that_takes_it_whatever_sweeps_follow() {
     for number in 0..18 {
         let (tiers, depth) = (number % 3, [0, 1, 4][number / 3 % 3]);
-        let mut pair = Pair::new(tiers, &EvictionRule::Given, None, number % 2 == 0);
+        let mut pair = Pair::new(tiers, &EvictionRule::PerSweep, None, number % 2 == 0);
         let mut dice = Dice((number as u64 + 500) << 32);
         for _ in 0..60 * embcache_tests::times() {
             for _ in 0..dice.roll(3) {
@@ -372,7 +377,7 @@ fn a_row_that_a_batch_holds_dies_by_the_first_sweep_that_takes_it_whatever_sweep
 #[test]
 fn rows_die_little_by_little_before_each_batch_and_at_once_for_whoever_counts_them() {
     let rows = 200_000_u64;
-    let eviction = Eviction { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
+    let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
     let wanted = TableConfig { eviction: Some(eviction), ..config(DIM, OptimizerKind::Sgd, 2 * rows) };
     let (rig, _) = Rig::with_faults(wanted);
     let ids: Vec<Id> = (0..rows as Id).collect();
@@ -380,26 +385,26 @@ fn rows_die_little_by_little_before_each_batch_and_at_once_for_whoever_counts_th
     rig.train(&[-1], BAG, 1).expect("a step");
     rig.table.sweep().expect("a sweep");
     let stats = || rig.table.stats().expect("stats");
-    assert_eq!((stats().rows, stats().eviction.map(|e| (e.evicted, e.under_way))), (rows + 1, Some((0, true))));
+    assert_eq!((stats().rows, stats().eviction.map(|e| (e.evicted, e.is_sweeping))), (rows + 1, Some((0, true))));
     rig.train(&[5], BAG, 1).expect("a step");
     let after = stats().eviction.expect("a rule");
-    assert!(after.under_way && (1..20_000).contains(&after.evicted), "{after:?}");
+    assert!(after.is_sweeping && (1..20_000).contains(&after.evicted), "{after:?}");
     assert_eq!(rig.table.read_rows(&[5]).expect("rows").headers[0].count, 1, "the row was born anew");
     assert_eq!(rig.table.len().expect("rows"), 2);
-    assert_eq!(stats().eviction.map(|e| (e.evicted, e.under_way)), Some((rows, false)));
+    assert_eq!(stats().eviction.map(|e| (e.evicted, e.is_sweeping)), Some((rows, false)));
 }
 
 #[test]
 fn a_row_that_died_is_counted_from_nothing_before_it_is_admitted_again() {
     for tiers in 0..3 {
-        let eviction = Eviction { rule: EvictionRule::Unused { steps: 2 }, every_steps: NonZeroU64::new(1) };
-        let admission = Admission::Count { threshold: 3, window_steps: None, memory: 1 << 20 };
+        let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 2 }, every_steps: NonZeroU64::new(1) };
+        let admission = AdmissionRule::Count { threshold: 3, window_steps: None, memory: 1 << 20 };
         let wanted = TableConfig { admission, not_admitted: MissingRead::Zeros, ..settings(tiers, Some(eviction)) };
         let (rig, _) = Rig::with_faults(wanted);
         let has = |id: Id| rig.table.read_rows(&[id]).expect("rows").found[0];
         rig.train(&[1, 1, 1], 1, 0).expect("a step");
         // This plan has pinned the row, which dies before its turn.
-        let ahead = rig.plan(&[1, 1], PlanMode::TRAIN_AHEAD).expect("a plan ahead");
+        let ahead = rig.plan(&[1, 1], PlanMode::TRAIN_PREFETCH).expect("a plan ahead");
         for id in 2..5 {
             rig.train(&[id], 1, 0).expect("a step");
         }
@@ -413,7 +418,7 @@ fn a_row_that_died_is_counted_from_nothing_before_it_is_admitted_again() {
 
 #[test]
 fn a_row_that_a_batch_held_while_its_record_was_passed_dies_once_the_batch_has_ended() {
-    let eviction = Eviction { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
+    let eviction = EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
     // Room for the index of these rows, and for some hundreds of them.
     let wanted = TableConfig { host_bytes: 400_000, ..settings(1, Some(eviction)) };
     let (rig, _) = Rig::with_faults(wanted);
@@ -429,7 +434,7 @@ fn a_row_that_a_batch_held_while_its_record_was_passed_dies_once_the_batch_has_e
     for _ in 0..3 {
         rig.evaluate(&[-2], BAG, true).expect("an evaluation");
     }
-    assert!(rig.table.stats().expect("stats").eviction.expect("a rule").under_way);
+    assert!(rig.table.stats().expect("stats").eviction.expect("a rule").is_sweeping);
     drop(held);
     // Others push the row out of RAM. It is not written, because SSD has it.
     rig.evaluate(&(100_000..103_000).collect::<Vec<Id>>(), BAG, false).expect("an evaluation");

@@ -1,8 +1,8 @@
 //! Eviction by rule where batches hold rows, where something fails on the way, and where rows come in or the step is set meanwhile.
 
 use embcache::Kind;
-use embcache::cache::{Ancestor, Plan, PlanMode};
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, TableConfig};
+use embcache::cache::{BaseCheckpoint, Plan, PlanMode};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, TableConfig};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::{Contents, Rig, config, three_tiers};
@@ -21,7 +21,7 @@ fn rig(rule: EvictionRule, on_device: bool) -> Rig {
     } else {
         config(DIM, OptimizerKind::RowWiseAdagrad, 10_000)
     };
-    Rig::with_faults(TableConfig { eviction: Some(Eviction { rule, every_steps: None }), ..made }).0
+    Rig::with_faults(TableConfig { eviction: Some(EvictionConfig { rule, every_steps: None }), ..made }).0
 }
 
 /// Import rows that were trained last at step 0.
@@ -56,7 +56,7 @@ fn count_of(rig: &Rig, id: Id) -> u32 {
 }
 
 fn is_under_way(rig: &Rig) -> bool {
-    rig.table.stats().expect("stats").eviction.expect("a rule").under_way
+    rig.table.stats().expect("stats").eviction.expect("a rule").is_sweeping
 }
 
 #[test]
@@ -139,7 +139,7 @@ fn a_row_that_no_sweep_takes_lives_on_where_its_weights_could_not_be_read_at_fir
 fn a_batch_never_reads_a_dead_row_while_whoever_is_told_is_slow() {
     for on_device in [false, true] {
         let rig = rig(EvictionRule::Unused { steps: 1 }, on_device);
-        let queue = rig.table.keep_evicted().expect("a queue");
+        let queue = rig.table.start_evicted_queue().expect("a queue");
         rig.train(&[1, 2], BAG, 0).expect("a step");
         rig.train(&[3], BAG, 0).expect("a step");
         let held = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
@@ -147,7 +147,7 @@ fn a_batch_never_reads_a_dead_row_while_whoever_is_told_is_slow() {
         rig.table.sweep().expect("a sweep");
         rig.evaluate(&[3], BAG, true).expect("an evaluation");
         assert!(is_under_way(&rig), "the row of the batch is spared");
-        queue.hold();
+        queue.pause();
         drop(held);
         let unseen = rig.evaluate(&[-5], BAG, true).expect("an evaluation");
         assert_eq!(rig.evaluate(&[1], BAG, true).expect("an evaluation"), unseen, "on a device: {on_device}");
@@ -207,11 +207,11 @@ fn the_step_is_not_set_back_while_a_sweep_spares_rows_of_a_batch() {
 /// A table whose sweeps are given their rules, and a batch between its forward and its backward that has row 1. A sweep by weights, which
 /// takes row 1 and row 2, has come to no end.
 fn held_by_a_sweep_that_reads_the_device() -> (Rig, embcache::cache::Plan) {
-    let rig = rig(EvictionRule::Given, true);
+    let rig = rig(EvictionRule::PerSweep, true);
     rig.train(&[1, 2], BAG, 0).expect("a step");
     let held = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
     rig.place(&held).expect("a place");
-    rig.table.sweep_by(&EvictionRule::NormBelow(100.0)).expect("a sweep");
+    rig.table.sweep_with_rule(&EvictionRule::NormBelow(100.0)).expect("a sweep");
     (rig, held)
 }
 
@@ -230,13 +230,13 @@ fn a_sweep_that_waits_for_another_one_begins_only_where_that_has_ended() {
         let prepared = rig.table.prepare_sweep(Some(&nothing));
         assert_eq!(prepared.is_err(), fails, "{prepared:?}");
         let stats = rig.table.stats().expect("stats").eviction.expect("a rule");
-        assert_eq!((stats.evicted, stats.under_way), (u64::from(!fails), true), "row 1 is spared in the end");
+        assert_eq!((stats.evicted, stats.is_sweeping), (u64::from(!fails), true), "row 1 is spared in the end");
     }
     // Row 1 is dead with its batch. What begins a sweep that was prepared reads nothing, and so cannot fail.
     drop(held);
     rig.amid_device_read(0, busy);
-    rig.table.sweep_by(&nothing).expect("prepared");
-    rig.table.sweep_by(&EvictionRule::TrainedUntil { step: 0 }).expect("the one before took nothing");
+    rig.table.sweep_with_rule(&nothing).expect("prepared");
+    rig.table.sweep_with_rule(&EvictionRule::TrainedUntil { step: 0 }).expect("the one before took nothing");
     assert_eq!(rig.table.len().expect_err("row 1 is to be judged first").kind(), Kind::Storage);
     assert!(rig.device_read_ended());
     assert_eq!(ids_of(&rig), [] as [Id; 0]);
@@ -264,7 +264,7 @@ fn what_is_prepared_and_never_begun_leaves_the_sweep_before_as_it_was() {
 #[test]
 fn a_batch_never_reads_a_row_that_an_older_sweep_took_whose_burial_has_failed() {
     let (rig, held) = held_by_a_sweep_that_reads_the_device();
-    rig.table.sweep_by(&EvictionRule::Nothing).expect("a sweep");
+    rig.table.sweep_with_rule(&EvictionRule::Nothing).expect("a sweep");
     drop(held);
     for fails in [2, 1] {
         let plan = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
@@ -288,23 +288,23 @@ fn a_batch_never_reads_a_row_that_an_older_sweep_took_whose_burial_has_failed() 
 /// Sweep by weights so often that what the sweeps spare is more than a table keeps, with a checkpoint saved after the first ones, while a
 /// batch holds row 1, whose norm is 1. Returns the ids that are there in the end, and how many checkpoints a delta can build on.
 fn after_many_sweeps_amid_a_batch(below: impl Fn(u32) -> f64) -> (Vec<Id>, usize) {
-    let rig = rig(EvictionRule::Given, false);
+    let rig = rig(EvictionRule::PerSweep, false);
     import(&rig, 1..3);
     rig.train(&[3], BAG, 0).expect("a step");
     let held = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
     rig.place(&held).expect("a place");
     for number in 0..70 {
-        rig.table.sweep_by(&EvictionRule::NormBelow(below(number))).expect("a sweep");
+        rig.table.sweep_with_rule(&EvictionRule::NormBelow(below(number))).expect("a sweep");
         // It does not take what the one before takes.
-        rig.table.sweep_by(&EvictionRule::Nothing).expect("a sweep");
+        rig.table.sweep_with_rule(&EvictionRule::Nothing).expect("a sweep");
         if number == 40 {
             let next_epoch = rig.table.epoch().expect("an epoch") + 1;
             rig.table.set_epoch(next_epoch).expect("set");
-            rig.table.saved_as(Ancestor { name: "c".into(), manifest_xxh3: 1, next_epoch }).expect("noted");
+            rig.table.saved_as(BaseCheckpoint { name: "c".into(), manifest_xxh3: 1, next_epoch }).expect("noted");
         }
     }
     drop(held);
-    (ids_of(&rig), rig.table.ancestors().expect("an open table").len())
+    (ids_of(&rig), rig.table.base_checkpoints().expect("an open table").len())
 }
 
 #[test]
@@ -327,7 +327,7 @@ fn a_batch_that_never_ends_holds_the_rows_of_a_limited_number_of_sweeps() {
 #[test]
 fn a_table_is_not_full_of_rows_that_a_sweep_has_spared_until_their_batch_ended() {
     let room = 64;
-    let eviction = Some(Eviction { rule: EvictionRule::Unused { steps: 1 }, every_steps: None });
+    let eviction = Some(EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None });
     let small = TableConfig { eviction, ..config(DIM, OptimizerKind::RowWiseAdagrad, room) };
     let (rig, _) = Rig::with_faults(small);
     let ids: Vec<Id> = (1..room as Id).collect();
@@ -347,10 +347,10 @@ fn a_table_is_not_full_of_rows_that_a_sweep_has_spared_until_their_batch_ended()
 
 #[test]
 fn a_state_that_is_resumed_knows_whether_a_sweep_was_the_last_that_changed_the_table() {
-    use embcache::config::{Reopen, SsdConfig};
+    use embcache::config::{ReopenMode, SsdConfig};
 
-    let ssd = |reopen| Some(SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen, resume_token: None });
-    let eviction = Some(Eviction { rule: EvictionRule::Given, every_steps: None });
+    let ssd = |reopen| Some(SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen, resume_commit_id: None });
+    let eviction = Some(EvictionConfig { rule: EvictionRule::PerSweep, every_steps: None });
     let wanted = |reopen| TableConfig {
         ssd: ssd(reopen),
         eviction: eviction.clone(),
@@ -359,22 +359,26 @@ fn a_state_that_is_resumed_knows_whether_a_sweep_was_the_last_that_changed_the_t
     for then in ["nothing", "a step"] {
         let engine: std::sync::Arc<dyn embcache::io::IoEngine> =
             std::sync::Arc::new(embcache::io::MemoryEngine::default());
-        let rig = Rig::open(wanted(Reopen::Never), std::sync::Arc::clone(&engine)).expect("opened");
+        let rig = Rig::open(wanted(ReopenMode::Never), std::sync::Arc::clone(&engine)).expect("opened");
         rig.train(&(0..200).collect::<Vec<Id>>(), BAG, 0).expect("a step");
-        rig.table.sweep_by(&EvictionRule::NormBelow(0.2)).expect("a sweep");
+        rig.table.sweep_with_rule(&EvictionRule::NormBelow(0.2)).expect("a sweep");
         if then == "a step" {
             rig.train(&[1], BAG, 0).expect("a step");
         }
         rig.table.flush_next().expect("a flush");
-        let (left, is_as_swept) = (ids_of(&rig), rig.table.is_as_swept().expect("known"));
+        let (left, is_as_swept) = (ids_of(&rig), rig.table.is_unchanged_since_sweep().expect("known"));
         assert_eq!(is_as_swept, then == "nothing");
         drop(rig);
-        let again = Rig::open(wanted(Reopen::Resume), engine).expect("resumed");
-        assert_eq!((ids_of(&again), again.table.is_as_swept().expect("known")), (left, is_as_swept), "{then}");
+        let again = Rig::open(wanted(ReopenMode::Resume), engine).expect("resumed");
+        assert_eq!(
+            (ids_of(&again), again.table.is_unchanged_since_sweep().expect("known")),
+            (left, is_as_swept),
+            "{then}"
+        );
         again.table.set_epoch(again.table.epoch().expect("an epoch") + 1).expect("set");
-        assert_eq!(again.table.is_as_swept().expect("known"), is_as_swept);
+        assert_eq!(again.table.is_unchanged_since_sweep().expect("known"), is_as_swept);
         again.train(&[1], BAG, 0).expect("a step");
-        assert!(!again.table.is_as_swept().expect("known"));
+        assert!(!again.table.is_unchanged_since_sweep().expect("known"));
     }
 }
 
@@ -442,7 +446,7 @@ fn a_walk_over_all_rows_does_not_end_where_an_evaluation_ends_amid_it() {
     for on_device in [false, true] {
         let (rig, evaluation) = swept_amid_an_evaluation(on_device);
         let (mut held, mut ids) = (Some(evaluation), Vec::new());
-        let mut take = |chunk: embcache::cache::Chunk| {
+        let mut take = |chunk: embcache::cache::RowChunk| {
             ids.extend(chunk.headers.iter().map(|row| row.id));
             if held.take().is_some() {
                 rig.evaluate(&[-1, 60], BAG, true)?;

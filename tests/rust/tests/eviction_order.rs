@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 
 use embcache::Kind;
 use embcache::cache::PlanMode;
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::lifecycle::{Span, SpanContents, Standing};
-use embcache::rows::{Decay, RowHeader};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::lifecycle::{RankKey, RankKeyRange, RankRangeContents};
+use embcache::rows::{RowHeader, ScoreDecay};
 use embcache::types::Id;
 use embcache_tests::dice::Dice;
 use embcache_tests::{Contents, Rig, config, three_tiers};
@@ -14,22 +14,22 @@ use embcache_tests::{Contents, Rig, config, three_tiers};
 const DIM: usize = 4;
 const BAG: usize = 5;
 const HALF_LIFE: u64 = 16;
-const ALL: Span = Span { low: Standing::LOWEST, high: Standing::HIGHEST, is_listed: true };
+const ALL: RankKeyRange = RankKeyRange { low: RankKey::LOWEST, high: RankKey::HIGHEST, is_listed: true };
 
 fn settings(tiers: usize) -> TableConfig {
-    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: Reopen::Never, resume_token: None };
+    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: ReopenMode::Never, resume_commit_id: None };
     let made = match tiers {
         0 => config(DIM, OptimizerKind::RowWiseAdagrad, 100_000),
         1 => TableConfig { ssd: Some(ssd), ..config(DIM, OptimizerKind::RowWiseAdagrad, 60) },
         _ => TableConfig { optimizer: OptimizerKind::RowWiseAdagrad, ..three_tiers(DIM, Some(45), 60, 64 << 20) },
     };
-    let eviction = Some(Eviction { rule: EvictionRule::Given, every_steps: None });
+    let eviction = Some(EvictionConfig { rule: EvictionRule::PerSweep, every_steps: None });
     TableConfig { score_half_life_steps: HALF_LIFE, seed: 0, key: 0, eviction, ..made }
 }
 
 /// The standing of a row after step `step`, with its id: written down from what the order means.
-fn expected(contents: &Contents, step: u64) -> Vec<(Standing, Id)> {
-    let decay = Decay::new(HALF_LIFE).expect("in range");
+fn expected(contents: &Contents, step: u64) -> Vec<(RankKey, Id)> {
+    let decay = ScoreDecay::new(HALF_LIFE).expect("in range");
     let looked_at = contents.iter().filter(|(_, (header, _))| header.last_step <= step);
     let mut rows: Vec<(f32, u64, u64, Id)> = looked_at
         .map(|(&id, (header, _))| {
@@ -40,14 +40,16 @@ fn expected(contents: &Contents, step: u64) -> Vec<(Standing, Id)> {
         left.0.partial_cmp(&right.0).expect("numbers").then((left.1, left.2).cmp(&(right.1, right.2)))
     });
     let standing = |(score, last_step, id, key): (f32, u64, u64, Id)| {
-        (Standing { score: embcache::lifecycle::rising(score), last_step, id }, key)
+        (RankKey { score: embcache::lifecycle::sortable_score(score), last_step, id }, key)
     };
     rows.into_iter().map(standing).collect()
 }
 
-fn listed(rig: &Rig, step: u64, spans: &[Span]) -> Vec<Standing> {
-    let (_, counted) = rig.table.census(step, spans, None).expect("a census").expect("any version");
-    let Some(SpanContents::Listed(mut standings)) = counted.spans.into_iter().next() else { panic!("it is listed") };
+fn listed(rig: &Rig, step: u64, spans: &[RankKeyRange]) -> Vec<RankKey> {
+    let (_, counted) = rig.table.score_histogram(step, spans, None).expect("a census").expect("any version");
+    let Some(RankRangeContents::Listed(mut standings)) = counted.spans.into_iter().next() else {
+        panic!("it is listed")
+    };
     standings.sort_unstable();
     standings
 }
@@ -77,7 +79,7 @@ fn sweeps_take_exactly_the_rows_below_a_place_for_any_tiers() {
                     let standings = expected(&rows, step);
                     // A batch whose rows come ahead moves some of them meanwhile.
                     let ids = dice.ids(20);
-                    let ahead = rig.plan(&ids, PlanMode::TRAIN_AHEAD).expect("a plan ahead");
+                    let ahead = rig.plan(&ids, PlanMode::TRAIN_PREFETCH).expect("a plan ahead");
                     assert!(
                         listed(&rig, step, &[ALL]).iter().eq(standings.iter().map(|(standing, _)| standing)),
                         "{tiers}"
@@ -86,9 +88,9 @@ fn sweeps_take_exactly_the_rows_below_a_place_for_any_tiers() {
                         continue;
                     }
                     let at = dice.roll(standings.len() as u64) as usize;
-                    let Standing { score, last_step, id } = standings[at].0;
+                    let RankKey { score, last_step, id } = standings[at].0;
                     let rule = EvictionRule::Below { score, last_step, id };
-                    rig.table.sweep_by(&rule).expect("a sweep");
+                    rig.table.sweep_with_rule(&rule).expect("a sweep");
                     drop(ahead);
                     let dead: BTreeSet<Id> = standings[..at].iter().map(|(_, id)| *id).collect();
                     // Also those that came with a later last step, which a sweep does not look at.
@@ -96,12 +98,12 @@ fn sweeps_take_exactly_the_rows_below_a_place_for_any_tiers() {
                     let left: BTreeSet<Id> = rig.contents().expect("contents").into_keys().collect();
                     let differ: Vec<&Id> = left.symmetric_difference(&stay).collect();
                     assert!(differ.is_empty(), "{tiers}: {differ:?} of {at} dead rows and {} others", stay.len());
-                    assert!(rig.table.is_as_swept().expect("known"));
+                    assert!(rig.table.is_unchanged_since_sweep().expect("known"));
                     cuts += 1;
                 }
                 _ => {
                     rig.train(&dice.ids(40), BAG, 1).expect("a step");
-                    assert!(!rig.table.is_as_swept().expect("known"));
+                    assert!(!rig.table.is_unchanged_since_sweep().expect("known"));
                     step += 1;
                 }
             }
@@ -117,10 +119,11 @@ fn a_census_counts_parts_of_a_span_and_only_of_the_version_and_the_step_that_are
         let ids: Vec<Id> = (-400..400).collect();
         rig.train(&ids, BAG, 1).expect("a step");
         rig.train(&ids[..100], BAG, 1).expect("a step");
-        let counted = Span { is_listed: false, ..ALL };
-        let (version, census) = rig.table.census(2, &[counted, ALL], None).expect("a census").expect("any version");
+        let counted = RankKeyRange { is_listed: false, ..ALL };
+        let (version, census) =
+            rig.table.score_histogram(2, &[counted, ALL], None).expect("a census").expect("any version");
         assert_eq!((census.rows, census.newest), (800, 100));
-        let [SpanContents::Counted(parts), SpanContents::Listed(standings)] = &census.spans[..] else {
+        let [RankRangeContents::Counted(parts), RankRangeContents::Listed(standings)] = &census.spans[..] else {
             panic!("{census:?}")
         };
         assert_eq!((parts.len(), standings.len()), (2, 800));
@@ -128,12 +131,17 @@ fn a_census_counts_parts_of_a_span_and_only_of_the_version_and_the_step_that_are
         // Those of one score and one step differ by their ids, of which the negative ones are the greatest.
         let (low, high) = (parts[0].1.low, parts[0].1.high);
         assert_eq!((low.id, high.id), (0, (-1_i64).cast_unsigned()));
-        let narrower = Span { low, high, is_listed: false };
-        let same = rig.table.census(2, &[narrower], Some(version)).expect("a census");
-        let SpanContents::Counted(parts) = &same.expect("nothing has changed").1.spans[0] else { panic!("counted") };
+        let narrower = RankKeyRange { low, high, is_listed: false };
+        let same = rig.table.score_histogram(2, &[narrower], Some(version)).expect("a census");
+        let RankRangeContents::Counted(parts) = &same.expect("nothing has changed").1.spans[0] else {
+            panic!("counted")
+        };
         assert_eq!(parts.iter().map(|(_, part)| part.rows).collect::<Vec<u64>>(), [400, 300]);
-        assert_eq!(rig.table.census(1, &[ALL], None).expect_err("another step").kind(), Kind::State);
+        assert_eq!(rig.table.score_histogram(1, &[ALL], None).expect_err("another step").kind(), Kind::State);
         rig.table.remove_rows(&[5]).expect("removed");
-        assert!(rig.table.census(2, &[narrower], Some(version)).expect("a census").is_none(), "a row has gone");
+        assert!(
+            rig.table.score_histogram(2, &[narrower], Some(version)).expect("a census").is_none(),
+            "a row has gone"
+        );
     }
 }

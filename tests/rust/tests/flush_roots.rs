@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::config::{OptimizerKind, Reopen, SsdConfig};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, publish, read_file};
-use embcache::ssd::{Root, SsdTier};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file, write_atomically};
+use embcache::ssd::{CommitDirectory, SsdTier};
 use embcache::types::Id;
 use embcache_tests::{Contents, Rig, config, flips, tells_of_damage};
 
@@ -18,17 +18,17 @@ fn directory(root: usize) -> PathBuf {
     Path::new(ROOTS[root]).join("m/t/0-of-1")
 }
 
-fn open(engine: &Arc<dyn IoEngine>, reopen: Reopen, token: Option<u64>) -> embcache::Result<Vec<Rig>> {
+fn open(engine: &Arc<dyn IoEngine>, reopen: ReopenMode, token: Option<u64>) -> embcache::Result<Vec<Rig>> {
     let one = |root| {
         let mut wanted = config(4, OPTIMIZER, 10);
-        wanted.ssd = Some(SsdConfig { dir: directory(root), bytes: 256 << 10, reopen, resume_token: token });
+        wanted.ssd = Some(SsdConfig { dir: directory(root), bytes: 256 << 10, reopen, resume_commit_id: token });
         Rig::open(wanted, engine.clone())
     };
     (0..ROOTS.len()).map(one).collect()
 }
 
-fn root(engine: &Arc<dyn IoEngine>, root: usize) -> Root {
-    Root::new(engine.clone(), Path::new(ROOTS[root]))
+fn root(engine: &Arc<dyn IoEngine>, root: usize) -> CommitDirectory {
+    CommitDirectory::new(engine.clone(), Path::new(ROOTS[root]))
 }
 
 fn train(rigs: &[Rig], step: u32) -> embcache::Result<()> {
@@ -44,13 +44,13 @@ fn contents(rigs: &[Rig]) -> Vec<Contents> {
 
 /// Flush as `torchrec_embcache.flush` does. States that earlier flushes left incomplete are `forgotten`.
 fn flush(engine: &Arc<dyn IoEngine>, rigs: &[Rig], token: u64) -> embcache::Result<()> {
-    let roots: Vec<Root> = (0..ROOTS.len()).map(|number| root(engine, number)).collect();
-    let names = (77..).zip(&roots).map(|(random, root)| root.name(random)).collect::<Result<Vec<u64>, _>>()?;
+    let roots: Vec<CommitDirectory> = (0..ROOTS.len()).map(|number| root(engine, number)).collect();
+    let names = (77..).zip(&roots).map(|(random, root)| root.ensure_name(random)).collect::<Result<Vec<u64>, _>>()?;
     let mut old = Vec::new();
     for (number, rig) in rigs.iter().enumerate() {
-        for other in SsdTier::published(&directory(number), &**engine)? {
+        for other in SsdTier::published_commit_ids(&directory(number), &**engine)? {
             old.push(other);
-            if !roots[number].is_complete(other)? {
+            if !roots[number].is_committed(other)? {
                 rig.table.forget_published(other)?;
             }
         }
@@ -63,8 +63,8 @@ fn flush(engine: &Arc<dyn IoEngine>, rigs: &[Rig], token: u64) -> embcache::Resu
         root.commit(token)?;
     }
     for (number, root) in roots.iter().enumerate() {
-        let kept = SsdTier::published(&directory(number), &**engine)?;
-        old.iter().filter(|old| !kept.contains(old)).try_for_each(|old| root.forget(*old))?;
+        let kept = SsdTier::published_commit_ids(&directory(number), &**engine)?;
+        old.iter().filter(|old| !kept.contains(old)).try_for_each(|old| root.remove_records(*old))?;
     }
     Ok(())
 }
@@ -72,8 +72,8 @@ fn flush(engine: &Arc<dyn IoEngine>, rigs: &[Rig], token: u64) -> embcache::Resu
 /// The token that each root resumes, as its tables find it one by one.
 fn tokens(engine: &Arc<dyn IoEngine>) -> Vec<Option<u64>> {
     let newest = |number: usize| {
-        let published = SsdTier::published(&directory(number), &**engine).expect("listed");
-        published.into_iter().rev().find(|&token| root(engine, number).is_complete(token).expect("decided"))
+        let published = SsdTier::published_commit_ids(&directory(number), &**engine).expect("listed");
+        published.into_iter().rev().find(|&token| root(engine, number).is_committed(token).expect("decided"))
     };
     (0..ROOTS.len()).map(newest).collect()
 }
@@ -91,7 +91,7 @@ fn disk() -> MemoryEngine {
 fn run(engine: &Arc<dyn IoEngine>) -> (Vec<Vec<Contents>>, usize, embcache::Result<()>) {
     let (mut states, mut done) = (Vec::new(), 0);
     let mut all = || {
-        let rigs = open(engine, Reopen::Never, None)?;
+        let rigs = open(engine, ReopenMode::Never, None)?;
         for token in 1..=3 {
             train(&rigs, token as u32)?;
             states.push(contents(&rigs));
@@ -110,7 +110,7 @@ fn roots_agree_after_a_stop_at_every_operation_of_flushes() {
     for passing in 0.. {
         let memory = disk();
         let fault = FaultEngine::new(Arc::new(memory.clone()));
-        fault.hit_change(passing, Fault::Stop);
+        fault.hit_change(passing, IoFault::Stop);
         let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
         let (states, done, outcome) = run(&engine);
         for image in [memory.crash(), memory.kill(), memory.crash_torn(passing), memory.crash_torn(!passing)] {
@@ -125,7 +125,7 @@ fn roots_agree_after_a_stop_at_every_operation_of_flushes() {
                 continue;
             };
             assert!(token as usize >= done, "{context}: {token}");
-            let rigs = open(&engine, Reopen::Resume, Some(token)).unwrap_or_else(|e| panic!("{context}: {e}"));
+            let rigs = open(&engine, ReopenMode::Resume, Some(token)).unwrap_or_else(|e| panic!("{context}: {e}"));
             assert!(contents(&rigs) == states[token as usize - 1], "{context}: other rows");
             // Training goes on from there. A flush that did not finish is no state of any later resume.
             train(&rigs, 9).expect("trained");
@@ -134,7 +134,7 @@ fn roots_agree_after_a_stop_at_every_operation_of_flushes() {
             drop(rigs);
             let engine: Arc<dyn IoEngine> = Arc::new(image.crash());
             assert_eq!(self::tokens(&engine), [Some(9); 3], "{context}");
-            assert!(contents(&open(&engine, Reopen::Resume, Some(9)).expect("resumed")) == trained, "{context}");
+            assert!(contents(&open(&engine, ReopenMode::Resume, Some(9)).expect("resumed")) == trained, "{context}");
         }
         if !fault.is_stopped() {
             outcome.expect("nothing stopped it");
@@ -151,18 +151,18 @@ fn a_flush_goes_on_after_an_error_at_any_operation_on_the_marks() {
         let memory = disk();
         let fault = FaultEngine::new(Arc::new(memory.clone()));
         let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-        let roots: Vec<Root> = (0..2).map(|number| root(&engine, number)).collect();
-        fault.hit_change(passing, Fault::Fail(libc::ENOSPC));
+        let roots: Vec<CommitDirectory> = (0..2).map(|number| root(&engine, number)).collect();
+        fault.hit_change(passing, IoFault::Fail(libc::ENOSPC));
         let mark = |token| {
-            let name = roots[0].name(5)?;
-            roots[1].name(6)?;
+            let name = roots[0].ensure_name(5)?;
+            roots[1].ensure_name(6)?;
             roots[1].prepare(token, Path::new(ROOTS[0]), name)?;
             roots[0].commit(token)?;
             roots[1].commit(token)?;
-            roots.iter().try_for_each(|root| root.forget(token - 2))
+            roots.iter().try_for_each(|root| root.remove_records(token - 2))
         };
         let outcome: embcache::Result<()> = mark(3);
-        assert_eq!(roots[0].is_complete(3).expect("decided"), roots[1].is_complete(3).expect("decided"));
+        assert_eq!(roots[0].is_committed(3).expect("decided"), roots[1].is_committed(3).expect("decided"));
         match outcome {
             Err(error) => assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)), "{error}"),
             Ok(()) => break,
@@ -170,7 +170,7 @@ fn a_flush_goes_on_after_an_error_at_any_operation_on_the_marks() {
         failed += 1;
         mark(5).expect("the next one does it");
         let image: Arc<dyn IoEngine> = Arc::new(memory.crash());
-        assert!((0..2).all(|number| root(&image, number).is_complete(5).expect("decided")));
+        assert!((0..2).all(|number| root(&image, number).is_committed(5).expect("decided")));
     }
     assert!(failed > 10, "{failed}");
 }
@@ -180,21 +180,21 @@ fn a_coordinator_that_is_not_there_or_is_another_is_an_error_that_names_it() {
     let memory = disk();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
     let (first, second) = (root(&engine, 0), root(&engine, 1));
-    let name = first.name(5).expect("named");
-    assert_eq!(first.name(6).expect("named"), name, "a root keeps its name");
-    assert!(first.is_named(name).expect("looked") && !second.is_named(name).expect("looked"));
-    second.name(7).expect("named");
+    let name = first.ensure_name(5).expect("named");
+    assert_eq!(first.ensure_name(6).expect("named"), name, "a root keeps its name");
+    assert!(first.has_name(name).expect("looked") && !second.has_name(name).expect("looked"));
+    second.ensure_name(7).expect("named");
     second.prepare(3, Path::new(ROOTS[0]), name).expect("prepared");
-    assert!(!second.is_complete(3).expect("decided"));
+    assert!(!second.is_committed(3).expect("decided"));
     first.commit(3).expect("committed");
-    assert!(second.is_complete(3).expect("decided"));
+    assert!(second.is_committed(3).expect("decided"));
     // Another disk is mounted there, with flush marks of its own.
     for path in engine.list(Path::new("/one/.flushed")).expect("listed") {
         engine.remove_file(&path).expect("removed");
     }
-    assert_ne!(first.name(8).expect("named"), name);
+    assert_ne!(first.ensure_name(8).expect("named"), name);
     first.commit(3).expect("committed");
-    let error = second.is_complete(3).expect_err("nobody can say");
+    let error = second.is_committed(3).expect_err("nobody can say");
     assert_eq!(error.kind(), Kind::State);
     assert!(error.to_string().contains(ROOTS[0]), "{error}");
 }
@@ -203,8 +203,8 @@ fn a_coordinator_that_is_not_there_or_is_another_is_an_error_that_names_it() {
 fn a_damaged_mark_is_found_and_decides_nothing() {
     let memory = disk();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-    root(&engine, 0).name(5).expect("named");
-    root(&engine, 1).name(6).expect("named");
+    root(&engine, 0).ensure_name(5).expect("named");
+    root(&engine, 1).ensure_name(6).expect("named");
     root(&engine, 1).prepare(3, Path::new(ROOTS[0]), 5).expect("prepared");
     root(&engine, 0).commit(3).expect("committed");
     let path = Path::new("/two/.flushed/3.prepared");
@@ -219,9 +219,9 @@ fn a_damaged_mark_is_found_and_decides_nothing() {
         .chain((0..bytes.len()).map(|len| bytes[..len].to_vec()));
     for damaged in damaged {
         let image = memory.kill();
-        publish(&image, path, &damaged).expect("written");
+        write_atomically(&image, path, &damaged).expect("written");
         let engine: Arc<dyn IoEngine> = Arc::new(image);
-        let error = root(&engine, 1).is_complete(3).expect_err("damage");
+        let error = root(&engine, 1).is_committed(3).expect_err("damage");
         assert_eq!(error.kind(), Kind::Corruption, "{error}");
         assert!(tells_of_damage(&error), "{error}");
     }
@@ -242,7 +242,7 @@ fn marks_are_removed_with_the_states_they_are_of() {
         assert_eq!(named.len(), 1, "{names:?}");
         assert_eq!(marks_found, marks);
     }
-    assert!(fault.log().iter().any(|(operation, _)| *operation == Operation::RemoveFile));
+    assert!(fault.log().iter().any(|(operation, _)| *operation == IoOperation::RemoveFile));
 }
 
 #[test]
@@ -254,11 +254,11 @@ fn no_older_state_is_taken_because_a_look_at_the_marks_fails() {
     for errno in [libc::EIO, libc::EMFILE, libc::EACCES] {
         for passing in 0.. {
             let fault = FaultEngine::new(Arc::new(disk_of_flushes.kill()));
-            fault.hit_once(Operation::Look, passing, Fault::Fail(errno));
+            fault.hit_once(IoOperation::Exists, passing, IoFault::Fail(errno));
             let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
             let newest = |number: usize| {
-                for token in SsdTier::published(&directory(number), &*engine)?.into_iter().rev() {
-                    if root(&engine, number).is_complete(token)? {
+                for token in SsdTier::published_commit_ids(&directory(number), &*engine)?.into_iter().rev() {
+                    if root(&engine, number).is_committed(token)? {
                         return Ok(Some(token));
                     }
                 }
@@ -274,7 +274,7 @@ fn no_older_state_is_taken_because_a_look_at_the_marks_fails() {
                     continue;
                 }
             }
-            let rigs = open(&engine, Reopen::Resume, Some(3));
+            let rigs = open(&engine, ReopenMode::Resume, Some(3));
             match rigs {
                 Ok(_) => break,
                 Err(error) => assert_eq!(error.errno(), Some(errno), "{error}"),

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::cache::{ExportStream, Plan, PlanMode, RowBlock};
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{FaultEngine, IoEngine, Operation, PsyncEngine};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::io::{FaultEngine, IoEngine, IoOperation, PsyncEngine};
 use embcache::types::Id;
 use embcache_tests::{Rig, config, watched};
 
@@ -18,7 +18,7 @@ const CHILD_S: u32 = 120;
 
 fn tiers(dir: PathBuf) -> TableConfig {
     let mut wanted = config(DIM, OptimizerKind::Adagrad, 100);
-    wanted.ssd = Some(SsdConfig { dir, bytes: 4 << 20, reopen: Reopen::Never, resume_token: None });
+    wanted.ssd = Some(SsdConfig { dir, bytes: 4 << 20, reopen: ReopenMode::Never, resume_commit_id: None });
     wanted
 }
 
@@ -67,8 +67,8 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
 
         let stream = rig.table.export(10).expect("a stream");
         // One thread holds a plan's lock, another one the table's, and both wait for reads that never end.
-        faults.hold(Operation::Read);
-        let stuck = rig.plan(&ids(0), PlanMode { ahead: true, ..PlanMode::EVALUATE }).expect("a plan");
+        faults.hold(IoOperation::Read);
+        let stuck = rig.plan(&ids(0), PlanMode { is_prefetch: true, ..PlanMode::EVALUATE }).expect("a plan");
         let child = std::thread::scope(|scope| {
             scope.spawn(|| stuck.wait().expect("its rows, once they are let go"));
             scope.spawn(|| rig.table.read_rows(&ids(2)).expect("rows, once they are let go"));

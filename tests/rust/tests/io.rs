@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use embcache::io::{
-    ALIGNMENT, AlignedBuf, BeneathEngine, FaultEngine, IoEngine, IoFile, MemoryEngine, Open, PsyncEngine, Read,
-    UringEngine, publish, read_file,
+    ALIGNMENT, AlignedBuf, ConfinedEngine, FaultEngine, IoEngine, IoFile, IoOpenMode, IoReadRequest, MemoryEngine,
+    PsyncEngine, UringEngine, read_file, write_atomically,
 };
 use embcache::{Error, Kind, Result};
 
@@ -24,7 +24,7 @@ impl Fixture {
     }
 
     fn create(&self, name: &str, preallocate: u64) -> Arc<dyn IoFile> {
-        self.engine.open(&self.path(name), Open::Create { preallocate }).unwrap()
+        self.engine.open(&self.path(name), IoOpenMode::Create { preallocate }).unwrap()
     }
 
     /// Make a file of `len` bytes in a pattern.
@@ -78,7 +78,7 @@ fn on_every_engine(behaviour: impl Fn(&Fixture)) {
 }
 
 /// The outcomes of a batch by position. Each read must be handed over exactly once.
-fn read_all(engine: &dyn IoEngine, reads: &[Read]) -> Vec<Result<Vec<u8>>> {
+fn read_all(engine: &dyn IoEngine, reads: &[IoReadRequest]) -> Vec<Result<Vec<u8>>> {
     let mut outcomes: Vec<Option<Result<Vec<u8>>>> = reads.iter().map(|_| None).collect();
     engine.read_batch(reads, &mut |position, outcome, _| {
         assert!(outcomes[position].replace(outcome.map(<[u8]>::to_vec)).is_none(), "read {position} came twice");
@@ -109,11 +109,11 @@ fn a_batch_deeper_than_any_queue_gives_each_read_its_own_bytes() {
     on_every_engine(|fixture| {
         let (file, data) = fixture.filled("a", 1 << 20);
         let (other, other_data) = fixture.filled("b", 70_000);
-        let reads: Vec<Read> = (0..3000_u64)
+        let reads: Vec<IoReadRequest> = (0..3000_u64)
             .map(|i| match i % 7 {
-                0 => Read { file: other.clone(), offset: i * 23 % 69_000, len: (i % 900) as usize },
-                1 => Read { file: file.clone(), offset: i * 8191 % 900_000, len: 9000 + i as usize },
-                _ => Read { file: file.clone(), offset: i * 308, len: 308 },
+                0 => IoReadRequest { file: other.clone(), offset: i * 23 % 69_000, len: (i % 900) as usize },
+                1 => IoReadRequest { file: file.clone(), offset: i * 8191 % 900_000, len: 9000 + i as usize },
+                _ => IoReadRequest { file: file.clone(), offset: i * 308, len: 308 },
             })
             .collect();
         for (read, outcome) in reads.iter().zip(read_all(&*fixture.engine, &reads)) {
@@ -131,8 +131,8 @@ fn a_batch_deeper_than_any_queue_gives_each_read_its_own_bytes() {
 fn large_reads_of_a_batch_are_whole() {
     on_every_engine(|fixture| {
         let (file, data) = fixture.filled("a", 6 << 20);
-        let reads: Vec<Read> =
-            (0..24_u64).map(|i| Read { file: file.clone(), offset: i * 999, len: 5 << 20 }).collect();
+        let reads: Vec<IoReadRequest> =
+            (0..24_u64).map(|i| IoReadRequest { file: file.clone(), offset: i * 999, len: 5 << 20 }).collect();
         for (read, outcome) in reads.iter().zip(read_all(&*fixture.engine, &reads)) {
             assert!(outcome.unwrap() == data[read.offset as usize..][..read.len], "{}", fixture.engine.name());
         }
@@ -157,8 +157,12 @@ fn a_read_past_the_end_is_corruption_that_names_the_length() {
 fn errors_in_a_batch_leave_the_other_reads_alone() {
     on_every_engine(|fixture| {
         let (file, data) = fixture.filled("a", 200_000);
-        let reads: Vec<Read> = (0..1000_u64)
-            .map(|i| Read { file: file.clone(), offset: if i % 3 == 0 { 200_000 - i % 50 } else { i * 190 }, len: 100 })
+        let reads: Vec<IoReadRequest> = (0..1000_u64)
+            .map(|i| IoReadRequest {
+                file: file.clone(),
+                offset: if i % 3 == 0 { 200_000 - i % 50 } else { i * 190 },
+                len: 100,
+            })
             .collect();
         for (i, (read, outcome)) in reads.iter().zip(read_all(&*fixture.engine, &reads)).enumerate() {
             if i % 3 == 0 {
@@ -178,8 +182,12 @@ fn batches_of_several_threads_do_not_mix() {
             for thread in 0..8_u64 {
                 let (file, data, engine) = (&file, &data, &fixture.engine);
                 scope.spawn(move || {
-                    let reads: Vec<Read> = (0..500_u64)
-                        .map(|i| Read { file: file.clone(), offset: (i * 1999 + thread * 77) % 1_000_000, len: 308 })
+                    let reads: Vec<IoReadRequest> = (0..500_u64)
+                        .map(|i| IoReadRequest {
+                            file: file.clone(),
+                            offset: (i * 1999 + thread * 77) % 1_000_000,
+                            len: 308,
+                        })
                         .collect();
                     for (read, outcome) in reads.iter().zip(read_all(&**engine, &reads)) {
                         assert!(outcome.unwrap() == data[read.offset as usize..][..308]);
@@ -194,7 +202,8 @@ fn batches_of_several_threads_do_not_mix() {
 fn a_sink_that_panics_leaves_the_engine_usable() {
     on_every_engine(|fixture| {
         let (file, data) = fixture.filled("a", 400_000);
-        let reads: Vec<Read> = (0..600_u64).map(|i| Read { file: file.clone(), offset: i * 500, len: 300 }).collect();
+        let reads: Vec<IoReadRequest> =
+            (0..600_u64).map(|i| IoReadRequest { file: file.clone(), offset: i * 500, len: 300 }).collect();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut count = 0;
             fixture.engine.read_batch(&reads, &mut |_, _, _| {
@@ -260,8 +269,8 @@ fn files_and_directories_appear_move_and_go() {
         let sub = fixture.path("x/y");
         engine.create_dir_all(&sub).unwrap();
         engine.create_dir_all(&sub).unwrap();
-        publish(engine, &sub.join("b"), b"two").unwrap();
-        publish(engine, &sub.join("a"), b"one").unwrap();
+        write_atomically(engine, &sub.join("b"), b"two").unwrap();
+        write_atomically(engine, &sub.join("a"), b"one").unwrap();
         assert_eq!(engine.list(&sub).unwrap(), [sub.join("a"), sub.join("b")]);
         assert_eq!(engine.list(&fixture.path("x")).unwrap(), std::slice::from_ref(&sub));
 
@@ -284,12 +293,12 @@ fn files_and_directories_appear_move_and_go() {
 fn what_is_missing_or_in_the_way_is_a_storage_error_with_errno_and_path() {
     on_every_engine(|fixture| {
         let engine = &*fixture.engine;
-        publish(engine, &fixture.path("a"), b"x").unwrap();
+        write_atomically(engine, &fixture.path("a"), b"x").unwrap();
         let missing = fixture.path("missing");
         let errors = [
-            (engine.open(&missing, Open::Read).map(drop), libc::ENOENT, &missing),
+            (engine.open(&missing, IoOpenMode::Read).map(drop), libc::ENOENT, &missing),
             (
-                engine.open(&fixture.path("a"), Open::Create { preallocate: 0 }).map(drop),
+                engine.open(&fixture.path("a"), IoOpenMode::Create { preallocate: 0 }).map(drop),
                 libc::EEXIST,
                 &fixture.path("a"),
             ),
@@ -304,7 +313,7 @@ fn what_is_missing_or_in_the_way_is_a_storage_error_with_errno_and_path() {
             let found = (error.kind(), error.errno(), error.path());
             assert_eq!(found, (Kind::Storage, Some(errno), Some(&**path)), "case {index} of {}", engine.name());
         }
-        let file = engine.open(&fixture.path("a"), Open::Read).unwrap();
+        let file = engine.open(&fixture.path("a"), IoOpenMode::Read).unwrap();
         assert_eq!(kind(file.write_at(0, &pattern(ALIGNMENT))), Some(Kind::Storage), "opened for reading");
     });
 }
@@ -314,7 +323,7 @@ fn a_removed_file_can_be_read_through_its_open_handle() {
     on_every_engine(|fixture| {
         let (file, data) = fixture.filled("a", 9000);
         fixture.engine.remove_file(&fixture.path("a")).unwrap();
-        let read = Read { file, offset: 4000, len: 5000 };
+        let read = IoReadRequest { file, offset: 4000, len: 5000 };
         assert!(read_all(&*fixture.engine, &[read]).remove(0).unwrap() == data[4000..]);
     });
 }
@@ -324,10 +333,10 @@ fn publishing_replaces_a_file_and_a_leftover_of_an_earlier_try() {
     on_every_engine(|fixture| {
         let engine = &*fixture.engine;
         let path = fixture.path("manifest");
-        publish(engine, &path, b"").unwrap();
+        write_atomically(engine, &path, b"").unwrap();
         assert_eq!(read_file(engine, &path, 0).unwrap(), b"");
         fixture.filled("manifest.tmp", 100);
-        publish(engine, &path, b"second").unwrap();
+        write_atomically(engine, &path, b"second").unwrap();
         assert_eq!(read_file(engine, &path, 6).unwrap(), b"second");
         assert_eq!(kind(read_file(engine, &path, 5)), Some(Kind::Corruption));
         assert_eq!(engine.list(&fixture.dir).unwrap(), [path]);
@@ -364,7 +373,7 @@ fn a_symbolic_link_is_not_opened() {
     for fixture in every_engine().into_iter().filter(|fixture| !fixture.engine.name().contains("memory")) {
         fixture.filled("a", 10);
         std::os::unix::fs::symlink(fixture.path("a"), fixture.path("link")).unwrap();
-        assert_eq!(kind(fixture.engine.open(&fixture.path("link"), Open::Read)), Some(Kind::Path));
+        assert_eq!(kind(fixture.engine.open(&fixture.path("link"), IoOpenMode::Read)), Some(Kind::Path));
         assert!(fixture.engine.exists(&fixture.path("link")).unwrap());
     }
 }
@@ -377,7 +386,7 @@ fn a_file_system_that_is_full_says_so_at_the_preallocation() {
     }
     let held = tempfile::tempdir_in("/dev/shm").unwrap();
     let path = held.path().join("a");
-    let error = fixture.engine.open(&path, Open::Create { preallocate: 1 << 50 }).unwrap_err();
+    let error = fixture.engine.open(&path, IoOpenMode::Create { preallocate: 1 << 50 }).unwrap_err();
     assert!(matches!(error.errno(), Some(libc::ENOSPC | libc::EFBIG)), "{error}");
     assert!(!fixture.engine.exists(&path).unwrap(), "the empty file is gone");
 }
@@ -386,7 +395,8 @@ fn a_file_system_that_is_full_says_so_at_the_preallocation() {
 fn a_sink_sees_its_reads_on_the_thread_that_asked() {
     on_every_engine(|fixture| {
         let (file, _) = fixture.filled("a", 100_000);
-        let reads: Vec<Read> = (0..200_u64).map(|i| Read { file: file.clone(), offset: i * 400, len: 200 }).collect();
+        let reads: Vec<IoReadRequest> =
+            (0..200_u64).map(|i| IoReadRequest { file: file.clone(), offset: i * 400, len: 200 }).collect();
         let threads = Mutex::new(Vec::new());
         fixture.engine.read_batch(&reads, &mut |_, _, _| threads.lock().unwrap().push(std::thread::current().id()));
         assert!(threads.into_inner().unwrap().iter().all(|id| *id == std::thread::current().id()));
@@ -400,8 +410,12 @@ fn a_path_that_cannot_be_looked_at_is_not_taken_for_absent() {
     std::os::unix::fs::symlink("round", root.join("round")).unwrap();
     let plain: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
     let held = std::fs::File::open(root).unwrap();
-    let beneath =
-        BeneathEngine::engine(Arc::clone(&plain), root, held.into(), embcache::paths::Checks::Strict.entry_check());
+    let beneath = ConfinedEngine::engine(
+        Arc::clone(&plain),
+        root,
+        held.into(),
+        embcache::paths::PathChecks::Strict.entry_check(),
+    );
     for (engine, through_a_link) in [(plain, Kind::Storage), (beneath, Kind::Path)] {
         assert!(engine.exists(&root.join("round")).unwrap(), "the link itself");
         assert!(!engine.exists(&root.join("nothing/below")).unwrap());
@@ -415,7 +429,8 @@ fn a_path_that_cannot_be_looked_at_is_not_taken_for_absent() {
 fn a_read_of_a_disk_says_how_long_it_took_and_one_of_memory_took_no_time() {
     on_every_engine(|fixture| {
         let (file, _) = fixture.filled("a", 100_000);
-        let reads: Vec<Read> = (0..200_u64).map(|i| Read { file: file.clone(), offset: i * 400, len: 200 }).collect();
+        let reads: Vec<IoReadRequest> =
+            (0..200_u64).map(|i| IoReadRequest { file: file.clone(), offset: i * 400, len: 200 }).collect();
         let began = Instant::now();
         let mut durations = Vec::new();
         fixture.engine.read_batch(&reads, &mut |_, outcome, took| {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::io::{
-    ALIGNMENT, AlignedBuf, Fault, FaultEngine, IoEngine, MemoryEngine, Open, Operation, PsyncEngine, Read, publish,
-    read_file,
+    ALIGNMENT, AlignedBuf, FaultEngine, IoEngine, IoFault, IoOpenMode, IoOperation, IoReadRequest, MemoryEngine,
+    PsyncEngine, read_file, write_atomically,
 };
 use embcache_tests::watched;
 
@@ -28,18 +28,18 @@ fn ones(len: usize) -> AlignedBuf {
 fn changes_are_counted_and_logged_in_order_and_reads_are_not() {
     let (_, engine) = engines();
     let path = Path::new("/d/a");
-    publish(&engine, path, b"x").unwrap();
+    write_atomically(&engine, path, b"x").unwrap();
     read_file(&engine, path, 10).unwrap();
-    let operations: Vec<Operation> = engine.log().into_iter().map(|(operation, _)| operation).collect();
+    let operations: Vec<IoOperation> = engine.log().into_iter().map(|(operation, _)| operation).collect();
     assert_eq!(
         operations,
         [
-            Operation::Create,
-            Operation::Write,
-            Operation::SetLen,
-            Operation::Sync,
-            Operation::Rename,
-            Operation::SyncDir
+            IoOperation::Create,
+            IoOperation::Write,
+            IoOperation::SetLen,
+            IoOperation::Sync,
+            IoOperation::Rename,
+            IoOperation::SyncDir
         ]
     );
     assert_eq!(engine.changes(), 6);
@@ -52,9 +52,9 @@ fn a_publish_stopped_anywhere_leaves_the_old_or_the_new_file() {
     let mut old = 0;
     for passing in 0..=7 {
         let (memory, engine) = engines();
-        publish(&engine, path, b"old").unwrap();
-        engine.hit_change(passing, Fault::Stop);
-        let published = publish(&engine, path, b"new");
+        write_atomically(&engine, path, b"old").unwrap();
+        engine.hit_change(passing, IoFault::Stop);
+        let published = write_atomically(&engine, path, b"new");
         assert_eq!(published.is_err(), passing < 6, "six changes a publish");
         for after in (0..16).map(|seed| memory.crash_torn(seed)).chain([memory.crash(), memory.kill()]) {
             let found = read_file(&after, path, 10).unwrap();
@@ -68,13 +68,13 @@ fn a_publish_stopped_anywhere_leaves_the_old_or_the_new_file() {
 #[test]
 fn after_a_stop_everything_fails_and_what_was_durable_is_left() {
     let (memory, engine) = engines();
-    publish(&engine, Path::new("/d/a"), b"x").unwrap();
-    let file = engine.open(Path::new("/d/a"), Open::Read).unwrap();
+    write_atomically(&engine, Path::new("/d/a"), b"x").unwrap();
+    let file = engine.open(Path::new("/d/a"), IoOpenMode::Read).unwrap();
     engine.stop();
     assert!(engine.is_stopped());
     engine.clear();
     let outcomes = [
-        engine.open(Path::new("/d/a"), Open::Read).map(drop),
+        engine.open(Path::new("/d/a"), IoOpenMode::Read).map(drop),
         engine.create_dir_all(Path::new("/e")),
         engine.list(Path::new("/d")).map(drop),
         engine.rename(Path::new("/d/a"), Path::new("/d/b")),
@@ -90,8 +90,9 @@ fn after_a_stop_everything_fails_and_what_was_durable_is_left() {
         assert_eq!(outcome.unwrap_err().kind(), Kind::Storage, "operation {index}");
     }
     let mut failed = 0;
-    engine
-        .read_batch(&[Read { file, offset: 0, len: 1 }], &mut |_, outcome, _| failed += usize::from(outcome.is_err()));
+    engine.read_batch(&[IoReadRequest { file, offset: 0, len: 1 }], &mut |_, outcome, _| {
+        failed += usize::from(outcome.is_err())
+    });
     assert_eq!(failed, 1);
     assert_eq!(read_file(&memory.crash(), Path::new("/d/a"), 10).unwrap(), b"x");
 }
@@ -99,30 +100,30 @@ fn after_a_stop_everything_fails_and_what_was_durable_is_left() {
 #[test]
 fn an_error_hits_the_chosen_operation_once_or_until_it_is_cleared() {
     let (_, engine) = engines();
-    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
+    let file = engine.open(Path::new("/d/a"), IoOpenMode::Create { preallocate: 0 }).unwrap();
     let page = ones(ALIGNMENT);
-    engine.hit_once(Operation::Write, 1, Fault::Fail(libc::EIO));
+    engine.hit_once(IoOperation::Write, 1, IoFault::Fail(libc::EIO));
     let errnos: Vec<_> =
         (0..3).map(|i| file.write_at(i * ALIGNMENT as u64, &page).err().and_then(|e| e.errno())).collect();
     assert_eq!(errnos, [None, Some(libc::EIO), None]);
-    engine.hit_every(Operation::Create, Fault::Fail(libc::ENOSPC));
+    engine.hit_every(IoOperation::Create, IoFault::Fail(libc::ENOSPC));
     for _ in 0..3 {
-        let error = engine.open(Path::new("/d/b"), Open::Create { preallocate: 0 }).unwrap_err();
+        let error = engine.open(Path::new("/d/b"), IoOpenMode::Create { preallocate: 0 }).unwrap_err();
         assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)));
         file.write_at(0, &page).unwrap();
     }
     engine.clear();
-    engine.open(Path::new("/d/b"), Open::Create { preallocate: 0 }).unwrap();
+    engine.open(Path::new("/d/b"), IoOpenMode::Create { preallocate: 0 }).unwrap();
 }
 
 #[test]
 fn a_torn_write_leaves_its_first_half_and_a_flip_one_wrong_bit() {
     let (_, engine) = engines();
-    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
-    engine.hit_once(Operation::Write, 0, Fault::Tear(libc::ENOSPC));
+    let file = engine.open(Path::new("/d/a"), IoOpenMode::Create { preallocate: 0 }).unwrap();
+    engine.hit_once(IoOperation::Write, 0, IoFault::Tear(libc::ENOSPC));
     assert_eq!(file.write_at(0, &ones(4 * ALIGNMENT)).unwrap_err().errno(), Some(libc::ENOSPC));
     assert_eq!(file.len().unwrap(), 2 * ALIGNMENT as u64);
-    engine.hit_once(Operation::Write, 0, Fault::Flip);
+    engine.hit_once(IoOperation::Write, 0, IoFault::Flip);
     file.write_at(0, &ones(ALIGNMENT)).unwrap();
     let mut found = vec![0; ALIGNMENT];
     file.read_at(0, &mut found).unwrap();
@@ -133,12 +134,13 @@ fn a_torn_write_leaves_its_first_half_and_a_flip_one_wrong_bit() {
 #[test]
 fn faults_in_a_batch_hit_their_reads_only() {
     let (_, engine) = engines();
-    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
+    let file = engine.open(Path::new("/d/a"), IoOpenMode::Create { preallocate: 0 }).unwrap();
     file.write_at(0, &ones(64 * ALIGNMENT)).unwrap();
-    engine.hit_once(Operation::Read, 10, Fault::Fail(libc::EIO));
-    engine.hit_once(Operation::Read, 20, Fault::Flip);
-    engine.hit_once(Operation::Read, 30, Fault::Tear(libc::EIO));
-    let reads: Vec<Read> = (0..300).map(|i| Read { file: file.clone(), offset: i * 512, len: 300 }).collect();
+    engine.hit_once(IoOperation::Read, 10, IoFault::Fail(libc::EIO));
+    engine.hit_once(IoOperation::Read, 20, IoFault::Flip);
+    engine.hit_once(IoOperation::Read, 30, IoFault::Tear(libc::EIO));
+    let reads: Vec<IoReadRequest> =
+        (0..300).map(|i| IoReadRequest { file: file.clone(), offset: i * 512, len: 300 }).collect();
     let mut hit = Vec::new();
     engine.read_batch(&reads, &mut |position, outcome, _| match outcome {
         Ok(data) if data.iter().all(|byte| *byte == 1) && data.len() == 300 => {}
@@ -153,8 +155,8 @@ fn faults_in_a_batch_hit_their_reads_only() {
 #[test]
 fn a_held_operation_goes_on_when_it_is_released() {
     let (memory, engine) = engines();
-    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
-    engine.hold(Operation::Sync);
+    let file = engine.open(Path::new("/d/a"), IoOpenMode::Create { preallocate: 0 }).unwrap();
+    engine.hold(IoOperation::Sync);
     std::thread::scope(|scope| {
         let synced = scope.spawn(|| file.sync());
         engine.wait_until_held();
@@ -174,10 +176,10 @@ fn a_panic_of_a_thread_that_reads_ends_its_reads_with_an_error_and_strands_nobod
         std::fs::write(&path, vec![1; 1 << 16]).unwrap();
         let disk = Arc::new(PsyncEngine::new(false));
         let faults = FaultEngine::new(disk.clone());
-        let file = faults.open(&path, Open::Read).unwrap();
+        let file = faults.open(&path, IoOpenMode::Read).unwrap();
         // The pool's threads read from the faulty file itself.
-        let reads: Vec<Read> =
-            (0..200).map(|number| Read { file: file.clone(), offset: number * 300, len: 300 }).collect();
+        let reads: Vec<IoReadRequest> =
+            (0..200).map(|number| IoReadRequest { file: file.clone(), offset: number * 300, len: 300 }).collect();
         let outcomes = || {
             let mut outcomes: Vec<Option<embcache::Result<()>>> = vec![None; reads.len()];
             disk.read_batch(&reads, &mut |position, read, _| {
@@ -188,7 +190,7 @@ fn a_panic_of_a_thread_that_reads_ends_its_reads_with_an_error_and_strands_nobod
         };
         // This is more panics than the pool has threads.
         for number in 0..40 {
-            faults.panic_at(Operation::Read, number);
+            faults.panic_at(IoOperation::Read, number);
             let ended = outcomes();
             let failed: Vec<_> = ended.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
             assert!((1..=16).contains(&failed.len()), "{} of a chunk", failed.len());

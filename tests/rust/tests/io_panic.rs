@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Result;
-use embcache::io::{IoEngine, IoFile, PsyncEngine, Read};
+use embcache::io::{IoEngine, IoFile, IoReadRequest, PsyncEngine};
 use embcache_tests::watched;
 
 /// A file whose bytes are the lowest byte of their offset. A read at [`Patterned::PANICS_AT`] panics.
@@ -48,7 +48,8 @@ impl IoFile for Patterned {
 /// Read at `offsets` in one batch. The result is what came for each, and each must come once.
 fn read(engine: &PsyncEngine, offsets: &[u64]) -> Vec<Result<u8>> {
     let file: Arc<dyn IoFile> = Arc::new(Patterned);
-    let reads: Vec<Read> = offsets.iter().map(|&offset| Read { file: Arc::clone(&file), offset, len: 10 }).collect();
+    let reads: Vec<IoReadRequest> =
+        offsets.iter().map(|&offset| IoReadRequest { file: Arc::clone(&file), offset, len: 10 }).collect();
     let mut came: Vec<Option<Result<u8>>> = vec![None; reads.len()];
     engine.read_batch(&reads, &mut |place, bytes, _| {
         assert!(came[place].replace(bytes.map(|bytes| bytes[9])).is_none(), "read {place} came twice");

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::io::{
-    DirLock, Hold, IoEngine, MemoryEngine, Open, PsyncEngine, Read, UringEngine, default_engine, publish,
+    DirLock, DirLockPurpose, IoEngine, IoOpenMode, IoReadRequest, MemoryEngine, PsyncEngine, UringEngine,
+    default_engine, write_atomically,
 };
 
 const HELD_DIR: &str = "EMBCACHE_TEST_HELD_DIR";
@@ -48,7 +49,8 @@ fn a_directory_held_by_another_process_is_in_use_by_its_pid_until_it_is_killed()
 #[test]
 fn a_directory_given_up_is_free_although_a_forked_child_lives() {
     let dir = tempfile::tempdir().unwrap();
-    let held = (DirLock::acquire(dir.path()).unwrap(), DirLock::hold(dir.path(), Hold::ToOpen).unwrap());
+    let held =
+        (DirLock::acquire(dir.path()).unwrap(), DirLock::acquire_for(dir.path(), DirLockPurpose::ToOpen).unwrap());
     // SAFETY: the child only waits until it is killed.
     let child = unsafe { libc::fork() };
     if child == 0 {
@@ -58,9 +60,9 @@ fn a_directory_given_up_is_free_although_a_forked_child_lives() {
         }
     }
     assert_eq!(DirLock::acquire(dir.path()).unwrap_err().kind(), Kind::InUse);
-    assert_eq!(DirLock::hold(dir.path(), Hold::ToOpen).unwrap_err().kind(), Kind::InUse);
+    assert_eq!(DirLock::acquire_for(dir.path(), DirLockPurpose::ToOpen).unwrap_err().kind(), Kind::InUse);
     drop(held);
-    let again = (DirLock::acquire(dir.path()), DirLock::hold(dir.path(), Hold::ToOpen));
+    let again = (DirLock::acquire(dir.path()), DirLock::acquire_for(dir.path(), DirLockPurpose::ToOpen));
     // SAFETY: `child` is a child of this process, which has not waited for it yet.
     unsafe {
         libc::kill(child, libc::SIGKILL);
@@ -78,7 +80,10 @@ fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() 
     // SAFETY: the child only calls what follows, and leaves by _exit.
     let parent = unsafe { libc::fork() };
     if parent == 0 {
-        let held = (DirLock::acquire(one.path()).unwrap(), DirLock::hold(two.path(), Hold::ToRemove).unwrap());
+        let held = (
+            DirLock::acquire(one.path()).unwrap(),
+            DirLock::acquire_for(two.path(), DirLockPurpose::ToRemove).unwrap(),
+        );
         // SAFETY: this child only writes its pid and waits until it is killed.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -97,7 +102,7 @@ fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() 
     std::io::Read::read_exact(&mut from, &mut child).unwrap();
     // SAFETY: `parent` is a child of this process, and the call writes nowhere.
     unsafe { libc::waitpid(parent, std::ptr::null_mut(), 0) };
-    let again = (DirLock::acquire(one.path()), DirLock::hold(two.path(), Hold::ToRead));
+    let again = (DirLock::acquire(one.path()), DirLock::acquire_for(two.path(), DirLockPurpose::ToRead));
     // SAFETY: this kills the process whose pid came through the pipe. Nobody else needs it.
     unsafe { libc::kill(i32::from_le_bytes(child), libc::SIGKILL) };
     again.0.unwrap();
@@ -110,25 +115,25 @@ fn readers_hold_a_directory_together_and_who_removes_it_alone() {
     let memory: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     memory.create_dir_all(dir.path()).unwrap();
     for engine in [Arc::new(PsyncEngine::default()) as Arc<dyn IoEngine>, memory] {
-        let hold = |how| engine.hold_dir(dir.path(), how);
-        let (one, two) = (hold(Hold::ToRead).unwrap(), hold(Hold::ToRead).unwrap());
-        assert_eq!(hold(Hold::ToRemove).unwrap_err().kind(), Kind::InUse);
+        let hold = |how| engine.lock_dir_for(dir.path(), how);
+        let (one, two) = (hold(DirLockPurpose::ToRead).unwrap(), hold(DirLockPurpose::ToRead).unwrap());
+        assert_eq!(hold(DirLockPurpose::ToRemove).unwrap_err().kind(), Kind::InUse);
         // Writers hold the directory in another way, which is independent of this one.
         drop(engine.lock_dir(dir.path()).unwrap());
         drop(one);
-        assert_eq!(hold(Hold::ToRemove).unwrap_err().kind(), Kind::InUse);
+        assert_eq!(hold(DirLockPurpose::ToRemove).unwrap_err().kind(), Kind::InUse);
         drop(two);
-        let alone = hold(Hold::ToRemove).unwrap();
-        assert_eq!(hold(Hold::ToRemove).unwrap_err().kind(), Kind::InUse);
-        assert_eq!(hold(Hold::ToRead).unwrap_err().kind(), Kind::InUse);
-        assert_eq!(hold(Hold::ToOpen).unwrap_err().kind(), Kind::InUse);
+        let alone = hold(DirLockPurpose::ToRemove).unwrap();
+        assert_eq!(hold(DirLockPurpose::ToRemove).unwrap_err().kind(), Kind::InUse);
+        assert_eq!(hold(DirLockPurpose::ToRead).unwrap_err().kind(), Kind::InUse);
+        assert_eq!(hold(DirLockPurpose::ToOpen).unwrap_err().kind(), Kind::InUse);
         drop(alone);
-        let open = hold(Hold::ToOpen).unwrap();
-        for how in [Hold::ToRead, Hold::ToRemove, Hold::ToOpen] {
+        let open = hold(DirLockPurpose::ToOpen).unwrap();
+        for how in [DirLockPurpose::ToRead, DirLockPurpose::ToRemove, DirLockPurpose::ToOpen] {
             assert_eq!(hold(how).unwrap_err().kind(), Kind::InUse);
         }
         drop(open);
-        hold(Hold::ToRead).unwrap();
+        hold(DirLockPurpose::ToRead).unwrap();
     }
 }
 
@@ -166,9 +171,9 @@ fn after_a_fork_the_parents_engine_gives_a_state_error_and_does_not_hang() {
     }
     for engine in engines {
         let dir = tempfile::tempdir().unwrap();
-        publish(&*engine, &dir.path().join("a"), &[7; 5000]).unwrap();
-        let file = engine.open(&dir.path().join("a"), Open::Read).unwrap();
-        let reads = vec![Read { file: file.clone(), offset: 1, len: 300 }; 40];
+        write_atomically(&*engine, &dir.path().join("a"), &[7; 5000]).unwrap();
+        let file = engine.open(&dir.path().join("a"), IoOpenMode::Read).unwrap();
+        let reads = vec![IoReadRequest { file: file.clone(), offset: 1, len: 300 }; 40];
         let count_of = |kind: Option<Kind>| {
             let mut count = 0;
             engine
@@ -179,7 +184,7 @@ fn after_a_fork_the_parents_engine_gives_a_state_error_and_does_not_hang() {
         assert_eq!(count_of(None), 40);
         let code = forked(|| {
             count_of(Some(Kind::State)) == 40
-                && engine.open(&dir.path().join("a"), Open::Read).is_err_and(|e| e.kind() == Kind::State)
+                && engine.open(&dir.path().join("a"), IoOpenMode::Read).is_err_and(|e| e.kind() == Kind::State)
                 && file.read_at(0, &mut [0]).is_err_and(|e| e.kind() == Kind::State)
         });
         assert_eq!(code, 0, "{}", engine.name());
@@ -191,12 +196,12 @@ fn after_a_fork_the_parents_engine_gives_a_state_error_and_does_not_hang() {
 fn a_forked_child_gets_a_default_engine_of_its_own() {
     let dir = tempfile::tempdir().unwrap();
     let parents = default_engine().unwrap();
-    publish(&*parents, &dir.path().join("a"), b"x").unwrap();
+    write_atomically(&*parents, &dir.path().join("a"), b"x").unwrap();
     let code = forked(|| {
         let own = default_engine().unwrap();
-        let file = own.open(&dir.path().join("a"), Open::Read).unwrap();
+        let file = own.open(&dir.path().join("a"), IoOpenMode::Read).unwrap();
         let mut found = 0;
-        own.read_batch(&[Read { file, offset: 0, len: 1 }], &mut |_, outcome, _| {
+        own.read_batch(&[IoReadRequest { file, offset: 0, len: 1 }], &mut |_, outcome, _| {
             found += usize::from(outcome.is_ok_and(|data| data == b"x"));
         });
         !Arc::ptr_eq(&own, &parents) && found == 1

@@ -29,7 +29,7 @@ fn rows_come_to_the_device_from_lent_memory_wherever_they_were() {
             let mut dice = Dice(u64::from(number) * 1000);
             let ids: Vec<Id> = (0..18).map(|_| dice.roll(200) as Id).collect();
             let plan = rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
-            let most = plan.most_arriving().expect("a plan")[0];
+            let most = plan.max_arriving_rows().expect("a plan")[0];
             // Where the memory is too small for all rows, they lie elsewhere.
             let is_enough = number % 5 != 4;
             let mut lent = vec![f32::NAN; if is_enough { most + 2 } else { most.saturating_sub(1) } * FLOATS];

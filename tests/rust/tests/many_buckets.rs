@@ -9,7 +9,7 @@ mod made;
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::checkpoint::{Checkpoint, Latest};
+use embcache::checkpoint::{LatestCheckpoint, OpenCheckpoint};
 use embcache::config::OptimizerKind;
 use embcache::io::IoEngine;
 use embcache::types::Id;
@@ -33,8 +33,8 @@ fn a_load_takes_no_memory_for_buckets_that_it_does_not_hold() {
     table.spec.total_num_buckets = BUCKETS;
     save(&engine, Path::new(ROOT), &[table], 1, 16 << 20, 7).unwrap();
     let directory = directory_in(&engine, ROOT);
-    let latest = Latest::read(&directory).unwrap();
-    let checkpoint = Checkpoint::open(&directory, latest).unwrap();
+    let latest = LatestCheckpoint::read(&directory).unwrap();
+    let checkpoint = OpenCheckpoint::open(&directory, latest).unwrap();
     // The peak counts from here on.
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     let before = status("VmRSS");

@@ -9,8 +9,8 @@ use std::path::Path;
 use std::process::Command;
 
 use embcache::cache::{PlanMode, RowBlock, host_row_bytes};
-use embcache::checkpoint::{RankWriter, Save};
-use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::checkpoint::{CheckpointSave, RankWriter};
+use embcache::config::{OnFull, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::RowHeader;
 use embcache::types::{Id, hash_id};
@@ -45,7 +45,8 @@ fn tiers(dir: &Path, host_bytes: u64, ssd_bytes: u64) -> TableConfig {
     let mut wanted = config(DIM, OptimizerKind::RowWiseAdagrad, 1);
     wanted.host_bytes = host_bytes;
     wanted.on_full = OnFull::Error;
-    wanted.ssd = Some(SsdConfig { dir: dir.to_owned(), bytes: ssd_bytes, reopen: Reopen::Never, resume_token: None });
+    wanted.ssd =
+        Some(SsdConfig { dir: dir.to_owned(), bytes: ssd_bytes, reopen: ReopenMode::Never, resume_commit_id: None });
     wanted
 }
 
@@ -67,7 +68,7 @@ fn train_and_save(dir: &Path) {
     let mut ahead = std::collections::VecDeque::new();
     for step in 0..160 {
         let ids = batch(step, ids, rows);
-        ahead.push_back((rig.plan(&ids, PlanMode::TRAIN_AHEAD).unwrap(), ids));
+        ahead.push_back((rig.plan(&ids, PlanMode::TRAIN_PREFETCH).unwrap(), ids));
         if ahead.len() > 3 {
             let (plan, ids) = ahead.pop_front().unwrap();
             rig.finish(&plan, ids.len(), 1, step as u32).unwrap();
@@ -87,7 +88,7 @@ fn train_and_save(dir: &Path) {
     let engine = default_engine().unwrap();
     std::fs::create_dir(dir.join("saved")).unwrap();
     let directory = directory_in(&engine, dir.join("saved"));
-    let save = Save::begin(&directory, 1).unwrap();
+    let save = CheckpointSave::begin(&directory, 1).unwrap();
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1).unwrap().with_group_bytes(group as usize);
     assert_eq!(writer.write_rows_of("m", &rig.table, BTreeMap::new()).unwrap(), stats.rows);
     writer.finish().unwrap();
@@ -132,7 +133,7 @@ fn steps_leave_nothing(dir: &Path) {
         for step in steps {
             let ids = batch(step, 100, 5000);
             rig.train(&ids, 2, step as u32).unwrap();
-            drop(rig.plan(&batch(step + 7, 100, 5000), PlanMode::TRAIN_AHEAD).unwrap());
+            drop(rig.plan(&batch(step + 7, 100, 5000), PlanMode::TRAIN_PREFETCH).unwrap());
             rig.evaluate(&batch(step + 9, 50, 10_000), 2, true).unwrap();
             if step % 50 == 0 {
                 token += 1;

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use embcache::Kind;
-use embcache::cache::{Ancestor, Chunk, Plan, PlanMode, PreImages, TableMoment};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::cache::{BaseCheckpoint, Plan, PlanMode, PreImages, RowChunk, TableSnapshot};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine};
 use embcache::rows::RowHeader;
 use embcache::types::{Id, hash_id};
 use embcache_tests::{Contents, Rig, config, watched};
@@ -57,7 +57,7 @@ impl Run {
             0..4 => _ = self.rig.train(&self.dice.ids(20), 3, salt).unwrap(),
             4..6 => {
                 let ids = self.dice.ids(12);
-                self.waiting.push_back((self.rig.plan(&ids, PlanMode::TRAIN_AHEAD).unwrap(), ids));
+                self.waiting.push_back((self.rig.plan(&ids, PlanMode::TRAIN_PREFETCH).unwrap(), ids));
             }
             6..8 => {
                 if let Some((plan, ids)) = self.waiting.pop_front() {
@@ -93,7 +93,7 @@ fn images(engine: &Arc<dyn IoEngine>, limit: usize) -> Arc<PreImages> {
     Arc::new(PreImages::new(Arc::clone(engine), SPILL.into(), limit, 1))
 }
 
-fn add(to: &mut Contents, chunk: &Chunk) {
+fn add(to: &mut Contents, chunk: &RowChunk) {
     let floats = chunk.vectors.len() / chunk.headers.len();
     for (header, vector) in chunk.headers.iter().zip(chunk.vectors.chunks(floats)) {
         let bits = vector.iter().map(|value| value.to_bits()).collect();
@@ -101,7 +101,7 @@ fn add(to: &mut Contents, chunk: &Chunk) {
     }
 }
 
-fn contents(moment: TableMoment) -> embcache::Result<Contents> {
+fn contents(moment: TableSnapshot) -> embcache::Result<Contents> {
     let mut rows = Contents::new();
     moment.for_each_chunk(7, &mut |chunk| {
         add(&mut rows, &chunk);
@@ -136,7 +136,7 @@ fn table(tiers: Tiers, policy: PolicyKind, optimizer: OptimizerKind) -> TableCon
     wanted.device_rows = tiers.device_rows;
     wanted.on_full = tiers.on_full;
     let dir = PathBuf::from("/base/m/t/0-of-1");
-    wanted.ssd = tiers.ssd.map(|bytes| SsdConfig { dir, bytes, reopen: Reopen::Discard, resume_token: None });
+    wanted.ssd = tiers.ssd.map(|bytes| SsdConfig { dir, bytes, reopen: ReopenMode::Discard, resume_commit_id: None });
     wanted
 }
 
@@ -147,7 +147,7 @@ fn rows_that_are_placed_and_updated_in_one_exclusive_change_are_saved_as_they_we
         let rig = Rig::open(table(tiers, PolicyKind::Lru, OptimizerKind::Sgd), Arc::clone(&engine)).unwrap();
         rig.train(&(0..30).collect::<Vec<Id>>(), 1, 0).unwrap();
         let before = rig.contents().unwrap();
-        let moment = rig.table.moment(&images(&engine, 1 << 20), 1).unwrap();
+        let moment = rig.table.snapshot(&images(&engine, 1 << 20), 1).unwrap();
         // Of these rows some are on the device, some are elsewhere, and one is new.
         let plan = rig.plan(&[1, 9, 20, 29, 50], PlanMode::TRAIN).unwrap();
         let change = || {
@@ -197,12 +197,12 @@ fn a_moment_has_its_rows_and_changes_nothing_whatever_is_done_before_they_are_ha
             let expected = run.rig.contents().unwrap();
             let step = run.rig.table.step().unwrap();
             let images = images(&engine, if seed % 2 == 0 { 1 << 20 } else { 1 });
-            let checkpoint = |round| Ancestor { name: "c".into(), manifest_xxh3: 0, next_epoch: round + 1 };
+            let checkpoint = |round| BaseCheckpoint { name: "c".into(), manifest_xxh3: 0, next_epoch: round + 1 };
             let is_delta = round > 0 && !(seed as u32 + round).is_multiple_of(3);
             let moment = if is_delta {
-                run.rig.table.moment_of_changes(&images, round + 1, &checkpoint(round - 1)).unwrap()
+                run.rig.table.snapshot_of_changes(&images, round + 1, &checkpoint(round - 1)).unwrap()
             } else {
-                run.rig.table.moment(&images, round + 1).unwrap()
+                run.rig.table.snapshot(&images, round + 1).unwrap()
             };
             twin.rig.table.set_epoch(round + 1).unwrap();
             twin.rig.table.saved_as(checkpoint(round)).unwrap();
@@ -211,7 +211,7 @@ fn a_moment_has_its_rows_and_changes_nothing_whatever_is_done_before_they_are_ha
                 run.act();
                 twin.act();
             }
-            let left = moment.left().map(<[Id]>::to_vec);
+            let left = moment.tombstones().map(<[Id]>::to_vec);
             assert_eq!(left.is_some(), is_delta);
             let mut rows = Contents::new();
             moment
@@ -232,7 +232,7 @@ fn a_moment_has_its_rows_and_changes_nothing_whatever_is_done_before_they_are_ha
             }
             assert!(rows == expected, "{tiers:?}, seed {seed}, round {round}");
             before = expected.clone();
-            run.rig.table.saved_beside(round + 1, Some(checkpoint(round)));
+            run.rig.table.finish_background_save(round + 1, Some(checkpoint(round)));
             spilled += images.file_bytes();
             changed += u64::from(run.rig.contents().unwrap() != expected);
             drop(images);
@@ -253,13 +253,13 @@ fn one_moment_of_a_table_at_a_time_and_one_that_is_dropped_lets_go() {
         let mut run = Run::new(table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad), &engine, 1);
         (0..50).for_each(|_| run.act());
         let images = images(&engine, 1 << 20);
-        let first = run.rig.table.moment(&images, 1).unwrap();
-        assert_eq!(run.rig.table.moment(&images, 1).unwrap_err().kind(), Kind::State);
+        let first = run.rig.table.snapshot(&images, 1).unwrap();
+        assert_eq!(run.rig.table.snapshot(&images, 1).unwrap_err().kind(), Kind::State);
         (0..20).for_each(|_| run.act());
         drop(first);
         (0..20).for_each(|_| run.act());
         let expected = run.rig.contents().unwrap();
-        let second = run.rig.table.moment(&images, 2).unwrap();
+        let second = run.rig.table.snapshot(&images, 2).unwrap();
         (0..20).for_each(|_| run.act());
         assert_eq!(contents(second).unwrap(), expected);
     }
@@ -268,7 +268,7 @@ fn one_moment_of_a_table_at_a_time_and_one_that_is_dropped_lets_go() {
 #[test]
 fn rows_that_cannot_be_kept_fail_the_moment_and_not_training() {
     for (operation, tiers) in
-        [(Operation::Create, TIERS[0]), (Operation::Write, TIERS[0]), (Operation::Write, TIERS[2])]
+        [(IoOperation::Create, TIERS[0]), (IoOperation::Write, TIERS[0]), (IoOperation::Write, TIERS[2])]
     {
         let memory: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let faults = FaultEngine::new(Arc::clone(&memory));
@@ -276,14 +276,14 @@ fn rows_that_cannot_be_kept_fail_the_moment_and_not_training() {
         let mut run = Run::new(table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad), &memory, 3);
         (0..60).for_each(|_| run.act());
         let images = images(&faulty, 1);
-        let moment = run.rig.table.moment(&images, 1).unwrap();
-        faults.hit_every(operation, Fault::Fail(libc::ENOSPC));
+        let moment = run.rig.table.snapshot(&images, 1).unwrap();
+        faults.hit_every(operation, IoFault::Fail(libc::ENOSPC));
         (0..400).for_each(|_| run.act());
         let error = contents(moment).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOSPC), "{error}");
         let images = self::images(&memory, 1 << 20);
         let expected = run.rig.contents().unwrap();
-        assert_eq!(contents(run.rig.table.moment(&images, 2).unwrap()).unwrap(), expected);
+        assert_eq!(contents(run.rig.table.snapshot(&images, 2).unwrap()).unwrap(), expected);
     }
 }
 
@@ -299,7 +299,7 @@ fn rows_that_a_failed_write_left_on_ssd_are_in_a_moment_once() {
         let rig = Rig::open(wanted, Arc::new(faults.clone()) as Arc<dyn IoEngine>).unwrap();
         let ids: Vec<Id> = (0..1400).collect();
         rig.train(&ids, 4, 1).unwrap();
-        faults.hit_once(Operation::Create, passing, Fault::Fail(libc::EMFILE));
+        faults.hit_once(IoOperation::Create, passing, IoFault::Fail(libc::EMFILE));
         if rig.table.flush(1).is_ok() {
             break;
         }
@@ -311,7 +311,7 @@ fn rows_that_a_failed_write_left_on_ssd_are_in_a_moment_once() {
             "rows are there that the table does not know of"
         );
         let expected = rig.contents().unwrap();
-        let moment = rig.table.moment(&images(&memory, 1 << 20), 1).unwrap();
+        let moment = rig.table.snapshot(&images(&memory, 1 << 20), 1).unwrap();
         assert!(contents(moment).unwrap() == expected, "after {passing} files");
     }
     assert!(half_written > 0, "no append failed half way");
@@ -325,7 +325,7 @@ fn clearing_and_closing_a_table_wait_for_its_moment() {
         (0..60).for_each(|_| run.act());
         run.waiting.clear();
         let expected = run.rig.contents().unwrap();
-        let moment = run.rig.table.moment(&images(&engine, 1 << 20), 1).unwrap();
+        let moment = run.rig.table.snapshot(&images(&engine, 1 << 20), 1).unwrap();
         let done = AtomicBool::new(false);
         let rig = &run.rig;
         watched(String::new, || {
@@ -384,7 +384,7 @@ fn a_full_ssd_tier_goes_on_under_a_moment_that_nobody_reads() {
             let written = || rig.table.stats().unwrap().ssd.unwrap().tier.written_bytes;
             let before = written();
             let images = images(&engine, 8 << 10);
-            let moment = rig.table.moment(&images, 1).unwrap();
+            let moment = rig.table.snapshot(&images, 1).unwrap();
             let mut token = 0;
             while written() < before + (8 << 20) {
                 let mut ids: Vec<Id> = (0..16).map(|_| dice.roll(capacity as u64) as Id).collect();

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::Ancestor;
-use embcache::config::{Admission, Eviction, EvictionRule, MissingRead, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::cache::BaseCheckpoint;
+use embcache::config::{
+    AdmissionRule, EvictionConfig, EvictionRule, MissingRead, OptimizerKind, ReopenMode, SsdConfig, TableConfig,
+};
 use embcache::io::MemoryEngine;
-use embcache::lifecycle::SharedRow;
+use embcache::lifecycle::OovRow;
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::{Contents, Rig, config};
@@ -17,12 +19,12 @@ const MINUTE: u64 = 60_000;
 
 /// A table with a shared row, or with a rule in seconds, or with both. Only imported rows are trained.
 fn settings(dim: usize, shared: bool, timed: bool, ssd_bytes: u64) -> TableConfig {
-    let ssd = SsdConfig { dir: "/t".into(), bytes: ssd_bytes, reopen: Reopen::Never, resume_token: None };
+    let ssd = SsdConfig { dir: "/t".into(), bytes: ssd_bytes, reopen: ReopenMode::Never, resume_commit_id: None };
     TableConfig {
         ssd: Some(ssd),
-        admission: Admission::ReadOnly,
-        not_admitted: if shared { MissingRead::SharedRow } else { MissingRead::Zeros },
-        eviction: timed.then_some(Eviction { rule: EvictionRule::GivenInTime, every_steps: None }),
+        admission: AdmissionRule::ReadOnly,
+        not_admitted: if shared { MissingRead::OovRow } else { MissingRead::Zeros },
+        eviction: timed.then_some(EvictionConfig { rule: EvictionRule::PerSweepTimed, every_steps: None }),
         ..config(dim, OptimizerKind::Adam, 5000)
     }
 }
@@ -37,7 +39,7 @@ fn import(rig: &Rig, ids: std::ops::Range<Id>, dim: usize) {
 fn resumed(rig: Rig, mut wanted: TableConfig, engine: &Arc<MemoryEngine>) -> Rig {
     rig.table.flush_next().expect("a flush");
     drop(rig);
-    wanted.ssd.as_mut().expect("an SSD tier").reopen = Reopen::Resume;
+    wanted.ssd.as_mut().expect("an SSD tier").reopen = ReopenMode::Resume;
     Rig::open(wanted, Arc::clone(engine) as _).expect("a resumed table")
 }
 
@@ -66,10 +68,10 @@ fn a_shared_row_and_the_times_of_steps_come_back_at_the_least_bytes_that_a_table
             import(&rig, 0..3, dim);
             let row = shared.then(|| {
                 let values = (0..3 * dim).map(|at| if at % 9 == 0 { f32::NAN } else { -0.1 * at as f32 }).collect();
-                SharedRow::of(wanted.layout(), values).expect("as many as the layout has")
+                OovRow::from_values(wanted.layout(), values).expect("as many as the layout has")
             });
             if let Some(row) = &row {
-                rig.table.set_shared_row(Some(row)).expect("set");
+                rig.table.set_oov_row(Some(row)).expect("set");
             }
             for minute in 0..500 {
                 if timed {
@@ -80,7 +82,7 @@ fn a_shared_row_and_the_times_of_steps_come_back_at_the_least_bytes_that_a_table
             let clock = rig.table.clock().expect("a clock");
             assert_eq!(clock.is_empty(), !timed);
             let rig = resumed(rig, wanted, &engine);
-            assert_eq!(rig.table.shared_row().expect("an open table"), row, "{what}");
+            assert_eq!(rig.table.oov_row().expect("an open table"), row, "{what}");
             let after = rig.table.clock().expect("a clock");
             assert_eq!((after.is_empty(), after.latest()), (!timed, clock.latest()), "{what}");
             let known =
@@ -102,11 +104,11 @@ fn a_table_remembers_as_many_ids_that_left_as_a_flush_can_say_beside_its_shared_
         import(&rig, 0..1000, DIM);
         let next_epoch = rig.table.epoch().expect("an epoch") + 1;
         rig.table.set_epoch(next_epoch).expect("an epoch");
-        rig.table.saved_as(Ancestor { name: "saved".into(), manifest_xxh3: 7, next_epoch }).expect("saved");
+        rig.table.saved_as(BaseCheckpoint { name: "saved".into(), manifest_xxh3: 7, next_epoch }).expect("saved");
         rig.table.remove_rows(&(0..left).collect::<Vec<Id>>()).expect("removed");
-        let before = rig.table.ancestors().expect("ancestors");
+        let before = rig.table.base_checkpoints().expect("ancestors");
         assert_eq!(before.len(), usize::from(kept), "{left} ids left");
         let rig = resumed(rig, wanted, &engine);
-        assert_eq!(rig.table.ancestors().expect("ancestors"), before, "{left} ids left");
+        assert_eq!(rig.table.base_checkpoints().expect("ancestors"), before, "{left} ids left");
     }
 }

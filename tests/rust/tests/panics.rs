@@ -6,7 +6,7 @@ use std::sync::Arc;
 use embcache::Kind;
 use embcache::cache::{GroupSink, Lookup, PlanMode, Table};
 use embcache::config::{OptimizerKind, TableConfig};
-use embcache::io::{FaultEngine, MemoryEngine, Operation};
+use embcache::io::{FaultEngine, IoOperation, MemoryEngine};
 use embcache::rows::RowList;
 use embcache::types::Id;
 use embcache_tests::{Rig, config, three_tiers, watched};
@@ -42,13 +42,13 @@ fn after_a_panic_while_rows_are_written_down_training_is_refused_and_every_row_c
         for batch in 0..40 {
             rig.train(&ids(batch), 4, batch as u32).expect("a step");
         }
-        faults.panic_at(Operation::Write, 0);
+        faults.panic_at(IoOperation::Write, 0);
         let error = error_of_training(&rig);
         assert_eq!(error.kind(), Kind::ReadOnly, "{error}");
         assert!(error.to_string().contains("panic"), "{error}");
         assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
         let mut rows = 0;
-        let count = &mut |chunk: embcache::cache::Chunk| {
+        let count = &mut |chunk: embcache::cache::RowChunk| {
             rows += chunk.headers.len() as u64;
             Ok(())
         };
@@ -67,7 +67,7 @@ fn a_panic_while_a_plan_is_read_is_the_plans_error_and_the_batch_can_be_trained_
             rig.train(&ids(batch), 4, batch as u32).expect("a step");
         }
         rig.table.flush(1).expect("a flush, so that rows are read from disk");
-        faults.panic_at(Operation::Read, 0);
+        faults.panic_at(IoOperation::Read, 0);
         let error = rig.train(&ids(0), 4, 0).expect_err("its reads panicked");
         assert_eq!(error.kind(), Kind::State, "{error}");
         assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
@@ -83,7 +83,7 @@ impl GroupSink for Panics {
         config(4, OptimizerKind::Sgd, 1).layout().vector_floats()
     }
 
-    fn room(&mut self) -> embcache::Result<usize> {
+    fn wait_for_space(&mut self) -> embcache::Result<usize> {
         Ok(10)
     }
 
@@ -96,7 +96,7 @@ impl GroupSink for Panics {
 fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
     watched(String::new, || {
         let rig = Rig::open(config(4, OptimizerKind::Sgd, 200), Arc::new(MemoryEngine::default())).expect("a table");
-        let queue = rig.table.keep_evicted().expect("a queue");
+        let queue = rig.table.start_evicted_queue().expect("a queue");
         rig.train(&ids(0), 4, 0).expect("a step");
         let second = rig.plan(&ids(1), PlanMode::TRAIN).expect("a plan");
         let panicked = catch_unwind(AssertUnwindSafe(|| rig.table.for_each_group(&mut Panics)));
@@ -108,7 +108,7 @@ fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
         assert!(rig.table.read_rows(&ids(0)).is_err_and(refused));
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| queue.wait().is_none());
-            assert!(rig.table.end_telling().is_err_and(refused));
+            assert!(rig.table.end_evicted_queue().is_err_and(refused));
             assert!(waits.join().expect("no panic"), "whoever waits to be told of evicted rows does not wait for ever");
         });
         drop(second);
@@ -132,8 +132,8 @@ fn table_lookup_and_plans_can_be_dropped_in_any_order_while_their_reads_are_unde
                     plan.commit().expect("a step");
                 }
                 table.flush(1).expect("a flush");
-                faults.hold(Operation::Read);
-                let plan = lookup.plan(&ids(0), &[0, 50], PlanMode::TRAIN_AHEAD).expect("a plan");
+                faults.hold(IoOperation::Read);
+                let plan = lookup.plan(&ids(0), &[0, 50], PlanMode::TRAIN_PREFETCH).expect("a plan");
                 faults.wait_until_held();
                 let mut parts = [Some(Part::Table(table)), Some(Part::Lookup(lookup)), Some(Part::Plan(plan))];
                 for (number, part) in order.into_iter().enumerate() {

@@ -15,12 +15,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use embcache::Kind;
 use embcache::checkpoint::{
-    BesideOptions, BlockSave, BlockWriter, Chain, Compaction, Directory, Join, Latest, Part, RankMoment, RankWriter,
-    Save, SaveOptions, Shard, reshard, sweep_parts,
+    AsyncSaveOptions, ChainCompaction, CheckpointChain, CheckpointDirectory, CheckpointPart, CheckpointSave,
+    LatestCheckpoint, RankSnapshot, RankWriter, RecisBlockWriter, RecisJoinMode, RecisSave, RecisShard, SaveOptions,
+    remove_stale_parts, reshard,
 };
 use embcache::config::OptimizerKind::RowWiseAdagrad;
-use embcache::io::{BeneathEngine, IoEngine, Open, PsyncEngine};
-use embcache::paths::{Checks, open_to_load, open_to_save};
+use embcache::io::{ConfinedEngine, IoEngine, IoOpenMode, PsyncEngine};
+use embcache::paths::{PathChecks, open_to_load, open_to_save};
 use embcache::types::Id;
 use made::{Table, load, load_from, save, save_to};
 
@@ -45,12 +46,12 @@ impl Fixture {
     /// An engine for the checkpoint's directory as it is now.
     fn engine(&self) -> Arc<dyn IoEngine> {
         let (path, directory) = open_to_save(&self.root).unwrap();
-        BeneathEngine::engine(Arc::new(PsyncEngine::new(true)), &path, directory, Checks::Strict.entry_check())
+        ConfinedEngine::engine(Arc::new(PsyncEngine::new(true)), &path, directory, PathChecks::Strict.entry_check())
     }
 
     /// The checkpoint's directory, held as it is now.
-    fn directory(&self) -> Directory {
-        Directory::to_save(&self.root, Checks::Strict).unwrap()
+    fn directory(&self) -> CheckpointDirectory {
+        CheckpointDirectory::open_to_save(&self.root, PathChecks::Strict).unwrap()
     }
 
     /// Put a link to the victim in the directory's fixture. The result is the directory's new path.
@@ -100,7 +101,7 @@ fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place(
             }
         };
         swap_at(0);
-        let begun = Save::begin(&directory, 5).unwrap();
+        let begun = CheckpointSave::begin(&directory, 5).unwrap();
         swap_at(1);
         let mut writer = RankWriter::new(&directory, begun.name(), 0, 1).unwrap();
         let table = table();
@@ -129,10 +130,10 @@ fn a_part_is_taken_from_the_directory_that_was_checked_when_a_link_takes_its_pla
         let fixture = Fixture::new();
         let parts = fixture.directory();
         let to = if lies_in_it { fixture.root.join("rank-0") } else { fixture.base.path().join("other") };
-        let to = Directory::to_save(&to, Checks::Strict).unwrap();
-        let mut part = Part::begin(&parts, 1, 0).unwrap();
+        let to = CheckpointDirectory::open_to_save(&to, PathChecks::Strict).unwrap();
+        let mut part = CheckpointPart::begin(&parts, 1, 0).unwrap();
         let table = table();
-        part.tables().unwrap().write_table(table.spec.clone(), 0..7, &mut table.source(&(0..7), 5)).unwrap();
+        part.rank_writer().unwrap().write_table(table.spec.clone(), 0..7, &mut table.source(&(0..7), 5)).unwrap();
         let digest = part.finish().unwrap();
         // The victim has the same part.
         for (path, bytes) in files(&fixture.root.join(part.name().to_string())) {
@@ -142,7 +143,7 @@ fn a_part_is_taken_from_the_directory_that_was_checked_when_a_link_takes_its_pla
         }
         let before = files(&fixture.victim);
         assert!(before.len() >= 2, "{:?}", before.keys());
-        let mut save = Save::begin(&to, 5).unwrap();
+        let mut save = CheckpointSave::begin(&to, 5).unwrap();
         let held = save.directory_of_parts(parts.path()).unwrap();
         let moved = fixture.swap();
         assert_eq!(save.directory_of_parts(parts.path()).unwrap_err().kind(), Kind::Path);
@@ -159,22 +160,24 @@ fn a_part_is_taken_from_the_directory_that_was_checked_when_a_link_takes_its_pla
 fn nothing_is_changed_in_a_directory_that_was_checked_for_a_load() {
     let fixture = Fixture::new();
     let saved = save_to(&fixture.directory(), &[table()], (1, 1000), 1, SaveOptions::default()).unwrap();
-    let mut part = Part::begin(&fixture.directory(), 1, 0).unwrap();
+    let mut part = CheckpointPart::begin(&fixture.directory(), 1, 0).unwrap();
     let digest = part.finish().unwrap();
     let before = files(&fixture.root);
-    let directory = Directory::to_load(&fixture.root, Checks::Strict).unwrap();
-    let moment = BesideOptions { next_epoch: 2, image_bytes: 1 << 20, bytes_per_second: None, counts: true };
-    let (name, shard) = (saved.latest.name, Shard { index: 0, count: 1 });
+    let directory = CheckpointDirectory::open_to_load(&fixture.root, PathChecks::Strict).unwrap();
+    let moment = AsyncSaveOptions { next_epoch: 2, pre_image_bytes: 1 << 20, bytes_per_second: None, counts: true };
+    let (name, shard) = (saved.latest.name, RecisShard { index: 0, count: 1 });
     let errors = [
-        Save::begin(&directory, 2).map(drop).unwrap_err(),
+        CheckpointSave::begin(&directory, 2).map(drop).unwrap_err(),
         RankWriter::new(&directory, name, 0, 1).map(drop).unwrap_err(),
-        RankMoment::begin(&directory, name, (0, 1), Vec::new(), moment).map(drop).unwrap_err(),
-        Part::begin(&directory, 2, 0).map(drop).unwrap_err(),
-        sweep_parts(&directory).map(drop).unwrap_err(),
-        Compaction::open(&directory, saved.latest).map(drop).unwrap_err(),
-        reshard(&Chain::open(&directory, saved.latest).unwrap(), &directory, 2, 1, true).map(drop).unwrap_err(),
-        BlockSave::begin(&directory, shard, &[], &Join::New, 2, &mut || Ok(())).map(drop).unwrap_err(),
-        BlockWriter::new(&directory, &[], &[], 4096, 1).map(drop).unwrap_err(),
+        RankSnapshot::begin(&directory, name, (0, 1), Vec::new(), moment).map(drop).unwrap_err(),
+        CheckpointPart::begin(&directory, 2, 0).map(drop).unwrap_err(),
+        remove_stale_parts(&directory).map(drop).unwrap_err(),
+        ChainCompaction::open(&directory, saved.latest).map(drop).unwrap_err(),
+        reshard(&CheckpointChain::open(&directory, saved.latest).unwrap(), &directory, 2, 1, true)
+            .map(drop)
+            .unwrap_err(),
+        RecisSave::begin(&directory, shard, &[], &RecisJoinMode::New, 2, &mut || Ok(())).map(drop).unwrap_err(),
+        RecisBlockWriter::new(&directory, &[], &[], 4096, 1).map(drop).unwrap_err(),
     ];
     for error in errors {
         assert_eq!(error.kind(), Kind::State, "{error}");
@@ -183,7 +186,7 @@ fn nothing_is_changed_in_a_directory_that_was_checked_for_a_load() {
     assert!(files(&fixture.root) == before, "something was changed");
     assert_eq!(load_from(&directory, 1).unwrap(), vec![table()]);
     // Nor are parts taken from there, before anything else is done.
-    let save = Save::begin(&fixture.directory(), 3).unwrap();
+    let save = CheckpointSave::begin(&fixture.directory(), 3).unwrap();
     let error = save.adopt(0, 1, &[(directory, part.name(), digest)]).unwrap_err();
     assert_eq!(error.kind(), Kind::State, "{error}");
 }
@@ -208,7 +211,7 @@ fn exchanging_the_directory_all_the_time_never_leads_a_save_elsewhere() {
             if saved >= 4 && refused >= 4 {
                 break;
             }
-            match Directory::to_save(&root, Checks::Strict) {
+            match CheckpointDirectory::open_to_save(&root, PathChecks::Strict) {
                 Ok(directory) => {
                     save_to(&directory, &tables, (2, 1000), random, SaveOptions::default()).unwrap();
                     saved += 1;
@@ -290,7 +293,7 @@ fn a_save_removes_links_and_never_what_they_point_to() {
     symlink(&treasure, leftover.join("m+a")).unwrap();
     let published = save(&engine, &fixture.root, &tables, 1, 1000, 2).unwrap();
     assert_eq!(fs::read_to_string(treasure.join("gold")).unwrap(), "gold");
-    assert!(!leftover.exists(), "{:?}", published.left);
+    assert!(!leftover.exists(), "{:?}", published.cleanup_errors);
     assert_eq!(load(&engine, &fixture.root, 1).unwrap(), tables);
 }
 
@@ -314,9 +317,9 @@ fn paths_that_lead_out_of_the_directory_by_a_link_are_refused_by_every_operation
     symlink(&fixture.victim, fixture.root.join("link")).unwrap();
     let (inside, file) = (fixture.root.join("link"), fixture.root.join("link/file"));
     let errors = [
-        engine.open(&file, Open::Read).unwrap_err(),
-        engine.open(&file, Open::Write).unwrap_err(),
-        engine.open(&inside.join("new"), Open::Create { preallocate: 0 }).unwrap_err(),
+        engine.open(&file, IoOpenMode::Read).unwrap_err(),
+        engine.open(&file, IoOpenMode::Write).unwrap_err(),
+        engine.open(&inside.join("new"), IoOpenMode::Create { preallocate: 0 }).unwrap_err(),
         engine.create_dir_all(&inside).unwrap_err(),
         engine.create_dir_all(&inside.join("new")).unwrap_err(),
         engine.list(&inside).unwrap_err(),
@@ -340,7 +343,7 @@ fn errors_speak_of_the_path_that_was_given() {
     let fixture = Fixture::new();
     let engine = fixture.engine();
     save(&engine, &fixture.root, &[table()], 1, 1000, 1).unwrap();
-    let latest = Latest::read(&fixture.directory()).unwrap();
+    let latest = LatestCheckpoint::read(&fixture.directory()).unwrap();
     let data =
         files(&fixture.root).into_keys().find(|path| path.extension().is_some_and(|end| end == "safetensors")).unwrap();
     let mut bytes = fs::read(&data).unwrap();

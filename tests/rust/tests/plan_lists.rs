@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use embcache::cache::{Lookup, Plan, PlanMode, RowLists};
-use embcache::config::{Admission, MissingRead, OptimizerKind, TableConfig};
+use embcache::config::{AdmissionRule, MissingRead, OptimizerKind, TableConfig};
 use embcache::io::MemoryEngine;
 use embcache::types::{CacheSlot, Id, NO_SLOT};
 use embcache::{Kind, Result};
@@ -44,7 +44,8 @@ fn signed(slots: &[CacheSlot]) -> Vec<i32> {
 
 fn rigs() -> Vec<Rig> {
     let open = |number: u32| {
-        let refuses = (number == 2).then_some(Admission::Count { threshold: 2, window_steps: None, memory: 1 << 20 });
+        let refuses =
+            (number == 2).then_some(AdmissionRule::Count { threshold: 2, window_steps: None, memory: 1 << 20 });
         let wanted = TableConfig {
             device_rows: Some(200),
             admission: refuses.unwrap_or_default(),

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use embcache::cache::PlanMode;
-use embcache::config::{Admission, MissingRead, OptimizerKind, Reopen, TableConfig};
+use embcache::config::{AdmissionRule, MissingRead, OptimizerKind, ReopenMode, TableConfig};
 use embcache::io::{MemoryEngine, default_engine};
 use embcache::memory::ReservingAllocator;
 use embcache::ssd::{SsdTier, StateCounters};
@@ -142,12 +142,12 @@ fn ahead_of_the_device() {
     first.table.close().unwrap();
     drop(first);
     let (_, before) = straight(DIM, &batches);
-    wanted.ssd.as_mut().unwrap().reopen = Reopen::Resume;
+    wanted.ssd.as_mut().unwrap().reopen = ReopenMode::Resume;
     let rig = Rig::open(wanted, engine).unwrap();
-    let mut plans: Vec<_> = batches[..50].iter().map(|ids| rig.plan(ids, PlanMode::TRAIN_AHEAD).unwrap()).collect();
+    let mut plans: Vec<_> = batches[..50].iter().map(|ids| rig.plan(ids, PlanMode::TRAIN_PREFETCH).unwrap()).collect();
     limit(Some(MIB * 5 / 4));
     let refused =
-        batches[50..].iter().find_map(|ids| rig.plan(ids, PlanMode::TRAIN_AHEAD).map(|plan| plans.push(plan)).err());
+        batches[50..].iter().find_map(|ids| rig.plan(ids, PlanMode::TRAIN_PREFETCH).map(|plan| plans.push(plan)).err());
     limit(None);
     let refused = refused.expect("no limit was met");
     assert!(is_of_memory(&refused), "{refused:?}");
@@ -165,7 +165,7 @@ fn onto_ssd() {
     let engine = default_engine().unwrap();
     let at = |number: usize, reopen| ssd::config(&root.path().join(number.to_string()), 128 * MIB, reopen);
     let mut tables: Vec<(SsdTier, Versions)> =
-        (0..TABLES).map(|n| (ssd::open(&engine, &at(n, Reopen::Never)).unwrap().0, Versions::new())).collect();
+        (0..TABLES).map(|n| (ssd::open(&engine, &at(n, ReopenMode::Never)).unwrap().0, Versions::new())).collect();
     let ids: Vec<Id> = (0..400).collect();
     let mut refused = Vec::new();
     // The indexes have all ids, and no segment is open. From here on tables request nothing but write buffers.
@@ -201,7 +201,7 @@ fn onto_ssd() {
         tier.close().unwrap();
     }
     for (number, (_, held)) in tables.iter().enumerate() {
-        ssd::check(&ssd::open(&engine, &at(number, Reopen::Resume)).unwrap().0, held, -10..500);
+        ssd::check(&ssd::open(&engine, &at(number, ReopenMode::Resume)).unwrap().0, held, -10..500);
     }
 }
 
@@ -211,7 +211,7 @@ fn for_counts() {
     for (memory, buckets) in [(1 << 30, 4096), (1 << 62, 13), (1 << 62, 4096), (1 << 62, 1 << 15), (u64::MAX, 1 << 20)]
     {
         let wanted = TableConfig {
-            admission: Admission::Count { threshold: 2, window_steps: None, memory },
+            admission: AdmissionRule::Count { threshold: 2, window_steps: None, memory },
             not_admitted: MissingRead::Zeros,
             total_num_buckets: buckets,
             buckets: 0..buckets,

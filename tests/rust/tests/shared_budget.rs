@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use embcache::budget::SharedBudget;
 use embcache::cache::{Lookup, PlanMode, host_row_bytes};
-use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{OnFull, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::MemoryEngine;
 use embcache::types::Id;
 use embcache::{Error, Kind};
@@ -206,8 +206,8 @@ fn tables_that_grow_at_once_never_exceed_their_budget_together() {
 fn plans_ahead_take_room_before_their_rows_are_born_and_give_it_back_when_they_are_not() {
     let (budget, one, other) = pair(100);
     let ids: Vec<Id> = (0..100).collect();
-    let plan = one.plan(&ids, PlanMode::TRAIN_AHEAD).expect("a plan");
-    assert!(plan.complete_ahead().expect("no forked child"), "there is room");
+    let plan = one.plan(&ids, PlanMode::TRAIN_PREFETCH).expect("a plan");
+    assert!(plan.is_prefetched().expect("no forked child"), "there is room");
     full(train(&other, 0..41));
     assert_eq!(budget.free(), 0);
     drop(plan);
@@ -218,7 +218,7 @@ fn plans_ahead_take_room_before_their_rows_are_born_and_give_it_back_when_they_a
 #[test]
 fn only_tables_that_neither_drop_rows_nor_write_them_down_share() {
     let budget = shared(10);
-    let ssd = SsdConfig { dir: "/base/t".into(), bytes: 1 << 20, reopen: Reopen::Never, resume_token: None };
+    let ssd = SsdConfig { dir: "/base/t".into(), bytes: 1 << 20, reopen: ReopenMode::Never, resume_commit_id: None };
     for refused in [
         TableConfig { on_full: OnFull::Evict, ..wanted(&budget) },
         TableConfig { ssd: Some(ssd.clone()), ..wanted(&budget) },

@@ -5,9 +5,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::config::{Reopen, SsdConfig};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
-use embcache::ssd::{Burial, Dying, SsdTier, StateCounters};
+use embcache::config::{ReopenMode, SsdConfig};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine};
+use embcache::ssd::{SsdExpiryCursor, SsdExpiryRule, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Kind, Result};
 use embcache_tests::ssd::{Versions, append, config, fetch, header};
@@ -33,10 +33,10 @@ struct State {
 fn open(
     engine: &Arc<dyn IoEngine>,
     bytes: u64,
-    reopen: Reopen,
+    reopen: ReopenMode,
     resume_token: Option<u64>,
 ) -> Result<(SsdTier, Option<StateCounters>)> {
-    let config = SsdConfig { resume_token, ..config(Path::new(DIR), bytes, reopen) };
+    let config = SsdConfig { resume_commit_id: resume_token, ..config(Path::new(DIR), bytes, reopen) };
     embcache_tests::ssd::open(engine, &config)
 }
 
@@ -59,7 +59,7 @@ fn ids_of(step: u32) -> Vec<Id> {
 impl Run {
     /// Append, remove, bury, publish and clear until something fails.
     fn go(&mut self, tier: &SsdTier) -> Result<()> {
-        let mut burial = Burial::default();
+        let mut burial = SsdExpiryCursor::default();
         for step in 0..STEPS {
             let ids = ids_of(step);
             self.doubtful.clone_from(&ids);
@@ -88,11 +88,11 @@ impl Run {
     }
 
     /// Do a slice of a burial, whose rule looks at rows too in some steps. A call that fails has buried nobody.
-    fn bury(&mut self, tier: &SsdTier, burial: &mut Burial, step: u32, most: usize) -> Result<()> {
-        let by_row: &embcache::ssd::RowRule<'_> = &|header, _| header.last_step <= CUT;
-        let dying = Dying { last_step: CUT, by_row: (step >= STEPS / 2).then_some(by_row) };
+    fn bury(&mut self, tier: &SsdTier, burial: &mut SsdExpiryCursor, step: u32, most: usize) -> Result<()> {
+        let by_row: &embcache::ssd::RowExpiryPredicate<'_> = &|header, _| header.last_step <= CUT;
+        let dying = SsdExpiryRule { last_step: CUT, row_predicate: (step >= STEPS / 2).then_some(by_row) };
         loop {
-            let buried = tier.bury(burial, &dying, &|_| false, most)?;
+            let buried = tier.expire(burial, &dying, &|_| false, most)?;
             for (id, _) in buried.rows {
                 let version = self.rows.remove(&id).expect("a row that is here");
                 assert!(header(id, version).last_step <= CUT, "row {id} was not to die");
@@ -100,7 +100,7 @@ impl Run {
             if buried.finished {
                 let left = self.rows.iter().find(|(id, version)| header(**id, **version).last_step <= CUT);
                 assert_eq!(left, None, "it was to die");
-                *burial = Burial::default();
+                *burial = SsdExpiryCursor::default();
             }
             if buried.finished || most < usize::MAX {
                 return Ok(());
@@ -122,7 +122,8 @@ impl Run {
     /// the tier still has it. Each must be whole. Then go on from there.
     fn check_resumes(&self, bytes: u64, image: &MemoryEngine, given_up: bool, context: &str) {
         let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
-        let tokens = SsdTier::published(Path::new(DIR), &*engine).unwrap_or_else(|e| panic!("{context}: {e}"));
+        let tokens =
+            SsdTier::published_commit_ids(Path::new(DIR), &*engine).unwrap_or_else(|e| panic!("{context}: {e}"));
         let known: Vec<&State> = self.published.iter().chain(&self.unfinished).collect();
         let Some(newest) = tokens.last() else {
             assert!(self.published.is_empty() || given_up, "{context}: a published state is gone");
@@ -135,7 +136,7 @@ impl Run {
             // Each state is resumed on a copy of its own, because that drops the newer ones.
             let copy = image.kill();
             let engine: Arc<dyn IoEngine> = Arc::new(copy.clone());
-            let (tier, counters) = open(&engine, bytes, Reopen::Resume, Some(*token))
+            let (tier, counters) = open(&engine, bytes, ReopenMode::Resume, Some(*token))
                 .unwrap_or_else(|e| panic!("{context}: state {token} of {tokens:?}: {e}"));
             assert_eq!(counters, Some(state.counters), "{context}");
             check_rows(&tier, &state.rows, &[], context);
@@ -145,7 +146,7 @@ impl Run {
             tier.publish(1000, StateCounters::default()).unwrap();
             drop(tier);
             let engine: Arc<dyn IoEngine> = Arc::new(copy.crash());
-            let (tier, _) = open(&engine, bytes, Reopen::Resume, None).unwrap();
+            let (tier, _) = open(&engine, bytes, ReopenMode::Resume, None).unwrap();
             check_rows(&tier, &rows, &[], context);
         }
     }
@@ -179,7 +180,7 @@ fn engines() -> (MemoryEngine, FaultEngine, Arc<dyn IoEngine>) {
 /// Run the workload in a new directory, whatever fails.
 fn run(engine: &Arc<dyn IoEngine>, bytes: u64) -> (Run, Option<SsdTier>, Result<()>) {
     let mut run = Run::default();
-    match open(engine, bytes, Reopen::Never, None) {
+    match open(engine, bytes, ReopenMode::Never, None) {
         Ok((tier, _)) => {
             let outcome = run.go(&tier);
             (run, Some(tier), outcome)
@@ -200,8 +201,8 @@ fn run_undisturbed() -> bool {
     let tier = tier.unwrap();
     check_rows(&tier, &run.rows, &[], "at the end");
     let stats = tier.stats();
-    assert!(!stats.published_given_up, "{stats:?}");
-    let removed = fault.log().iter().filter(|(operation, _)| *operation == Operation::RemoveFile).count();
+    assert!(!stats.has_lost_flush, "{stats:?}");
+    let removed = fault.log().iter().filter(|(operation, _)| *operation == IoOperation::RemoveFile).count();
     assert!(removed > 20, "{removed} files removed");
     assert!(fault.changes() > 200, "{} changes", fault.changes());
     drop(tier);
@@ -219,9 +220,9 @@ fn the_workload_compacts_and_gives_no_state_up() {
 fn cut_power(bytes: u64, step: usize) {
     for passing in (0..).step_by(step) {
         let (memory, fault, engine) = engines();
-        fault.hit_change(passing, Fault::Stop);
+        fault.hit_change(passing, IoFault::Stop);
         let (run, tier, outcome) = run(&engine, bytes);
-        let given_up = tier.as_ref().is_some_and(|tier| tier.stats().published_given_up);
+        let given_up = tier.as_ref().is_some_and(|tier| tier.stats().has_lost_flush);
         assert!(outcome.as_ref().err().is_none_or(is_of_storage), "{outcome:?}");
         let images = [memory.crash(), memory.crash_torn(passing), memory.crash_torn(!passing), memory.kill()];
         drop(tier);
@@ -251,7 +252,7 @@ fn after_an_error_at_any_operation_the_rows_are_readable_and_the_states_whole() 
     for passing in 0.. {
         let (memory, fault, engine) = engines();
         let errno = [libc::ENOSPC, libc::EIO][passing as usize % 2];
-        fault.hit_change(passing, if passing % 3 == 0 { Fault::Tear(errno) } else { Fault::Fail(errno) });
+        fault.hit_change(passing, if passing % 3 == 0 { IoFault::Tear(errno) } else { IoFault::Fail(errno) });
         let (run, tier, outcome) = run(&engine, CAP);
         let context = format!("errno {errno} after {passing} changes");
         let Some(tier) = tier else {
@@ -273,7 +274,7 @@ fn after_an_error_at_any_operation_the_rows_are_readable_and_the_states_whole() 
             check_rows(&tier, &run.rows, &run.doubtful, &context);
             read_only += 1;
         }
-        let given_up = tier.stats().published_given_up;
+        let given_up = tier.stats().has_lost_flush;
         drop(tier);
         for (number, image) in [memory.crash(), memory.crash_torn(passing), memory.kill()].iter().enumerate() {
             run.check_resumes(CAP, image, given_up, &format!("{context}, image {number}"));
@@ -290,12 +291,12 @@ fn a_bit_flipped_in_any_write_is_never_taken_for_data() {
     let mut noticed = 0;
     for passing in 0.. {
         let (memory, fault, engine) = engines();
-        fault.hit_once(Operation::Write, passing, Fault::Flip);
+        fault.hit_once(IoOperation::Write, passing, IoFault::Flip);
         let (run, tier, outcome) = run(&engine, CAP);
         assert!(outcome.as_ref().err().is_none_or(|e| e.kind() == Kind::Corruption), "{outcome:?}");
         drop(tier);
         let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
-        let found = open(&engine, CAP, Reopen::Resume, None).map_err(|error| error.kind()).and_then(|(tier, _)| {
+        let found = open(&engine, CAP, ReopenMode::Resume, None).map_err(|error| error.kind()).and_then(|(tier, _)| {
             let last = run.published.last().unwrap();
             for id in -IDS..IDS {
                 let found = fetch(&tier, &[id]).map_err(|error| error.kind())?;
@@ -308,7 +309,7 @@ fn a_bit_flipped_in_any_write_is_never_taken_for_data() {
             Err(Kind::Corruption) => noticed += 1,
             Err(other) => panic!("write {passing} flipped: {other:?}"),
         }
-        let writes = fault.log().iter().filter(|(operation, _)| *operation == Operation::Write).count();
+        let writes = fault.log().iter().filter(|(operation, _)| *operation == IoOperation::Write).count();
         if writes as u64 <= passing {
             break;
         }

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use embcache::cache::{Plan, PlanMode, PreImages, RowBlock};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, UringEngine};
-use embcache::rows::{Initializer, RowHeader};
+use embcache::rows::{InitializerSpec, RowHeader};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Kind};
 use embcache_tests::{Rig, config, times, watched};
@@ -60,8 +60,10 @@ struct Life(Vec<Vec<u32>>);
 
 impl Life {
     fn new(steps: usize) -> Self {
-        let rig =
-            Rig::open(wanted(PolicyKind::Lru, OnFull::Error, None, Reopen::Never), Arc::new(MemoryEngine::default()));
+        let rig = Rig::open(
+            wanted(PolicyKind::Lru, OnFull::Error, None, ReopenMode::Never),
+            Arc::new(MemoryEngine::default()),
+        );
         let rig = rig.unwrap();
         let mut states = Vec::with_capacity(steps + 1);
         for step in 0..=steps {
@@ -84,15 +86,15 @@ impl Life {
     }
 }
 
-fn wanted(policy: PolicyKind, on_full: OnFull, dir: Option<&Path>, reopen: Reopen) -> TableConfig {
+fn wanted(policy: PolicyKind, on_full: OnFull, dir: Option<&Path>, reopen: ReopenMode) -> TableConfig {
     let mut wanted = config(DIM, OptimizerKind::Adagrad, HOST_ROWS);
     wanted.policy = policy;
     wanted.on_full = on_full;
-    wanted.initializer = Initializer::Constant { value: 1.0 };
+    wanted.initializer = InitializerSpec::Constant { value: 1.0 };
     wanted.host_bytes = HOST_ROWS * embcache::cache::host_row_bytes(&wanted.layout(), policy);
     // With a cap of fewer rows than there are ids, rows leave by policy.
     let bytes = if on_full == OnFull::Evict { SSD_BYTES * 2 / 5 } else { SSD_BYTES };
-    wanted.ssd = dir.map(|dir| SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_token: None });
+    wanted.ssd = dir.map(|dir| SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_commit_id: None });
     wanted
 }
 
@@ -152,7 +154,7 @@ impl World {
         for step in 0..steps {
             let ids = dice.batch(step);
             let ahead = dice.roll(4) > 0;
-            waiting.push_back((self.rig.plan(&ids, PlanMode { ahead, ..PlanMode::TRAIN }).unwrap(), ids));
+            waiting.push_back((self.rig.plan(&ids, PlanMode { is_prefetch: ahead, ..PlanMode::TRAIN }).unwrap(), ids));
             if dice.roll(12) == 0 {
                 // The plan is dropped while its reads run.
                 waiting.pop_back();
@@ -205,7 +207,7 @@ impl World {
         while self.running() {
             let least = World::count(&self.done, &(0..IDS).collect::<Vec<Id>>());
             let mut seen = vec![false; (IDS + OWN) as usize];
-            let sink = &mut |chunk: embcache::cache::Chunk| {
+            let sink = &mut |chunk: embcache::cache::RowChunk| {
                 for (at, header) in chunk.headers.iter().enumerate() {
                     assert!(!std::mem::replace(&mut seen[header.id as usize], true), "id {} twice", header.id);
                     if header.id < IDS {
@@ -231,13 +233,13 @@ impl World {
             let limit = if dice.roll(2) == 0 { 1 } else { 1 << 20 };
             let images = Arc::new(PreImages::new(Arc::clone(engine), dir.with_extension("images"), limit, 1));
             let least = World::count(&self.done, &all);
-            let moment = self.rig.table.moment(&images, 0).unwrap();
+            let moment = self.rig.table.snapshot(&images, 0).unwrap();
             let most = World::count(&self.begun, &all);
             if dice.roll(8) == 0 {
                 continue;
             }
             let mut seen = vec![false; (IDS + OWN) as usize];
-            let sink = &mut |chunk: embcache::cache::Chunk| {
+            let sink = &mut |chunk: embcache::cache::RowChunk| {
                 for (at, header) in chunk.headers.iter().enumerate() {
                     assert!(!std::mem::replace(&mut seen[header.id as usize], true), "id {} twice", header.id);
                     let row = &chunk.vectors[at * 2 * DIM..][..2 * DIM];
@@ -345,7 +347,7 @@ fn vector(id: Id, version: u32) -> Vec<f32> {
 /// Run everything at once on `engine`, check every row, and check it again after a flush and a resume.
 fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: OnFull) {
     let steps = STEPS * times();
-    let rig = Rig::open(wanted(policy, on_full, Some(dir), Reopen::Discard), engine.clone()).unwrap();
+    let rig = Rig::open(wanted(policy, on_full, Some(dir), ReopenMode::Discard), engine.clone()).unwrap();
     let zeros = || (0..IDS).map(|_| AtomicU32::new(0)).collect();
     let world = Arc::new(World {
         rig,
@@ -428,11 +430,11 @@ fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: Policy
         .list(dir)
         .unwrap()
         .iter()
-        .map(|path| engine.open(path, embcache::io::Open::Read).and_then(|file| file.len()).unwrap())
+        .map(|path| engine.open(path, embcache::io::IoOpenMode::Read).and_then(|file| file.len()).unwrap())
         .sum();
     let cap = world.rig.table.config().ssd.as_ref().unwrap().bytes;
     assert!(files <= cap, "{files} bytes of files, and the cap is {cap}");
-    let resumed = Rig::open(wanted(policy, world.on_full, Some(dir), Reopen::Resume), engine.clone()).unwrap();
+    let resumed = Rig::open(wanted(policy, world.on_full, Some(dir), ReopenMode::Resume), engine.clone()).unwrap();
     assert_eq!(rows_of(world, &resumed), rows, "a resume brings every row back");
     assert_eq!(resumed.table.step().unwrap(), stats.step);
 }
@@ -440,7 +442,7 @@ fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: Policy
 /// The ids and the steps of all rows, sorted. Each row is checked to be whole.
 fn rows_of(world: &World, rig: &Rig) -> Vec<(Id, u32)> {
     let mut rows = Vec::new();
-    let sink = &mut |chunk: embcache::cache::Chunk| {
+    let sink = &mut |chunk: embcache::cache::RowChunk| {
         for (at, header) in chunk.headers.iter().enumerate() {
             let row = &chunk.vectors[at * 2 * DIM..][..2 * DIM];
             if header.id < IDS {

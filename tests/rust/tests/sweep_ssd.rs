@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::rows::{Decay, RowHeader};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::rows::{RowHeader, ScoreDecay};
 use embcache::types::Id;
 use embcache_tests::{Rig, config};
 
@@ -26,8 +26,8 @@ fn row(id: Id, score: f32, last_step: u64) -> (RowHeader, Vec<u32>) {
 
 /// A table with a sweep after each step.
 fn table(rule: EvictionRule, host_bytes: u64) -> Rig {
-    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: Reopen::Never, resume_token: None };
-    let eviction = Some(Eviction { rule, every_steps: NonZeroU64::new(1) });
+    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: ReopenMode::Never, resume_commit_id: None };
+    let eviction = Some(EvictionConfig { rule, every_steps: NonZeroU64::new(1) });
     let base = config(DIM, OptimizerKind::RowWiseAdagrad, 60);
     let wanted = TableConfig { ssd: Some(ssd), eviction, score_half_life_steps: HALF_LIFE, host_bytes, ..base };
     Rig::with_faults(wanted).0
@@ -68,7 +68,7 @@ fn a_sweep_after_every_step_comes_to_the_last_segments_of_the_ssd_tier() {
     let score = |id: Id| if id < OLD { 1e30 } else { 1.0 + (id - OLD) as f32 / 1000.0 };
     import(&rig, &(0..OLD + DYING).map(|id| (id, row(id, score(id), 0))).collect());
     assert!(rig.table.stats().expect("stats").host.rows < 10_000, "most rows are on SSD");
-    let decay = Decay::new(HALF_LIFE).expect("in range");
+    let decay = ScoreDecay::new(HALF_LIFE).expect("in range");
     the_dead_stay_few(&rig, 150, |id, step| decay.of(score(id), 0, step) < 1.0);
 }
 

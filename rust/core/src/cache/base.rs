@@ -4,55 +4,55 @@
 use std::sync::Arc;
 
 use crate::config::{MissingRead, TableConfig};
-use crate::device::DeviceRows;
+use crate::device::DeviceRowReader;
 use crate::error::{Error, Kind, Result};
-use crate::kernels::deal;
-use crate::kernels::threads::Disjoint;
+use crate::kernels::parallel_ranges;
+use crate::kernels::threads::DisjointPtr;
 use crate::logical_thread::ForeignReaders;
-use crate::rows::{Decay, RowAddress, RowBirth, RowHeader, RowLayout, RowMut, RowRef};
-use crate::sizing::Sizing;
+use crate::rows::{RowAddress, RowHeader, RowInitializer, RowLayout, RowMut, RowRef, ScoreDecay};
+use crate::sizing::TableSizing;
 use crate::ssd::SsdTier;
-use crate::stats::Histogram;
+use crate::stats::DurationHistogram;
 use crate::sync::{AtomicU64, Ordering};
 use crate::types::{CacheSlot, Id};
 
 /// The part of a table that its lock does not protect, because it does not change or protects itself.
-pub(crate) struct TableBase {
+pub(crate) struct TableContext {
     pub(crate) config: TableConfig,
     pub(crate) layout: RowLayout,
     pub(crate) ssd: Option<SsdTier>,
-    pub(crate) decay: Decay,
+    pub(crate) decay: ScoreDecay,
     /// How the miss ratio depends on the rows in RAM, where that is measured.
-    pub(crate) sizing: Sizing,
-    birth: RowBirth,
-    device_rows: Option<Arc<dyn DeviceRows>>,
+    pub(crate) sizing: TableSizing,
+    initializer: RowInitializer,
+    device_rows: Option<Arc<dyn DeviceRowReader>>,
     /// The holders of `rows_in_use` that are running the code of `device_rows`.
     reading_device: ForeignReaders,
     version: AtomicU64,
     /// How long each plan's forward waited until all of its rows had their slots.
-    pub(crate) row_wait: Histogram,
+    pub(crate) row_wait: DurationHistogram,
     /// How long the table's lock was held each time.
-    pub(crate) lock_held: Histogram,
+    pub(crate) lock_held: DurationHistogram,
 }
 
-impl TableBase {
+impl TableContext {
     pub(crate) fn new(
         config: TableConfig,
-        (birth, decay): (RowBirth, Decay),
-        device_rows: Option<Arc<dyn DeviceRows>>,
+        (birth, decay): (RowInitializer, ScoreDecay),
+        device_rows: Option<Arc<dyn DeviceRowReader>>,
         ssd: Option<SsdTier>,
     ) -> Self {
         Self {
             layout: config.layout(),
             decay,
-            sizing: Sizing::default(),
-            birth,
+            sizing: TableSizing::default(),
+            initializer: birth,
             ssd,
             device_rows,
             reading_device: ForeignReaders::default(),
             version: AtomicU64::new(0),
-            row_wait: Histogram::default(),
-            lock_held: Histogram::default(),
+            row_wait: DurationHistogram::default(),
+            lock_held: DurationHistogram::default(),
             config,
         }
     }
@@ -63,8 +63,8 @@ impl TableBase {
     }
 
     /// Whether ids that are refused a row share one.
-    pub(crate) fn has_shared_row(&self) -> bool {
-        self.config.not_admitted == MissingRead::SharedRow
+    pub(crate) fn has_oov_row(&self) -> bool {
+        self.config.not_admitted == MissingRead::OovRow
     }
 
     /// Floats of the vector part of a row.
@@ -80,7 +80,7 @@ impl TableBase {
     }
 
     /// Note that the table's rows change.
-    pub(crate) fn contents_changed(&self) {
+    pub(crate) fn bump_version(&self) {
         self.version.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -105,7 +105,7 @@ impl TableBase {
         ssd.append(rows, known).map_err(|error| self.not_written(error))
     }
 
-    /// Remove rows that are on SSD from there. The error is as that of [`TableBase::append`].
+    /// Remove rows that are on SSD from there. The error is as that of [`TableContext::append`].
     pub(crate) fn remove_on_ssd(&self, ssd: &SsdTier, ids: &[Id]) -> Result<()> {
         if ids.is_empty() { Ok(()) } else { ssd.remove(ids).map_err(|error| self.not_written(error)) }
     }
@@ -124,7 +124,7 @@ impl TableBase {
     /// The initial weights of a row, and zeros for its vector slots.
     pub(crate) fn fill_initial(&self, id: Id, vector: &mut [f32]) {
         vector.fill(0.0);
-        self.birth.fill(id, &mut vector[..self.layout.dim]);
+        self.initializer.fill(id, &mut vector[..self.layout.dim]);
     }
 
     /// Write the initial values of `count` rows, on up to `threads` threads. The bits do not depend on their number.
@@ -132,11 +132,16 @@ impl TableBase {
     /// # Safety
     /// `row` gives for each number below `count` the address of a row of this table's layout, whose memory holds floats and is valid for writes.
     /// No two of them overlap, and during the call nobody else reads or writes there.
-    pub(crate) unsafe fn bear(&self, count: usize, row: impl Fn(usize) -> (Id, RowAddress) + Sync, threads: usize) {
+    pub(crate) unsafe fn initialize_rows(
+        &self,
+        count: usize,
+        row: impl Fn(usize) -> (Id, RowAddress) + Sync,
+        threads: usize,
+    ) {
         let (floats, dim) = (self.floats(), self.layout.dim);
         let cost_before = |row: usize| (row * floats) as u64;
-        deal(threads, count, cost_before, |range| {
-            self.birth.fill_all(range.map(&row).map(|(id, to)| {
+        parallel_ranges(threads, count, cost_before, |range| {
+            self.initializer.fill_all(range.map(&row).map(|(id, to)| {
                 // SAFETY: the caller promises a valid address of floats that nobody else uses, and each number is the work of one thread.
                 let weights = unsafe {
                     to.header.write(RowHeader { id, ..RowHeader::default() });
@@ -148,43 +153,45 @@ impl TableBase {
         });
     }
 
-    /// As [`TableBase::bear`], into buffers: headers `[n]` and vector parts `[n, V]`. Each of `born` is an id and the position of its row
+    /// As [`TableContext::bear`], into buffers: headers `[n]` and vector parts `[n, V]`. Each of `new_rows` is an id and the position of its row
     /// there; positions rise.
-    pub(crate) fn bear_into(
+    pub(crate) fn initialize_rows_into(
         &self,
-        born: &[(Id, usize)],
+        new_rows: &[(Id, usize)],
         headers: &mut [RowHeader],
         vectors: &mut [f32],
         threads: usize,
     ) {
         let floats = self.floats();
-        assert!(born.windows(2).all(|pair| pair[0].1 < pair[1].1), "each row is born once");
-        assert!(born.last().is_none_or(|&(_, row)| row < headers.len() && (row + 1) * floats <= vectors.len()));
-        let (headers, vectors) = (Disjoint(headers.as_mut_ptr()), Disjoint(vectors.as_mut_ptr()));
+        assert!(new_rows.windows(2).all(|pair| pair[0].1 < pair[1].1), "each row is born once");
+        assert!(new_rows.last().is_none_or(|&(_, row)| row < headers.len() && (row + 1) * floats <= vectors.len()));
+        let (headers, vectors) = (DisjointPtr(headers.as_mut_ptr()), DisjointPtr(vectors.as_mut_ptr()));
         let address = |row: usize| RowAddress { header: headers.at(row), vector: vectors.at(row * floats) };
         // SAFETY: the positions are within the buffers, as was checked, and no two are the same. The buffers are borrowed for this call.
-        unsafe { self.bear(born.len(), |number| (born[number].0, address(born[number].1)), threads) };
+        unsafe {
+            self.initialize_rows(new_rows.len(), |number| (new_rows[number].0, address(new_rows[number].1)), threads)
+        };
     }
 
-    /// Read rows from SSD into buffers and wait for them: headers `[n]` and vector parts `[n, V]`. Each of `wanted` is an id and the
-    /// position of its row there. Returns which of `wanted` are not on SSD, by their numbers, rising.
+    /// Read rows from SSD into buffers and wait for them: headers `[n]` and vector parts `[n, V]`. Each of `requests` is an id and the
+    /// position of its row there. Returns which of `requests` are not on SSD, by their numbers, rising.
     pub(crate) fn read_from_ssd(
         &self,
         ssd: &SsdTier,
-        wanted: &[(Id, usize)],
+        requests: &[(Id, usize)],
         headers: &mut [RowHeader],
         vectors: &mut [f32],
     ) -> Result<Vec<u32>> {
         let floats = self.floats();
         let fits = |row: usize| row < headers.len() && (row + 1) * floats <= vectors.len();
-        assert!(wanted.iter().all(|&(_, row)| fits(row)), "there is room for each row");
-        let (headers, vectors) = (Disjoint(headers.as_mut_ptr()), Disjoint(vectors.as_mut_ptr()));
+        assert!(requests.iter().all(|&(_, row)| fits(row)), "there is room for each row");
+        let (headers, vectors) = (DisjointPtr(headers.as_mut_ptr()), DisjointPtr(vectors.as_mut_ptr()));
         let request = |&(id, row): &(Id, usize)| {
             let to = RowAddress { header: headers.at(row), vector: vectors.at(row * floats) };
             // SAFETY: the row is within the buffers, as was checked. They are borrowed until the fetch below is done.
             (id, unsafe { RowMut::new(to) })
         };
-        ssd.fetch(wanted.iter().map(request).collect()).wait()
+        ssd.fetch(requests.iter().map(request).collect()).wait()
     }
 
     /// Read rows of the device tier into RAM: vector parts `[n, V]` and scalar slots `[n]`. This runs code that is not the core's. The caller has
@@ -195,7 +202,7 @@ impl TableBase {
         reader.gather(slots, vectors, scalars)
     }
 
-    /// Refuse a caller who is the code of [`TableBase::gather`]: it would wait for the lock that its own caller holds.
+    /// Refuse a caller who is the code of [`TableContext::gather`]: it would wait for the lock that its own caller holds.
     ///
     /// Errors: `State`.
     pub(crate) fn check_not_reading_device(&self) -> Result<()> {
@@ -207,11 +214,11 @@ impl TableBase {
     }
 
     /// The error of a caller who would wait for a lock that he holds himself.
-    pub(crate) fn called_from_within(&self, what: &str) -> Error {
+    pub(crate) fn called_from_within(&self, activity: &str) -> Error {
         Error::new(
             Kind::State,
             format!(
-                "table {:?} is used by code that runs while {what} (a destructor, perhaps, or an object that the garbage collector \
+                "table {:?} is used by code that runs while {activity} (a destructor, perhaps, or an object that the garbage collector \
                  finalizes), which would wait for itself for ever: use the table when that is done",
                 self.config.name
             ),

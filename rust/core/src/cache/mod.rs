@@ -25,16 +25,16 @@ mod table;
 mod walk;
 mod watch;
 
-pub use crate::device::DeviceRows;
+pub use crate::device::DeviceRowReader;
 pub use crate::host::INDEX_BYTES_PER_ROW;
 pub use columns::{PickedRows, RowColumns};
-pub use groups::{Gather, GroupSink};
+pub use groups::{GroupGatherer, GroupSink};
 pub use plan::{Lookup, Plan, RowLists};
-pub use residency::{ChangeCounts, FetchedRows, PlanMode, TableStats, Unseen, device_row_bytes, host_row_bytes};
-pub use rows::{Chunk, DeviceTensors, FoundRows, RowBlock};
+pub use residency::{ChangeCounts, FetchedRows, MissingMode, PlanMode, TableStats, device_row_bytes, host_row_bytes};
+pub use rows::{DeviceTensors, FoundRows, RowBlock, RowChunk};
 pub use table::Table;
-pub use walk::{ExportStream, TableMoment};
-pub use watch::{Ancestor, EvictedQueue, EvictedRows, PreImages};
+pub use walk::{ExportStream, TableSnapshot};
+pub use watch::{BaseCheckpoint, EvictedQueue, EvictedRows, PreImages};
 
 #[cfg(test)]
 mod resident;

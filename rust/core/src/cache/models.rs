@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use super::{Chunk, Lookup, Plan, PlanMode, PreImages, RowBlock, Table};
-use crate::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use super::{Lookup, Plan, PlanMode, PreImages, RowBlock, RowChunk, Table};
+use crate::config::{
+    AdmissionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, ReopenMode, SsdConfig, TableConfig,
+};
 use crate::io::{IoEngine, MemoryEngine};
 use crate::kernels::Hyperparameters;
-use crate::rows::{Initializer, RowHeader};
+use crate::rows::{InitializerSpec, RowHeader};
 use crate::ssd::models::{model, read_waiting, spawn};
 use crate::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
@@ -21,17 +23,17 @@ fn config() -> TableConfig {
         key: 1,
         dim: DIM,
         optimizer: OptimizerKind::Sgd,
-        initializer: Initializer::Constant { value: 0.0 },
+        initializer: InitializerSpec::Constant { value: 0.0 },
         seed: 0,
         total_num_buckets: 1,
         buckets: 0..1,
         host_bytes: 0,
         shared_budget: None,
         device_rows: None,
-        ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 20, reopen: Reopen::Never, resume_token: None }),
+        ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 20, reopen: ReopenMode::Never, resume_commit_id: None }),
         policy: PolicyKind::Lru,
         on_full: OnFull::Error,
-        admission: Admission::All,
+        admission: AdmissionRule::All,
         not_admitted: MissingRead::Initial,
         missing_read: MissingRead::Initial,
         score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
@@ -56,7 +58,7 @@ fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
 }
 
 fn plan(lookup: &Lookup, ids: &[Id]) -> Plan {
-    lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_AHEAD).unwrap()
+    lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_PREFETCH).unwrap()
 }
 
 fn forward(plan: &Plan, bags: usize) -> Vec<f32> {
@@ -110,7 +112,7 @@ fn loom_an_export_beside_a_training_step_gives_rows_that_are_whole_or_an_error()
             let numbers = Hyperparameters { lr: 1.0, ..Hyperparameters::default() };
             plan.backward_pooled(&[1.0; DIM], &[numbers], None, &mut [], 1).unwrap();
         });
-        let exported = table.for_each_chunk(10, &mut |chunk: Chunk| {
+        let exported = table.for_each_chunk(10, &mut |chunk: RowChunk| {
             let at = chunk.headers.iter().position(|header| header.id == 11);
             if let Some(at) = at {
                 let (count, weight) = (chunk.headers[at].count, chunk.vectors[at * DIM]);
@@ -146,10 +148,10 @@ fn loom_a_moment_beside_training_steps_and_evictions_gives_the_rows_of_its_momen
             })
         };
         let images = Arc::new(PreImages::new(Arc::clone(&engine), "/save/images".into(), 1 << 20, 1));
-        let moment = table.moment(&images, 1).unwrap();
+        let moment = table.snapshot(&images, 1).unwrap();
         let steps = moment.step() as u32;
         let mut rows = Vec::new();
-        let sink = &mut |chunk: Chunk| {
+        let sink = &mut |chunk: RowChunk| {
             for (at, header) in chunk.headers.iter().enumerate() {
                 rows.push((header.id, header.count, chunk.vectors[at * DIM] as i32));
             }

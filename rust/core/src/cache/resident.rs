@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use super::{Lookup, PlanMode, RowBlock, Table};
 use crate::budget::SharedBudget;
-use crate::config::{Admission, MissingRead, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use crate::config::{
+    AdmissionRule, MissingRead, OnFull, OptimizerKind, PolicyKind, ReopenMode, SsdConfig, TableConfig,
+};
 use crate::io::MemoryEngine;
-use crate::rows::{Initializer, RowHeader};
+use crate::rows::{InitializerSpec, RowHeader};
 use crate::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
 const HOST_BYTES: u64 = 12 << 20;
@@ -19,17 +21,17 @@ fn config(dim: usize) -> TableConfig {
         key: 1,
         dim,
         optimizer: OptimizerKind::RowWiseAdagrad,
-        initializer: Initializer::Constant { value: 1.0 },
+        initializer: InitializerSpec::Constant { value: 1.0 },
         seed: 0,
         total_num_buckets: 1,
         buckets: 0..1,
         host_bytes: HOST_BYTES,
         shared_budget: None,
         device_rows: None,
-        ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 28, reopen: Reopen::Never, resume_token: None }),
+        ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 28, reopen: ReopenMode::Never, resume_commit_id: None }),
         policy: PolicyKind::S3Fifo,
         on_full: OnFull::Error,
-        admission: Admission::All,
+        admission: AdmissionRule::All,
         not_admitted: MissingRead::Initial,
         missing_read: MissingRead::Initial,
         score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,

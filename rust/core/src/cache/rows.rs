@@ -24,14 +24,14 @@ pub struct FoundRows {
 
 /// Some rows of a walk over a table, in memory of their own.
 #[derive(Clone, Debug, Default)]
-pub struct Chunk {
+pub struct RowChunk {
     /// `[n]`: id, metadata, scalar slot.
     pub headers: Vec<RowHeader>,
     /// `[n, V]`
     pub vectors: Vec<f32>,
 }
 
-impl Chunk {
+impl RowChunk {
     /// Add a copy of a row.
     #[inline]
     pub(super) fn push(&mut self, row: RowRef<'_>) {

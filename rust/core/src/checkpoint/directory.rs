@@ -7,12 +7,12 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
-use crate::io::{BeneathEngine, DirLock, Hold, IoEngine, default_engine};
-use crate::paths::Checks;
+use crate::io::{ConfinedEngine, DirLock, DirLockPurpose, IoEngine, default_engine};
+use crate::paths::PathChecks;
 
 /// What the directory was checked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Access {
+enum DirectoryAccess {
     Load,
     Save,
 }
@@ -23,51 +23,61 @@ enum Access {
 /// here. Everything in this module that works in a directory takes this handle and no path, and nobody outside this crate gets the engine
 /// that works in it. So nothing is done in a directory that was not checked.
 #[derive(Clone, Debug)]
-pub struct Directory {
+pub struct CheckpointDirectory {
     path: PathBuf,
     engine: Arc<dyn IoEngine>,
-    access: Access,
-    checks: Checks,
+    access: DirectoryAccess,
+    checks: PathChecks,
     /// The user's directory itself. There is none where it is no directory of this machine's file systems, and in a handle from `below`.
     descriptor: Option<Arc<OwnedFd>>,
 }
 
-impl Directory {
+impl CheckpointDirectory {
     /// Check a directory to save to, and make it (mode 0750) when it is missing. The links in `path` are followed, now and not again, except
     /// with [`Checks::Strict`].
     ///
     /// Errors: those of [`Checks::open_to_save`].
-    pub fn to_save(path: &Path, checks: Checks) -> Result<Self> {
-        let path = if checks == Checks::Strict { path.to_owned() } else { checks.resolve_to_save(path)? };
-        Self::held(checks.open_to_save(&path)?, Access::Save, checks)
+    pub fn open_to_save(path: &Path, checks: PathChecks) -> Result<Self> {
+        let path = if checks == PathChecks::Strict { path.to_owned() } else { checks.resolve_to_save(path)? };
+        Self::from_descriptor(checks.open_to_save(&path)?, DirectoryAccess::Save, checks)
     }
 
     /// Check a directory to load from, which need not be writable. Links are followed as by [`Directory::to_save`].
     ///
     /// Errors: those of [`Checks::open_to_load`].
-    pub fn to_load(path: &Path, checks: Checks) -> Result<Self> {
-        let path = if checks == Checks::Strict { path.to_owned() } else { checks.resolve_to_load(path)? };
-        Self::held(checks.open_to_load(&path)?, Access::Load, checks)
+    pub fn open_to_load(path: &Path, checks: PathChecks) -> Result<Self> {
+        let path = if checks == PathChecks::Strict { path.to_owned() } else { checks.resolve_to_load(path)? };
+        Self::from_descriptor(checks.open_to_load(&path)?, DirectoryAccess::Load, checks)
     }
 
     /// Open, to save, a directory that another handle was on, maybe in another process, by that handle's path. It is checked as this one was,
     /// but at most as [`Checks::Basic`] does. That path had no links, and so none is followed.
     ///
     /// Errors: those of [`Checks::open_to_save`].
-    pub(crate) fn again(&self, path: &Path) -> Result<Self> {
-        let checks = if self.checks == Checks::Strict { Checks::Basic } else { self.checks };
-        Self::held(checks.open_to_save(path)?, Access::Save, checks)
+    pub(crate) fn reopen_to_save(&self, path: &Path) -> Result<Self> {
+        let checks = if self.checks == PathChecks::Strict { PathChecks::Basic } else { self.checks };
+        Self::from_descriptor(checks.open_to_save(path)?, DirectoryAccess::Save, checks)
     }
 
-    fn held((path, descriptor): (PathBuf, OwnedFd), access: Access, checks: Checks) -> Result<Self> {
+    fn from_descriptor(
+        (path, descriptor): (PathBuf, OwnedFd),
+        access: DirectoryAccess,
+        checks: PathChecks,
+    ) -> Result<Self> {
         let own = descriptor.try_clone().map_err(|error| Error::io("hold", &path, &error))?;
-        let engine = BeneathEngine::engine(default_engine()?, &path, descriptor, checks.entry_check());
+        let engine = ConfinedEngine::engine(default_engine()?, &path, descriptor, checks.entry_check());
         Ok(Self { path, engine, access, checks, descriptor: Some(Arc::new(own)) })
     }
 
     /// The directory `path` of any engine, such as [`crate::io::MemoryEngine`]. Nothing is checked: this is for tests and benchmarks.
-    pub fn in_engine(engine: Arc<dyn IoEngine>, path: &Path) -> Self {
-        Self { path: path.to_owned(), engine, access: Access::Save, checks: Checks::Basic, descriptor: None }
+    pub fn with_engine(engine: Arc<dyn IoEngine>, path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            engine,
+            access: DirectoryAccess::Save,
+            checks: PathChecks::Basic,
+            descriptor: None,
+        }
     }
 
     /// The absolute path, without links, as it was when the directory was checked.
@@ -81,7 +91,7 @@ impl Directory {
     }
 
     /// The directory that has this name in this one, whether or not it is there. No link in its place is followed.
-    pub(crate) fn below(&self, name: impl Display) -> Self {
+    pub(crate) fn subdirectory(&self, name: impl Display) -> Self {
         Self {
             path: self.join(name.to_string()),
             engine: Arc::clone(&self.engine),
@@ -109,7 +119,7 @@ impl Directory {
             return Ok(self.shared_engine());
         };
         let own = descriptor.try_clone().map_err(|error| Error::io("hold", &first.path, &error))?;
-        Ok(BeneathEngine::engine(second.shared_engine(), &first.path, own, first.checks.entry_check()))
+        Ok(ConfinedEngine::engine(second.shared_engine(), &first.path, own, first.checks.entry_check()))
     }
 
     /// Make the directory, if it is not there, in a directory that is.
@@ -128,7 +138,7 @@ impl Directory {
     }
 
     /// The names in the directory that are names of a `T`. Others are left out.
-    pub(crate) fn named<T: FromStr>(&self) -> Result<Vec<T>> {
+    pub(crate) fn list_names<T: FromStr>(&self) -> Result<Vec<T>> {
         let name = |entry: &PathBuf| entry.file_name()?.to_str()?.parse().ok();
         Ok(self.engine.list(&self.path)?.iter().filter_map(name).collect())
     }
@@ -138,9 +148,9 @@ impl Directory {
         self.engine.lock_dir(&self.path)
     }
 
-    /// Hold the directory itself, as [`IoEngine::hold_dir`] does.
-    pub(crate) fn hold(&self, how: Hold) -> Result<DirLock> {
-        self.engine.hold_dir(&self.path, how)
+    /// Hold the directory itself, as [`IoEngine::lock_dir_for`] does.
+    pub(crate) fn hold(&self, how: DirLockPurpose) -> Result<DirLock> {
+        self.engine.lock_dir_for(&self.path, how)
     }
 
     /// Whether something lies in the directory under this name. A link is not followed.
@@ -152,7 +162,7 @@ impl Directory {
     ///
     /// Errors: `State` where the directory was checked for a load, which asks for less.
     pub(crate) fn check_to_save(&self) -> Result<()> {
-        if self.access == Access::Save {
+        if self.access == DirectoryAccess::Save {
             return Ok(());
         }
         Err(Error::new(

@@ -7,7 +7,7 @@
 //! path/<seq>-<random>/<rank>-of-<world>.json         tables, files, counts and checksums of one rank
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<serial>.seg            of a linked checkpoint
-//! path/<seq>-<random>/dense.json, dense/<rank>-of-<world>.<n>.extents           beside the tables, see [`ExtentWriter`]
+//! path/<seq>-<random>/dense.json, dense/<rank>-of-<world>.<n>.extents           beside the tables, see [`DenseWriter`]
 //! path/part-<random>/                                what a rank wrote that is in no checkpoint yet, see [`Part`]
 //! path/lock                                          held while `LATEST` is replaced, and while a directory is made or swept
 //! ```
@@ -22,11 +22,11 @@
 //! 3. The coordinator calls [`Save::publish`]: from then on a load finds this checkpoint, and the one before is removed. Until then,
 //!    whatever happens, a load finds the one before.
 //!
-//! Beside training, a [`RankMoment`] takes the [`RankWriter`]'s place: the rows are those of when it began.
+//! Beside training, a [`RankSnapshot`] takes the [`RankWriter`]'s place: the rows are those of when it began.
 //!
 //! Loading:
 //!
-//! 1. One rank calls [`Latest::read`] and tells the others, so that all load the same checkpoint.
+//! 1. One rank calls [`LatestCheckpoint::read`] and tells the others, so that all load the same checkpoint.
 //! 2. Every rank calls [`Checkpoint::open`] (manifests are checked here) and, for each of its tables, [`Checkpoint::table_reader`]
 //!    (headers and sizes of the files it needs are checked here). No table is touched before all ranks have done so.
 //! 3. [`TableReader::read`] hands over the rows of the buckets that the rank owns, verified as they arrive.
@@ -44,40 +44,42 @@ mod output;
 mod publish;
 mod rows;
 
-pub use crate::cache::{Gather, GroupSink};
-pub use blocks::manifest::TableShare;
-pub use blocks::names::{BlockSaveName, Shard};
-pub use blocks::reader::{BlockReader, BlockRun, BlockShape, TableOfBlocks};
-pub use blocks::save::{BlockSave, Finished, Join};
-pub use blocks::shard::{BlockToWrite, ShardWriter, WrittenTable};
-pub use blocks::writer::{BlockFile, BlockRange, BlockWriter};
-pub use directory::Directory;
-pub use extents::reader::ExtentReader;
-pub use extents::writer::ExtentWriter;
-pub use manifest::dense::{DenseEntry, DenseShare, Extent};
+pub use crate::cache::{GroupGatherer, GroupSink};
+pub use blocks::manifest::RecisTableShare;
+pub use blocks::names::{RecisSaveName, RecisShard};
+pub use blocks::reader::{RecisBlockShape, RecisReader, RecisRun, RecisTableInfo};
+pub use blocks::save::{RecisJoinMode, RecisSave, RecisShardOutcome};
+pub use blocks::shard::{RecisBlockSpec, RecisShardWriter, RecisWrittenTable};
+pub use blocks::writer::{RecisBlockRange, RecisBlockWriter, RecisFileSpec};
+pub use directory::CheckpointDirectory;
+pub use extents::reader::DenseReader;
+pub use extents::writer::DenseWriter;
+pub use manifest::dense::{DenseEntry, DenseExtent, DenseShare};
 pub use manifest::digest::RankDigest;
-pub use manifest::holds::Wait;
+pub use manifest::holds::WaitCallback;
 pub(crate) use manifest::json::{seal_text, unseal as unseal_text};
-pub use manifest::latest::{CheckpointName, Latest, PartName};
-pub use manifest::manifests::{CheckpointKind, Manifest, OptimizerSpec, Parent, TableEntry, TableSpec};
+pub use manifest::latest::{CheckpointName, LatestCheckpoint, PartName};
+pub use manifest::manifests::{CheckpointId, CheckpointKind, CheckpointManifest, OptimizerSpec, TableEntry, TableSpec};
 pub(crate) use manifest::names::MANIFEST_FILE;
 pub use manifest::names::REFERENCE_FILE;
-pub use ops::beside::{BesideOptions, IMAGE_BYTES, Pace, RankMoment, TableToSave, work_behind};
+pub use ops::beside::{
+    AsyncSaveOptions, AsyncSaveTable, PRE_IMAGE_BYTES, RankSnapshot, WriteRateLimiter, work_in_background,
+};
 pub(crate) use ops::chain::open_parent;
-pub use ops::chain::{Chain, ChainReader};
-pub use ops::check::{Columns, Segments, TableRequest, TableSource};
-pub use ops::compact::Compaction;
-pub use ops::copy::{Copied, copy};
-pub use ops::life::{IdState, LinkOfId, Taken};
-pub use ops::part::Part;
+pub use ops::chain::{ChainReader, CheckpointChain};
+pub use ops::check::{LoadColumns, LoadSegments, TableRequest, TableSource};
+pub use ops::compact::ChainCompaction;
+pub use ops::copy::{CheckpointCopyReport, copy};
+pub use ops::life::{IdExpiry, IdHistoryEntry, IdState};
+pub use ops::part::CheckpointPart;
 pub use ops::reshard::reshard;
 pub use ops::serving::make_for_serving;
 pub use ops::tables::LinkedTable;
-pub use publish::retention::{Pruned, prune, sweep_parts};
-pub use publish::save::{Published, Save, SaveOptions};
-pub use rows::delta::Changes;
+pub use publish::retention::{PruneReport, prune, remove_stale_parts};
+pub use publish::save::{CheckpointSave, PublishedCheckpoint, SaveOptions};
+pub use rows::delta::DeltaChanges;
 pub use rows::format;
-pub use rows::reader::{Checkpoint, TableReader};
+pub use rows::reader::{OpenCheckpoint, TableReader};
 pub use rows::source::{RowSink, RowSource};
-pub(crate) use rows::staged::FileOfRows;
+pub(crate) use rows::staged::RowFileOffsets;
 pub use rows::writer::RankWriter;

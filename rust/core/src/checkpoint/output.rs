@@ -7,57 +7,57 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 
 use crate::error::{Error, Kind, Result};
-use crate::io::{AlignedBuf, IoEngine, Open};
-use crate::memory::room_for_threads;
-use crate::process::{Behind, works_behind};
+use crate::io::{AlignedBuf, IoEngine, IoOpenMode};
+use crate::memory::can_start_threads;
+use crate::process::{BackgroundFlag, works_in_background};
 use crate::sync::lock;
 
 /// How many images exist at once. The caller fills one while threads write the others. At any time some of the others are being synced,
 /// and the disk is free for the rest.
 const IMAGES: usize = 6;
 /// The same for a save beside training, which must leave memory and the disk to training.
-const IMAGES_BEHIND: usize = 4;
+const IMAGES_IN_BACKGROUND: usize = 4;
 /// How many threads write one file.
-const WRITERS: usize = 4;
+const WRITER_THREADS: usize = 4;
 /// How many bytes one write request has.
 const WRITE_BYTES: usize = 1 << 20;
 
 /// A file to write. Its bytes are the first `len` of `buffer`.
-struct Image {
+struct FileImage {
     path: PathBuf,
     buffer: AlignedBuf,
     len: usize,
 }
 
 /// Writes images in the background until its scope ends.
-pub(crate) struct Output<'s> {
+pub(crate) struct BackgroundFileWriter<'s> {
     engine: &'s dyn IoEngine,
-    images: Sender<Image>,
+    images: Sender<FileImage>,
     /// For each image that a thread has finished: its buffer, or the error of writing it.
     written: Receiver<Result<AlignedBuf>>,
     free: Vec<AlignedBuf>,
     /// How many images may exist at once.
-    most: usize,
-    under_way: usize,
+    max_images: usize,
+    in_flight: usize,
     threads: Vec<ScopedJoinHandle<'s, ()>>,
 }
 
-impl<'s> Output<'s> {
-    /// Start the threads, which write until the output is dropped. They take images from `waiting`, which outlives them.
-    pub(crate) fn new<'e>(scope: &'s Scope<'s, 'e>, engine: &'s dyn IoEngine, waiting: &'s Waiting) -> Self {
+impl<'s> BackgroundFileWriter<'s> {
+    /// Start the threads, which write until the output is dropped. They take images from `queue`, which outlives them.
+    pub(crate) fn new<'e>(scope: &'s Scope<'s, 'e>, engine: &'s dyn IoEngine, queue: &'s ImageQueue) -> Self {
         let (images, receiver) = channel();
         let (done, written) = channel();
-        *lock(&waiting.0) = Some(receiver);
+        *lock(&queue.0) = Some(receiver);
         let start = |number: usize| {
             let done = done.clone();
             let write = move || {
-                while let Some(Image { path, buffer, len }) = waiting.next() {
+                while let Some(FileImage { path, buffer, len }) = queue.next() {
                     let outcome = catch_unwind(AssertUnwindSafe(|| write_file(engine, &path, &buffer[..len])));
                     // After a failed save nobody receives this.
                     let _ = match outcome {
                         Ok(outcome) => done.send(outcome.map(|()| buffer)),
                         Err(panic) => {
-                            let _ = done.send(Err(ended()));
+                            let _ = done.send(Err(writers_ended_error()));
                             resume_unwind(panic)
                         }
                     };
@@ -66,9 +66,9 @@ impl<'s> Output<'s> {
             Builder::new().name(format!("embcache-save-{number}")).spawn_scoped(scope, write).ok()
         };
         // Without threads the caller writes each image itself.
-        let most = if works_behind() { IMAGES_BEHIND } else { IMAGES };
-        let threads = (1..if room_for_threads() { most } else { 1 }).map_while(start).collect();
-        Self { engine, images, written, free: Vec::new(), most, under_way: 0, threads }
+        let most = if works_in_background() { IMAGES_IN_BACKGROUND } else { IMAGES };
+        let threads = (1..if can_start_threads() { most } else { 1 }).map_while(start).collect();
+        Self { engine, images, written, free: Vec::new(), max_images: most, in_flight: 0, threads }
     }
 
     /// Wait until there is a buffer for an image of `len` bytes. The next call of [`Output::buffer`] returns it.
@@ -79,17 +79,17 @@ impl<'s> Output<'s> {
         while self.free.is_empty() {
             let written = match self.written.try_recv() {
                 Ok(written) => written,
-                Err(_) if self.under_way < self.most => match AlignedBuf::try_zeroed(len) {
+                Err(_) if self.in_flight < self.max_images => match AlignedBuf::try_zeroed(len) {
                     Ok(buffer) => {
                         self.free.push(buffer);
                         continue;
                     }
-                    Err(refused) if self.under_way == 0 => return Err(refused),
-                    Err(_) => self.wait_for_one(),
+                    Err(refused) if self.in_flight == 0 => return Err(refused),
+                    Err(_) => self.wait_for_image(),
                 },
-                Err(_) => self.wait_for_one(),
+                Err(_) => self.wait_for_image(),
             };
-            self.under_way -= 1;
+            self.in_flight -= 1;
             self.free.extend(Some(written?).filter(|buffer| buffer.len() >= len));
         }
         Ok(())
@@ -113,35 +113,35 @@ impl<'s> Output<'s> {
             self.free.push(buffer);
             return Ok(());
         }
-        self.under_way += 1;
-        self.images.send(Image { path, buffer, len }).map_err(|_| ended())
+        self.in_flight += 1;
+        self.images.send(FileImage { path, buffer, len }).map_err(|_| writers_ended_error())
     }
 
     /// Wait until an image is written and return its buffer.
-    fn wait_for_one(&self) -> Result<AlignedBuf> {
-        self.written.recv().unwrap_or_else(|_| Err(ended()))
+    fn wait_for_image(&self) -> Result<AlignedBuf> {
+        self.written.recv().unwrap_or_else(|_| Err(writers_ended_error()))
     }
 
     /// Wait until every image is written and synced.
     pub(crate) fn finish(mut self) -> Result<()> {
-        while self.under_way > 0 {
-            self.under_way -= 1;
-            drop(self.wait_for_one()?);
+        while self.in_flight > 0 {
+            self.in_flight -= 1;
+            drop(self.wait_for_image()?);
         }
         Ok(())
     }
 }
 
-fn ended() -> Error {
+fn writers_ended_error() -> Error {
     Error::new(Kind::Storage, "the writing threads ended")
 }
 
 /// Where the writing threads find their next image.
 #[derive(Default)]
-pub(crate) struct Waiting(Mutex<Option<Receiver<Image>>>);
+pub(crate) struct ImageQueue(Mutex<Option<Receiver<FileImage>>>);
 
-impl Waiting {
-    fn next(&self) -> Option<Image> {
+impl ImageQueue {
+    fn next(&self) -> Option<FileImage> {
         let receiver = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         receiver.as_ref()?.recv().ok()
     }
@@ -149,24 +149,30 @@ impl Waiting {
 
 /// Make a file and sync its contents. The file's name is not durable yet.
 pub(crate) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Result<()> {
-    let file = engine.open(path, Open::Create { preallocate: bytes.len() as u64 })?;
+    let file = engine.open(path, IoOpenMode::Create { preallocate: bytes.len() as u64 })?;
     // The length is set first, because writes that make a file longer wait for one another.
     file.set_len(bytes.len() as u64)?;
     let pieces = bytes.chunks(WRITE_BYTES).enumerate();
-    each_piece(WRITERS, pieces.collect(), |(number, piece)| file.write_at((number * WRITE_BYTES) as u64, piece))?;
+    for_each_piece(WRITER_THREADS, pieces.collect(), |(number, piece)| {
+        file.write_at((number * WRITE_BYTES) as u64, piece)
+    })?;
     file.sync()
 }
 
 /// Do `work` with every piece, on up to `threads` threads including this one. The first error ends it. Where several pieces fail, the error is
 /// that of the earliest piece: pieces are begun in order, so it is always met, and the same damage is told by the same words each time.
-pub(crate) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+pub(crate) fn for_each_piece<T: Send>(
+    threads: usize,
+    pieces: Vec<T>,
+    work: impl Fn(T) -> Result<()> + Sync,
+) -> Result<()> {
     let helpers = threads.min(pieces.len()).saturating_sub(1);
-    let helpers = if helpers > 0 && room_for_threads() { helpers } else { 0 };
+    let helpers = if helpers > 0 && can_start_threads() { helpers } else { 0 };
     let pieces = Mutex::new(pieces.into_iter().enumerate());
     let failed: Mutex<Option<(usize, Error)>> = Mutex::new(None);
-    let behind = Behind::here();
+    let behind = BackgroundFlag::of_this_thread();
     let run = || {
-        behind.hand_on();
+        behind.apply();
         loop {
             let next = lock(&pieces).next();
             let Some((number, piece)) = next else { return };

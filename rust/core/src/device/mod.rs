@@ -11,7 +11,7 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Reads rows of the device tier into RAM. It is called without the table's lock, by a caller who keeps kernels from changing the rows. So what
 /// it runs may use the table, but not its rows (`State`), and may drop plans and moments.
-pub trait DeviceRows: Send + Sync {
+pub trait DeviceRowReader: Send + Sync {
     /// Copy the rows in `slots` (`[n]`) to `vectors` (`[n, V]`) and their scalar slots to `scalars` (`[n]`, zeros where the layout has
     /// none).
     fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> Result<()>;
@@ -45,7 +45,7 @@ impl DeviceTier {
     }
 
     /// Rows in the tier: in slots of the budget and of the overflow.
-    pub(crate) fn rows_here(&self) -> u64 {
+    pub(crate) fn row_count(&self) -> u64 {
         u64::from(self.slots.used()) + u64::from(self.slots.overflow_used())
     }
 
@@ -67,14 +67,14 @@ impl DeviceTier {
         if slot != NO_SLOT && self.slots.state(slot).has(RowState::LOADING) { NO_SLOT } else { slot }
     }
 
-    /// The rows to evict next, `wanted` of them or as many as there are; see [`SlotMap::victims`].
-    pub(crate) fn victims(&mut self, wanted: usize) -> Vec<CacheSlot> {
+    /// The rows to evict next, `requested` of them or as many as there are; see [`SlotMap::victims`].
+    pub(crate) fn victims(&mut self, requested: usize) -> Vec<CacheSlot> {
         let headers = &self.headers;
-        self.slots.victims(wanted, |slot| headers[slot as usize].id, |slot| prefetch(headers, slot as usize))
+        self.slots.victims(requested, |slot| headers[slot as usize].id, |slot| prefetch(headers, slot as usize))
     }
 
     /// Victims stay where they are until they were read. They are handed out by [`DeviceTier::take_leaving`] then.
-    pub(crate) fn will_leave(&mut self, victims: &[CacheSlot]) {
+    pub(crate) fn mark_leaving(&mut self, victims: &[CacheSlot]) {
         self.leaving.extend(victims);
         self.leaving.sort_unstable();
     }
@@ -86,28 +86,28 @@ impl DeviceTier {
 
     /// Keep a row that was to leave, if it is one.
     #[inline]
-    pub(crate) fn let_stay(&mut self, slot: CacheSlot) {
+    pub(crate) fn keep_leaving(&mut self, slot: CacheSlot) {
         if !self.leaving.is_empty()
             && let Ok(at) = self.leaving.binary_search(&slot)
         {
             self.leaving.remove(at);
-            self.spare(slot);
+            self.keep_victim(slot);
         }
     }
 
     /// Keep all rows that were to leave.
-    pub(crate) fn let_all_stay(&mut self) {
-        self.take_leaving().into_iter().for_each(|slot| self.spare(slot));
+    pub(crate) fn keep_all_leaving(&mut self) {
+        self.take_leaving().into_iter().for_each(|slot| self.keep_victim(slot));
     }
 
     /// Keep a victim after all.
-    pub(crate) fn spare(&mut self, slot: CacheSlot) {
-        self.slots.spare(slot, self.id(slot));
+    pub(crate) fn keep_victim(&mut self, slot: CacheSlot) {
+        self.slots.keep_victim(slot, self.id(slot));
     }
 
     /// Take the row of `id` out of its slot, which no plan has pinned.
     pub(crate) fn remove(&mut self, slot: CacheSlot, id: Id) {
-        self.let_stay(slot);
+        self.keep_leaving(slot);
         self.slots.remove(slot, id, false);
     }
 

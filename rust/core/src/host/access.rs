@@ -1,7 +1,7 @@
 //! Proofs that no kernel touches the rows that somebody is about to read or write.
 //!
 //! The table's lock keeps out everybody but kernels: they use the rows of slots that their plan has pinned, without that lock. So a row of
-//! the arena is read through a [`Quiet`] slot and written through an [`Idle`] one, and there are few ways to get either.
+//! the arena is read through a [`ReadAccess`] slot and written through an [`Idle`] one, and there are few ways to get either.
 
 use std::marker::PhantomData;
 
@@ -23,19 +23,19 @@ impl<'a> NoKernelWrites<'a> {
 
     /// A slot whose row may be read.
     #[inline]
-    pub(crate) fn slot(self, slot: CacheSlot) -> Quiet<'a> {
-        Quiet { slot, proof: self.0 }
+    pub(crate) fn read_access(self, slot: CacheSlot) -> ReadAccess<'a> {
+        ReadAccess { slot, proof: self.0 }
     }
 }
 
 /// A slot of the host tier whose row no kernel writes during `'a`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Quiet<'a> {
+pub(crate) struct ReadAccess<'a> {
     slot: CacheSlot,
     proof: PhantomData<&'a ()>,
 }
 
-impl Quiet<'_> {
+impl ReadAccess<'_> {
     #[inline]
     pub(crate) fn slot(self) -> CacheSlot {
         self.slot
@@ -46,9 +46,9 @@ impl Quiet<'_> {
 /// device tier. It is made under the table's lock and used before that lock is given up, since only a plan that has the lock can pin.
 /// So it never leaves the operation of the residency that made it: `tests/python/test_tree.py` refuses it in any other module.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Idle(CacheSlot);
+pub(crate) struct WriteAccess(CacheSlot);
 
-impl Idle {
+impl WriteAccess {
     /// Only the host tier makes these, once it has looked.
     pub(super) fn new(slot: CacheSlot) -> Self {
         Self(slot)
@@ -61,7 +61,7 @@ impl Idle {
 
     /// What nobody uses may be read.
     #[inline]
-    pub(crate) fn quiet(&self) -> Quiet<'_> {
-        Quiet { slot: self.0, proof: PhantomData }
+    pub(crate) fn read_access(&self) -> ReadAccess<'_> {
+        ReadAccess { slot: self.0, proof: PhantomData }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{HostTier, ROWS_AHEAD};
 use crate::error::Result;
-use crate::host::Idle;
+use crate::host::WriteAccess;
 use crate::rows::RowRef;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id};
@@ -29,7 +29,7 @@ impl HostTier {
         let put = self.slots.insert_all_new(&slots, &ids[..slots.len()], RowState::PROVISIONAL);
         assert_eq!(put, slots.len(), "the ids are new to the tier");
         for ((&slot, &id), _) in slots.iter().zip(ids).zip(on_ssd).filter(|(_, there)| **there) {
-            self.row_mut(&Idle::new(slot)).0.id = id;
+            self.row_mut(&WriteAccess::new(slot)).0.id = id;
             self.slots.set_state(slot, RowState::LOADING.with(RowState::ON_SSD).with(RowState::OCCUPIED));
         }
         (slots, refused)
@@ -43,7 +43,7 @@ impl HostTier {
             if let Some(&later) = slots.get(at + ROWS_AHEAD) {
                 self.prefetch_row(later);
             }
-            self.overwrite(&Idle::new(slot), *row);
+            self.overwrite(&WriteAccess::new(slot), *row);
         }
         let ids: Vec<Id> = rows.iter().map(|(row, _)| row.header.id).collect();
         let put = self.slots.insert_all_new(&slots, &ids, RowState::default());
@@ -60,9 +60,9 @@ impl HostTier {
     }
 
     /// Take victims out of their slots.
-    pub(crate) fn evict_all(&mut self, victims: &[Idle]) {
-        let slots: Vec<CacheSlot> = victims.iter().map(Idle::slot).collect();
+    pub(crate) fn remove_victims(&mut self, victims: &[WriteAccess]) {
+        let slots: Vec<CacheSlot> = victims.iter().map(WriteAccess::slot).collect();
         let ids: Vec<Id> = slots.iter().map(|&slot| self.id(slot)).collect();
-        self.slots.evict_batch(&slots, &ids);
+        self.slots.remove_victims(&slots, &ids);
     }
 }

@@ -8,13 +8,13 @@ mod fill;
 use std::ops::Range;
 use std::sync::Arc;
 
-pub(crate) use access::{Idle, NoKernelWrites, Quiet};
+pub(crate) use access::{NoKernelWrites, ReadAccess, WriteAccess};
 pub(crate) use budget::HostBudget;
 
 use crate::config::PolicyKind;
 use crate::error::{Error, Kind, Result};
 use crate::prefetch::{prefetch_address, prefetch_range};
-use crate::rows::{Arena, DecayTo, RowHeader, RowLayout, RowList, RowRef};
+use crate::rows::{RowArena, RowHeader, RowLayout, RowList, RowRef, ScoreDecayTo};
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};
 
@@ -33,23 +33,23 @@ const HEADERS_AHEAD: usize = 64;
 pub(crate) const ROWS_AHEAD: usize = 8;
 
 /// The rows of one table in RAM. It is used under the lock of its table. Kernels read and write the rows that their plan has pinned without
-/// that lock; see [`Quiet`] and [`Idle`] for how others reach a row beside them.
+/// that lock; see [`ReadAccess`] and [`Idle`] for how others reach a row beside them.
 #[derive(Debug)]
 pub(crate) struct HostTier {
     pub(crate) slots: SlotMap,
-    arena: Arc<Arena>,
+    arena: Arc<RowArena>,
     layout: RowLayout,
     bytes_per_row: u64,
     budget: HostBudget,
     budget_rows: u32,
     /// Whether the table's kernels run on the device tier, so that none ever uses a row here.
-    kernels_elsewhere: bool,
+    kernels_on_device: bool,
 }
 
 impl HostTier {
     /// Bytes of the budget that a row costs.
     pub(crate) fn bytes_per_row(layout: &RowLayout, policy: PolicyKind) -> u64 {
-        (Arena::bytes_per_row(layout) + SlotMap::bytes_per_slot(policy)) as u64
+        (RowArena::bytes_per_row(layout) + SlotMap::bytes_per_slot(policy)) as u64
     }
 
     /// A tier of as many rows as `budget` holds. Addresses are mapped for as many as it can ever hold.
@@ -60,7 +60,7 @@ impl HostTier {
         layout: RowLayout,
         policy: PolicyKind,
         budget: HostBudget,
-        kernels_elsewhere: bool,
+        kernels_on_device: bool,
     ) -> Result<Self> {
         let bytes_per_row = Self::bytes_per_row(&layout, policy);
         let [now, most] = [budget.bytes(), budget.most()].map(|bytes| (bytes / bytes_per_row).min(MOST_ROWS) as u32);
@@ -75,7 +75,7 @@ impl HostTier {
                 ),
             ));
         }
-        let arena = Arena::growing(layout, now, most)?;
+        let arena = RowArena::growing(layout, now, most)?;
         Ok(Self {
             slots: SlotMap::growing(arena.capacity(), now, policy),
             arena: Arc::new(arena),
@@ -83,11 +83,11 @@ impl HostTier {
             bytes_per_row,
             budget,
             budget_rows: now,
-            kernels_elsewhere,
+            kernels_on_device,
         })
     }
 
-    pub(crate) fn arena(&self) -> &Arc<Arena> {
+    pub(crate) fn arena(&self) -> &Arc<RowArena> {
         &self.arena
     }
     pub(crate) fn row_bytes(&self) -> u64 {
@@ -95,7 +95,7 @@ impl HostTier {
     }
 
     /// Rows in the tier: in slots of the budget and of the overflow.
-    pub(crate) fn rows_here(&self) -> u64 {
+    pub(crate) fn row_count(&self) -> u64 {
         u64::from(self.slots.used()) + u64::from(self.slots.overflow_used())
     }
 
@@ -105,7 +105,7 @@ impl HostTier {
     }
 
     /// How many rows the budget holds beside such an index.
-    pub(crate) fn rows_beside_index(&self, index_bytes: u64, indexed_rows: u64) -> u64 {
+    pub(crate) fn rows_after_index(&self, index_bytes: u64, indexed_rows: u64) -> u64 {
         let charged = Self::charged_bytes(index_bytes, indexed_rows);
         (self.budget.bytes().saturating_sub(charged) / self.bytes_per_row).min(u64::from(self.slots.capacity()))
     }
@@ -127,12 +127,12 @@ impl HostTier {
     /// The proof for a table whose kernels run on the device tier; `None` for the others.
     pub(crate) fn no_kernel_writes(&self) -> Option<NoKernelWrites<'static>> {
         // SAFETY: such a table's kernels are given the device's tensors and never this arena, as long as the table lives.
-        self.kernels_elsewhere.then(|| unsafe { NoKernelWrites::promise() })
+        self.kernels_on_device.then(|| unsafe { NoKernelWrites::promise() })
     }
 
     /// A slot that no plan has pinned; `None` where one has.
-    pub(crate) fn unpinned(&mut self, slot: CacheSlot) -> Option<Idle> {
-        (!self.slots.is_pinned(slot)).then(|| Idle::new(slot))
+    pub(crate) fn unpinned(&mut self, slot: CacheSlot) -> Option<WriteAccess> {
+        (!self.slots.is_pinned(slot)).then(|| WriteAccess::new(slot))
     }
 
     /// A slot that plans have pinned and none of them uses yet.
@@ -140,34 +140,34 @@ impl HostTier {
     /// # Safety
     /// None of the plans that have pinned the slot is in place, so that no kernel reads or writes its row. That stays so as long as the
     /// result is used.
-    pub(crate) unsafe fn pinned_ahead(&self, slot: CacheSlot) -> Idle {
+    pub(crate) unsafe fn pinned_unused(&self, slot: CacheSlot) -> WriteAccess {
         debug_assert!(slot < self.slots.high_water(), "slot {slot} was never taken");
-        Idle::new(slot)
+        WriteAccess::new(slot)
     }
 
     /// A slot of a table whose kernels run on the device tier, pinned or not; `None` for the other tables.
-    pub(crate) fn beside_device(&self, slot: CacheSlot) -> Option<Idle> {
-        self.kernels_elsewhere.then(|| Idle::new(slot))
+    pub(crate) fn unused_by_kernels(&self, slot: CacheSlot) -> Option<WriteAccess> {
+        self.kernels_on_device.then(|| WriteAccess::new(slot))
     }
 
-    /// The next rows to evict by policy, `wanted` of them or as many as there are. Follow with [`HostTier::evict_all`] or [`HostTier::spare`].
-    pub(crate) fn victims(&mut self, wanted: usize) -> Vec<Idle> {
+    /// The next rows to evict by policy, `requested` of them or as many as there are. Follow with [`HostTier::remove_victims`] or [`HostTier::spare`].
+    pub(crate) fn victims(&mut self, requested: usize) -> Vec<WriteAccess> {
         let arena = &self.arena;
         let prefetch = |slot| prefetch_address(arena.row(slot).header);
-        self.slots.victims(wanted, |slot| id_in(arena, slot), prefetch).into_iter().map(Idle::new).collect()
+        self.slots.victims(requested, |slot| id_in(arena, slot), prefetch).into_iter().map(WriteAccess::new).collect()
     }
 
     /// Keep a victim after all.
-    pub(crate) fn spare(&mut self, victim: &Idle) {
+    pub(crate) fn keep_victim(&mut self, victim: &WriteAccess) {
         let id = self.id(victim.slot());
-        self.slots.spare(victim.slot(), id);
+        self.slots.keep_victim(victim.slot(), id);
     }
 
     /// Header and vector part of a row.
     #[inline]
-    pub(crate) fn row<'a>(&'a self, quiet: Quiet<'a>) -> RowRef<'a> {
-        debug_assert!(quiet.slot() < self.slots.high_water(), "slot {} was never taken", quiet.slot());
-        let row = self.arena.row(quiet.slot());
+    pub(crate) fn row<'a>(&'a self, access: ReadAccess<'a>) -> RowRef<'a> {
+        debug_assert!(access.slot() < self.slots.high_water(), "slot {} was never taken", access.slot());
+        let row = self.arena.row(access.slot());
         // SAFETY: slots that were taken are valid in the arena, whose rows have this layout. Besides kernels, of which `quiet` says that
         // none writes here, rows are written through `&mut self` only, and by reads into slots that are LOADING, which nobody asks for.
         unsafe {
@@ -182,16 +182,16 @@ impl HostTier {
     }
 
     /// The header and the vector part of a row, to be changed.
-    fn row_mut(&mut self, idle: &Idle) -> (&mut RowHeader, &mut [f32]) {
-        let row = self.arena.row(idle.slot());
+    fn row_mut(&mut self, access: &WriteAccess) -> (&mut RowHeader, &mut [f32]) {
+        let row = self.arena.row(access.slot());
         // SAFETY: the slot was taken, so it is valid in the arena, whose rows have this layout. No kernel uses the row, as `idle` says, and
         // `self` is borrowed exclusively, so that nobody else reads or writes it either.
         unsafe { (&mut *row.header, std::slice::from_raw_parts_mut(row.vector, self.layout.vector_floats())) }
     }
 
     /// Replace the header and the vector part of a row.
-    pub(crate) fn overwrite(&mut self, idle: &Idle, row: RowRef<'_>) {
-        let (header, vector) = self.row_mut(idle);
+    pub(crate) fn overwrite(&mut self, access: &WriteAccess, row: RowRef<'_>) {
+        let (header, vector) = self.row_mut(access);
         *header = *row.header;
         vector.copy_from_slice(row.vector);
     }
@@ -251,7 +251,7 @@ impl HostTier {
 
     /// Record a training step on a row, see [`RowHeader::touch`]. A kernel of another plan may be writing the row's values meanwhile.
     #[inline]
-    pub(crate) fn touch(&mut self, slot: CacheSlot, occurrences: u32, epoch: u32, decay: &mut DecayTo) {
+    pub(crate) fn touch(&mut self, slot: CacheSlot, occurrences: u32, epoch: u32, decay: &mut ScoreDecayTo) {
         let header = self.arena.row(slot).header;
         // SAFETY: the slot is valid in the arena. The metadata is read and written field by field, through `&mut self` only; the scalar
         // slot, which a kernel may be writing, is not touched, and no reference to the whole header is made.
@@ -272,15 +272,15 @@ impl HostTier {
 
     /// Take an empty slot of the budget; where it has none, one of the overflow if `overflow` allows that. Follow with an insert, or with
     /// [`SlotMap::give_back`].
-    pub(crate) fn take(&mut self, overflow: bool) -> Result<Option<Idle>> {
+    pub(crate) fn take(&mut self, overflow: bool) -> Result<Option<WriteAccess>> {
         if let Some(slot) = self.slots.take() {
-            return Ok(Some(Idle::new(slot)));
+            return Ok(Some(WriteAccess::new(slot)));
         }
         if !overflow {
             return Ok(None);
         }
         self.arena.reserve_overflow(self.slots.overflow_used() + 1)?;
-        Ok(Some(Idle::new(self.slots.take_overflow())))
+        Ok(Some(WriteAccess::new(self.slots.take_overflow())))
     }
 
     /// Ask the system now for the memory of `rows` more rows: in free slots of the budget, and past those in the overflow.
@@ -297,13 +297,13 @@ impl HostTier {
     }
 
     /// Copy a row into a taken slot, where ids find it from now on.
-    pub(crate) fn insert_row(&mut self, taken: &Idle, row: RowRef<'_>, state: RowState) {
+    pub(crate) fn insert_row(&mut self, taken: &WriteAccess, row: RowRef<'_>, state: RowState) {
         self.overwrite(taken, row);
         self.slots.insert(taken.slot(), row.header.id, state);
     }
 
     /// Make a taken slot the place that a row is about to be read into from SSD.
-    pub(crate) fn insert_loading(&mut self, taken: &Idle, id: Id) -> CacheSlot {
+    pub(crate) fn insert_loading(&mut self, taken: &WriteAccess, id: Id) -> CacheSlot {
         let slot = taken.slot();
         self.row_mut(taken).0.id = id;
         self.slots.insert(slot, id, RowState::LOADING.with(RowState::ON_SSD));
@@ -333,7 +333,7 @@ impl HostTier {
     }
 
     /// Move a row to a taken slot.
-    pub(crate) fn relocate(&mut self, from: &Idle, to: &Idle) {
+    pub(crate) fn relocate(&mut self, from: &WriteAccess, to: &WriteAccess) {
         let (source, target) = (self.arena.row(from.slot()), self.arena.row(to.slot()));
         debug_assert_ne!(from, to);
         // SAFETY: both slots were taken, so they are valid, and they are two, since one has a row and the other was empty. No kernel uses
@@ -349,7 +349,7 @@ impl HostTier {
 
 /// The id of the row in a slot of an arena.
 #[inline]
-fn id_in(arena: &Arena, slot: CacheSlot) -> Id {
+fn id_in(arena: &RowArena, slot: CacheSlot) -> Id {
     // SAFETY: the slot has a row, so it is valid. Only this field is read, and no reference to the whole header is made, since a kernel may
     // be writing the scalar slot beside it. Ids are written under the table's lock, which whoever has the tier holds.
     unsafe { (&raw const (*arena.row(slot).header).id).read() }
@@ -374,10 +374,10 @@ mod tests {
     fn a_row_that_a_plan_has_pinned_is_idle_only_where_kernels_run_elsewhere() {
         for kernels_elsewhere in [false, true] {
             let (mut tier, slot) = tier(kernels_elsewhere);
-            assert!(tier.unpinned(slot).is_some_and(|idle| tier.row(idle.quiet()).vector == [1.0, 2.0]));
+            assert!(tier.unpinned(slot).is_some_and(|idle| tier.row(idle.read_access()).vector == [1.0, 2.0]));
             tier.slots.pin(slot);
             assert!(tier.unpinned(slot).is_none());
-            assert_eq!(tier.beside_device(slot).is_some(), kernels_elsewhere);
+            assert_eq!(tier.unused_by_kernels(slot).is_some(), kernels_elsewhere);
             assert_eq!(tier.no_kernel_writes().is_some(), kernels_elsewhere);
         }
     }
@@ -405,11 +405,11 @@ mod tests {
         let (mut tier, slot) = tier(false);
         let victim = tier.victims(1).pop().expect("the only row");
         assert_eq!(victim.slot(), slot);
-        tier.spare(&victim);
+        tier.keep_victim(&victim);
         let to = tier.take(false).expect("no memory is needed").expect("an empty slot");
         tier.relocate(&victim, &to);
         assert_eq!(tier.slots.get(7), to.slot());
-        let row = tier.row(to.quiet());
+        let row = tier.row(to.read_access());
         assert_eq!((row.header.id, row.vector), (7, &[1.0, 2.0][..]));
     }
 }

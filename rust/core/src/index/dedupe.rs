@@ -9,18 +9,18 @@ use crate::types::Id;
 
 /// The distinct ids of a batch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Deduped {
+pub struct DedupedIds {
     /// The distinct ids, in the order of their first occurrence: `[U]`.
     pub unique: Vec<Id>,
     /// For each occurrence, the index of its id in `unique`: `[N]`.
     pub inverse: Vec<u32>,
 }
 
-/// The distinct ids and the inverse of `ids`: `[N]` with N below 2³⁰. A [`Deduper`] does the same and keeps its memory for the next
+/// The distinct ids and the inverse of `ids`: `[N]` with N below 2³⁰. A [`IdDeduper`] does the same and keeps its memory for the next
 /// batch.
-pub fn dedupe(ids: &[Id]) -> Deduped {
-    let mut deduped = Deduped::default();
-    Deduper::default().dedupe(ids, &mut deduped);
+pub fn dedupe(ids: &[Id]) -> DedupedIds {
+    let mut deduped = DedupedIds::default();
+    IdDeduper::default().dedupe(ids, &mut deduped);
     deduped
 }
 
@@ -29,10 +29,10 @@ const AHEAD: usize = 32;
 /// After this many ids, the share of new ones among them decides how the next ones are looked up.
 const STRETCH: usize = 2048;
 /// The number of table positions for each id of a batch, before that is rounded up to a power of two.
-const ROOM: usize = 2;
+const POSITIONS_PER_ID: usize = 2;
 const LEAST_BITS: u32 = 6;
 /// A batch must have fewer ids than this.
-const MOST: usize = 1 << 30;
+const MAX_IDS: usize = 1 << 30;
 
 /// The steps past their home positions that the ids of a batch may take before another hash is tried: so many for each id done, and
 /// so many besides. Ids that nobody chose against the hash take one or two steps each.
@@ -48,19 +48,19 @@ const HASHES: usize = 4;
 /// batches left reads as empty and nothing need be cleared. The hash is random. When many ids collide all the same, the pass begins
 /// again with another hash, so the time for a batch never grows with the square of its ids. The result is the same with every hash.
 #[derive(Debug, Default)]
-pub struct Deduper {
+pub struct IdDeduper {
     table: Vec<u32>,
     base: u32,
     hash: IdHash,
 }
 
-impl Deduper {
+impl IdDeduper {
     /// Replace the contents of `deduped` by the distinct ids and the inverse of `ids`, which is `[N]`.
     ///
     /// # Panics
     /// Panics with 2³⁰ ids or more.
-    pub fn dedupe(&mut self, ids: &[Id], deduped: &mut Deduped) {
-        assert!(ids.len() < MOST, "a batch of {} ids is too large: it must have fewer than 2^30", ids.len());
+    pub fn dedupe(&mut self, ids: &[Id], deduped: &mut DedupedIds) {
+        assert!(ids.len() < MAX_IDS, "a batch of {} ids is too large: it must have fewer than 2^30", ids.len());
         for tried in 1..=HASHES {
             if self.pass(ids, deduped, tried == HASHES) {
                 return;
@@ -69,10 +69,10 @@ impl Deduper {
         }
     }
 
-    /// Go once through `ids`. The result is `false` where the pass was given up because too many ids collide. With `must` it goes
+    /// Go once through `ids`. The result is `false` where the pass was given up because too many ids collide. With `to_the_end` it goes
     /// on to the end.
-    fn pass(&mut self, ids: &[Id], deduped: &mut Deduped, must: bool) -> bool {
-        let bits = ((ids.len() * ROOM).max(1).next_power_of_two().trailing_zeros()).max(LEAST_BITS);
+    fn pass(&mut self, ids: &[Id], deduped: &mut DedupedIds, to_the_end: bool) -> bool {
+        let bits = ((ids.len() * POSITIONS_PER_ID).max(1).next_power_of_two().trailing_zeros()).max(LEAST_BITS);
         if self.table.len() < 1 << bits {
             self.table = vec![0; 1 << bits];
             self.base = 1;
@@ -81,13 +81,13 @@ impl Deduper {
             self.table.fill(0);
             self.base = 1;
         }
-        let Deduped { unique, inverse } = deduped;
+        let DedupedIds { unique, inverse } = deduped;
         unique.clear();
         inverse.clear();
         // The pass always writes one id behind the last, so there must be room for one more than there can be distinct ids.
         unique.reserve(ids.len() + 1);
         inverse.reserve(ids.len());
-        let mut pass = Pass {
+        let mut pass = DedupPass {
             ids,
             bits,
             base: self.base,
@@ -111,7 +111,7 @@ impl Deduper {
                 }
             }
             mostly_new = (pass.found as usize - before) * 8 > (end - begin) * 7;
-            if !must && pass.steps > STEPS_AT_FIRST + STEPS_AN_ID * end {
+            if !to_the_end && pass.steps > STEPS_AT_FIRST + STEPS_AN_ID * end {
                 self.base += pass.found;
                 return false;
             }
@@ -128,7 +128,7 @@ impl Deduper {
 }
 
 /// A pass over one batch.
-struct Pass<'a> {
+struct DedupPass<'a> {
     ids: &'a [Id],
     bits: u32,
     base: u32,
@@ -141,7 +141,7 @@ struct Pass<'a> {
     steps: usize,
 }
 
-impl Pass<'_> {
+impl DedupPass<'_> {
     /// Do the ids `begin..end`. In most batches it cannot be foreseen whether an id is new, so this is decided without a branch.
     /// With `MOSTLY_NEW` there is a branch, which is quicker where it nearly always goes one way.
     ///
@@ -201,7 +201,7 @@ mod tests {
 
     use super::*;
 
-    fn model(ids: &[Id]) -> Deduped {
+    fn model(ids: &[Id]) -> DedupedIds {
         let mut indexes = HashMap::new();
         let mut unique = Vec::new();
         let inverse = ids
@@ -213,7 +213,7 @@ mod tests {
                 })
             })
             .collect();
-        Deduped { unique, inverse }
+        DedupedIds { unique, inverse }
     }
 
     #[test]
@@ -221,13 +221,13 @@ mod tests {
         let deduped = dedupe(&[7, -1, 7, i64::MIN, 0, i64::MAX, -1, 0]);
         assert_eq!(deduped.unique, [7, -1, i64::MIN, 0, i64::MAX]);
         assert_eq!(deduped.inverse, [0, 1, 0, 2, 3, 4, 1, 3]);
-        assert_eq!(dedupe(&[]), Deduped::default());
+        assert_eq!(dedupe(&[]), DedupedIds::default());
     }
 
     #[test]
     fn numbers_left_by_earlier_batches_read_as_empty_also_after_the_base_wraps() {
-        let mut deduper = Deduper::default();
-        let mut deduped = Deduped::default();
+        let mut deduper = IdDeduper::default();
+        let mut deduped = DedupedIds::default();
         let ids: Vec<Id> = (0..200).map(|id| id % 60 - 30).collect();
         deduper.dedupe(&ids, &mut deduped);
         deduper.base = u32::MAX - 450;
@@ -246,7 +246,7 @@ mod tests {
         let mut ids = chosen_against(hash, 1000);
         ids.extend([0, 5]);
         assert!(ids[..1000].iter().all(|&id| position(hash, id, 12) == 0), "all of them have home 0");
-        let (mut deduper, mut deduped) = (Deduper { hash, ..Deduper::default() }, Deduped::default());
+        let (mut deduper, mut deduped) = (IdDeduper { hash, ..IdDeduper::default() }, DedupedIds::default());
         assert!(deduper.pass(&ids, &mut deduped, true), "the pass ends under the hash with which they collide");
         assert_eq!(deduped, model(&ids));
     }
@@ -268,7 +268,7 @@ mod tests {
             let hash = IdHash::new(seed);
             let ids = chosen_against(hash, 80_000);
             assert!(ids.iter().all(|&id| position(hash, id, 18) == 0), "all of them have home 0");
-            let (mut deduper, mut deduped) = (Deduper { hash, ..Deduper::default() }, Deduped::default());
+            let (mut deduper, mut deduped) = (IdDeduper { hash, ..IdDeduper::default() }, DedupedIds::default());
             let mut twice = ids.clone();
             twice.extend(ids.iter().rev());
             deduper.dedupe(&twice, &mut deduped);
@@ -289,11 +289,11 @@ mod tests {
             Some(*one)
         });
         let powers = (0..60).map(|bit| 1_u64 << bit).chain((0..19).map(|power| 10_u64.pow(power)));
-        let mut deduped = Deduped::default();
+        let mut deduped = DedupedIds::default();
         for stride in fibonacci.chain(powers).chain([3, 7, 60, 3600, 86_400, 4093, 65_537]) {
             let ids: Vec<Id> = (0..20_000_u64).map(|n| n.wrapping_mul(stride) as Id).collect();
             // A multiplier may be in step with a stride by chance, but not three random ones one after the other.
-            let mut deduper = Deduper::default();
+            let mut deduper = IdDeduper::default();
             let ended = (1..HASHES).any(|_| {
                 deduper.hash = IdHash::random();
                 deduper.pass(&ids, &mut deduped, false)
@@ -324,8 +324,8 @@ mod tests {
                 1..8,
             ),
         ) {
-            let mut deduper = Deduper::default();
-            let mut deduped = Deduped::default();
+            let mut deduper = IdDeduper::default();
+            let mut deduped = DedupedIds::default();
             for ids in &batches {
                 deduper.dedupe(ids, &mut deduped);
                 prop_assert_eq!(&deduped, &model(ids));

@@ -59,20 +59,20 @@ impl Default for IdHash {
 }
 
 impl BuildHasher for IdHash {
-    type Hasher = OneId;
+    type Hasher = SingleIdHasher;
 
-    fn build_hasher(&self) -> OneId {
-        OneId { hash: *self, found: 0 }
+    fn build_hasher(&self) -> SingleIdHasher {
+        SingleIdHasher { hash: *self, found: 0 }
     }
 }
 
 /// The hash of one id for the maps of the standard library. They use the lower bits first, so the halves are swapped.
-pub(crate) struct OneId {
+pub(crate) struct SingleIdHasher {
     hash: IdHash,
     found: u64,
 }
 
-impl Hasher for OneId {
+impl Hasher for SingleIdHasher {
     fn finish(&self) -> u64 {
         self.found
     }

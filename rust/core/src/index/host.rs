@@ -8,7 +8,7 @@ use std::hint::select_unpredictable;
 pub(crate) use self::ahead::slots_of;
 use super::hash::IdHash;
 use crate::error::Result;
-use crate::mapping::Mapping;
+use crate::mapping::AnonymousMapping;
 use crate::prefetch::prefetch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
@@ -18,7 +18,7 @@ const WIDTH: usize = 5;
 /// A cache line of entries. The entries in use come first.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-pub(crate) struct Line {
+pub(crate) struct IndexLine {
     ids: [Id; WIDTH],
     /// For each entry its *tag*: the slot plus one, or 0 for a free entry (whose id may be anything, so that a line of zeros is
     /// empty). The last number belongs to no entry: it counts the ids that lie past this line although their home is this line or one before
@@ -26,7 +26,7 @@ pub(crate) struct Line {
     tags: [u32; WIDTH + 1],
 }
 
-impl Line {
+impl IndexLine {
     /// The tag of an id, or 0 if it is not in this line. This looks at all entries without branches, because nobody can foresee
     /// which one matches.
     #[inline]
@@ -121,11 +121,11 @@ impl Line {
 /// home line is `hash * lines / 2^64` (Lemire, "Fast random integer generation in an interval", 2019), so any number of lines will
 /// do.
 ///
-/// Unlike [`super::Deduper`] it does not watch for collisions. Its multiplier is random with 63 bits and shows in no result, so
+/// Unlike [`super::IdDeduper`] it does not watch for collisions. Its multiplier is random with 63 bits and shows in no result, so
 /// nobody can choose ids that collide. The fold between the two multiplications keeps every stride of ids out of step with it.
 #[derive(Debug)]
-pub struct HostIndex {
-    mapping: Option<Mapping>,
+pub struct SlotIndex {
+    mapping: Option<AnonymousMapping>,
     lines: usize,
     /// The number of ids with which the index is three quarters full, and grows.
     limit: usize,
@@ -137,9 +137,9 @@ pub struct HostIndex {
     hash: IdHash,
 }
 
-/// [`HostIndex::remove_batch`] prefetches the line of an id this many ids before its turn.
+/// [`SlotIndex::remove_batch`] prefetches the line of an id this many ids before its turn.
 const REMOVED_AHEAD: usize = 64;
-/// The lines that follow one which ids have passed, and which [`HostIndex::remove_batch`] prefetches.
+/// The lines that follow one which ids have passed, and which [`SlotIndex::remove_batch`] prefetches.
 const FOLLOWING: usize = 2;
 /// It does so this many ids before their turn.
 const FOLLOWING_AHEAD: usize = 16;
@@ -148,8 +148,8 @@ const LEAST_LINES: usize = 16;
 /// doubles.
 const GROWTH: usize = 4;
 
-impl HostIndex {
-    /// An empty index. It will take `capacity` ids in at most `capacity` × [`HostIndex::bytes_per_entry`] bytes and a page.
+impl SlotIndex {
+    /// An empty index. It will take `capacity` ids in at most `capacity` × [`SlotIndex::bytes_per_entry`] bytes and a page.
     pub fn new(capacity: usize) -> Self {
         Self { mapping: None, lines: 0, limit: 0, len: 0, capacity, growth: GROWTH, hash: IdHash::random() }
     }
@@ -163,7 +163,7 @@ impl HostIndex {
     pub fn copied(&self) -> Result<Self> {
         let mut copy = Self { hash: self.hash, growth: self.growth, ..Self::new(self.capacity) };
         if self.len > 0 {
-            copy.mapping = Some(Mapping::new(self.bytes())?);
+            copy.mapping = Some(AnonymousMapping::new(self.bytes())?);
             (copy.lines, copy.limit, copy.len) = (self.lines, self.limit, self.len);
             copy.lines_mut().copy_from_slice(self.lines());
         }
@@ -182,12 +182,12 @@ impl HostIndex {
 
     /// Bytes of RAM that the index takes now.
     pub fn bytes(&self) -> usize {
-        self.lines * size_of::<Line>()
+        self.lines * size_of::<IndexLine>()
     }
 
     /// Bytes of RAM for each id when the index is as full as it gets.
     pub fn bytes_per_entry() -> usize {
-        (size_of::<Line>() * 4).div_ceil(WIDTH * 3)
+        (size_of::<IndexLine>() * 4).div_ceil(WIDTH * 3)
     }
 
     /// The slot of an id, or `NO_SLOT`.
@@ -220,14 +220,14 @@ impl HostIndex {
     }
 
     /// The lines, and the hash by which ids have their homes in them.
-    pub(crate) fn parts(&self) -> (&[Line], IdHash) {
+    pub(crate) fn parts(&self) -> (&[IndexLine], IdHash) {
         (self.lines(), self.hash)
     }
 
     /// Add an absent id at a slot that is not `NO_SLOT`.
     ///
     /// # Panics
-    /// Panics when the index must grow and the system has no memory. After [`HostIndex::reserve`] it need not grow.
+    /// Panics when the index must grow and the system has no memory. After [`SlotIndex::reserve`] it need not grow.
     pub fn insert(&mut self, id: Id, slot: CacheSlot) {
         debug_assert!(slot != NO_SLOT, "the slot must not be NO_SLOT");
         debug_assert!(self.get(id) == NO_SLOT, "an inserted id must be absent");
@@ -241,7 +241,7 @@ impl HostIndex {
     /// Add an id at a slot that is not `NO_SLOT`, unless the id is present. The result is whether it was added.
     ///
     /// # Panics
-    /// Panics as [`HostIndex::insert`] does.
+    /// Panics as [`SlotIndex::insert`] does.
     pub fn insert_new(&mut self, id: Id, slot: CacheSlot) -> bool {
         debug_assert!(slot != NO_SLOT, "the slot must not be NO_SLOT");
         if self.len >= self.limit {
@@ -276,14 +276,14 @@ impl HostIndex {
         let Some((mut line, entry)) = self.find(id) else { return NO_SLOT };
         let hash = self.hash;
         let lines = self.lines_mut();
-        passes_no_more(lines, home(hash, lines.len(), id), line);
+        uncount_passed(lines, home(hash, lines.len(), id), line);
         let (_, tag) = lines[line].take(entry);
         // Of the ids that have passed the line with the gap, the first one moves into the gap and leaves a gap in its turn.
         while lines[line].passed() > 0 {
             let (next, other) = first_past(hash, lines, line);
             let (id, tag) = lines[next].take(other);
             lines[line].push(id, tag);
-            passes_no_more(lines, line, next);
+            uncount_passed(lines, line, next);
             line = next;
         }
         self.len -= 1;
@@ -329,14 +329,14 @@ impl HostIndex {
         }
     }
 
-    fn lines(&self) -> &[Line] {
+    fn lines(&self) -> &[IndexLine] {
         let Some(mapping) = &self.mapping else { return &[] };
         // SAFETY: the mapping is page-aligned and holds `lines` lines. It was zeroed by the system (so its lines are empty) and is
         // written through `lines_mut` only.
         unsafe { std::slice::from_raw_parts(mapping.start().cast(), self.lines) }
     }
 
-    fn lines_mut(&mut self) -> &mut [Line] {
+    fn lines_mut(&mut self) -> &mut [IndexLine] {
         let Some(mapping) = &self.mapping else { return &mut [] };
         // SAFETY: the mapping is page-aligned and holds `lines` initialised lines, and self is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(mapping.start().cast(), self.lines) }
@@ -350,7 +350,7 @@ impl HostIndex {
         while limit_of(lines) < ids {
             lines = if lines < full { (lines * self.growth).clamp(LEAST_LINES, full) } else { lines + lines / 4 };
         }
-        let mapping = Mapping::new(lines * size_of::<Line>())?;
+        let mapping = AnonymousMapping::new(lines * size_of::<IndexLine>())?;
         let limit = limit_of(lines);
         let (capacity, growth, hash) = (self.capacity, self.growth, self.hash);
         let grown = Self { mapping: Some(mapping), lines, limit, len: self.len, capacity, growth, hash };
@@ -383,7 +383,7 @@ fn distance(from: usize, to: usize, lines: usize) -> usize {
 
 /// The slot of an id whose home is `line`, or `NO_SLOT`.
 #[inline]
-fn slot_from(lines: &[Line], mut line: usize, id: Id) -> CacheSlot {
+fn slot_from(lines: &[IndexLine], mut line: usize, id: Id) -> CacheSlot {
     loop {
         let here = &lines[line];
         let tag = here.tag(id);
@@ -395,7 +395,7 @@ fn slot_from(lines: &[Line], mut line: usize, id: Id) -> CacheSlot {
 }
 
 /// The first id past `line` that has passed it: its line and its entry. There is one.
-fn first_past(hash: IdHash, lines: &[Line], line: usize) -> (usize, usize) {
+fn first_past(hash: IdHash, lines: &[IndexLine], line: usize) -> (usize, usize) {
     let mut next = line;
     loop {
         next = following(next, lines.len());
@@ -413,7 +413,7 @@ fn first_past(hash: IdHash, lines: &[Line], line: usize) -> (usize, usize) {
 }
 
 /// Count one id less that passes the lines from `from` on, up to the one before `to`.
-fn passes_no_more(lines: &mut [Line], from: usize, to: usize) {
+fn uncount_passed(lines: &mut [IndexLine], from: usize, to: usize) {
     let mut line = from;
     while line != to {
         lines[line].tags[WIDTH] -= 1;
@@ -422,7 +422,7 @@ fn passes_no_more(lines: &mut [Line], from: usize, to: usize) {
 }
 
 /// Add an absent id.
-fn put(hash: IdHash, lines: &mut [Line], id: Id, tag: u32) {
+fn put(hash: IdHash, lines: &mut [IndexLine], id: Id, tag: u32) {
     let mut line = home(hash, lines.len(), id);
     while lines[line].is_full() {
         lines[line].tags[WIDTH] += 1;

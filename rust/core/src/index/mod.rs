@@ -4,7 +4,7 @@ mod dedupe;
 mod hash;
 mod host;
 
-pub use dedupe::{Deduped, Deduper, dedupe};
+pub use dedupe::{DedupedIds, IdDeduper, dedupe};
 pub(crate) use hash::IdHash;
-pub use host::HostIndex;
-pub(crate) use host::{Line, slots_of};
+pub use host::SlotIndex;
+pub(crate) use host::{IndexLine, slots_of};

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
-use crate::mapping::Mapping;
+use crate::mapping::AnonymousMapping;
 use crate::memory;
 use crate::sync::lock;
 
@@ -25,7 +25,7 @@ pub struct AlignedBuf {
     start: NonNull<u8>,
     len: usize,
     /// The memory, where it comes from the system. `None` where it is the allocator's.
-    mapping: Option<Mapping>,
+    mapping: Option<AnonymousMapping>,
 }
 
 impl AlignedBuf {
@@ -37,8 +37,9 @@ impl AlignedBuf {
 
     /// `len` zero bytes; `Kind::Memory` where the system refuses.
     pub fn try_zeroed(len: usize) -> Result<Self> {
-        let refused = || memory::refused("make a buffer", len);
-        let mapping = if len < MAPPED_FROM_BYTES { None } else { Some(Mapping::new(len).map_err(|_| refused())?) };
+        let refused = || memory::refused_error("make a buffer", len);
+        let mapping =
+            if len < MAPPED_FROM_BYTES { None } else { Some(AnonymousMapping::new(len).map_err(|_| refused())?) };
         let start = match &mapping {
             Some(mapping) => mapping.start(),
             // SAFETY: the size of the layout is at least ALIGNMENT, so it is not zero.
@@ -50,8 +51,8 @@ impl AlignedBuf {
     /// `len` zero bytes, in huge pages where the system has them, so that long stretches are physically contiguous for devices.
     /// `Kind::Memory` where the system refuses.
     pub fn try_contiguous(len: usize) -> Result<Self> {
-        let refused = || memory::refused("make a buffer", len);
-        let mapping = Mapping::huge(len).map_err(|_| refused())?;
+        let refused = || memory::refused_error("make a buffer", len);
+        let mapping = AnonymousMapping::huge(len).map_err(|_| refused())?;
         let start = NonNull::new(mapping.start()).ok_or_else(refused)?;
         Ok(Self { start, len, mapping: Some(mapping) })
     }
@@ -169,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_buffer_given_back_is_used_again_and_no_more_than_wanted_are_kept() {
+    fn returned_buffers_are_reused_up_to_the_limit() {
         let pool = Arc::new(BufPool::new(ALIGNMENT, 1));
         let (first, second) = (pool.take().unwrap(), pool.take().unwrap());
         let start = first.as_ptr();

@@ -7,7 +7,7 @@ use crate::error::Result;
 
 /// A piece of the buffer that is in use, or that was given back before an older one.
 #[derive(Debug)]
-struct Piece {
+struct ArenaPiece {
     start: usize,
     taken: bool,
 }
@@ -19,15 +19,15 @@ struct Piece {
 /// The buffer lies in huge pages, because a read into physically contiguous memory is a single transfer for the device. A read was
 /// measured to cost 0.9 µs per KiB that way, and 1.4 µs per KiB when scattered over pages of 4 KiB.
 #[derive(Debug)]
-pub(super) struct Arena {
+pub(super) struct ReadArena {
     memory: AlignedBuf,
     /// Byte at which the next piece starts, if there is room.
     head: usize,
     /// Pieces in the order of taking, oldest first.
-    pieces: VecDeque<Piece>,
+    pieces: VecDeque<ArenaPiece>,
 }
 
-impl Arena {
+impl ReadArena {
     /// An arena of `bytes`, a multiple of the alignment. `Kind::Memory` where the system refuses.
     pub(super) fn new(bytes: usize) -> Result<Self> {
         Ok(Self { memory: AlignedBuf::try_contiguous(bytes)?, head: 0, pieces: VecDeque::new() })
@@ -46,12 +46,12 @@ impl Arena {
             Some(oldest) => (bytes <= oldest.start - self.head).then_some(self.head),
         }?;
         self.head = start + bytes;
-        self.pieces.push_back(Piece { start, taken: true });
+        self.pieces.push_back(ArenaPiece { start, taken: true });
         Some(start)
     }
 
     /// Give back the piece that starts at byte `start`.
-    pub(super) fn give(&mut self, start: usize) {
+    pub(super) fn give_back(&mut self, start: usize) {
         if let Some(piece) = self.pieces.iter_mut().find(|piece| piece.start == start) {
             piece.taken = false;
         }
@@ -66,12 +66,12 @@ impl Arena {
     }
 
     /// A pointer to byte `start`. This does not borrow the bytes, because the kernel may be writing to some of them.
-    pub(super) fn at(&self, start: usize) -> *mut u8 {
+    pub(super) fn ptr_at(&self, start: usize) -> *mut u8 {
         self.memory.start_ptr().wrapping_add(start)
     }
 
     /// Leave the memory mapped for ever, because the kernel may go on writing to it.
-    pub(super) fn abandon(&mut self) {
+    pub(super) fn leak(&mut self) {
         std::mem::forget(std::mem::replace(&mut self.memory, AlignedBuf::zeroed(0)));
         self.clear();
     }
@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn pieces_in_use_never_overlap_and_all_room_comes_back() {
         let pages = 16;
-        let mut arena = Arena::new(pages * ALIGNMENT).unwrap();
+        let mut arena = ReadArena::new(pages * ALIGNMENT).unwrap();
         let mut held: Vec<(usize, usize)> = Vec::new();
         let (mut state, mut refused) = (1_u64, 0);
         for _ in 0..10_000 {
@@ -102,11 +102,11 @@ mod tests {
                 }
             } else if !held.is_empty() {
                 let (start, _) = held.swap_remove(drawn / 2 % held.len());
-                arena.give(start);
+                arena.give_back(start);
             }
         }
         assert!(refused > 0);
-        held.drain(..).for_each(|(start, _)| arena.give(start));
+        held.drain(..).for_each(|(start, _)| arena.give_back(start));
         assert_eq!(arena.take(pages * ALIGNMENT), Some(0));
         assert_eq!(arena.take(1), None);
         arena.clear();

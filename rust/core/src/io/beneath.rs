@@ -10,7 +10,9 @@ use std::time::SystemTime;
 use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-use super::{Access, DirLock, FileMapping, Hold, IoEngine, IoFile, Open, Read, ReadSink};
+use super::{
+    DirLock, DirLockPurpose, FileMapping, IoEngine, IoFile, IoOpenMode, IoReadRequest, MappingAccess, ReadSink,
+};
 use crate::error::{Error, Kind, Result};
 
 /// Judges an entry below the directory before it is opened: its path, what it is, and what its parent is.
@@ -20,7 +22,7 @@ pub type EntryCheck = fn(&Path, &Stat, &Stat) -> Result<()>;
 /// component at a time without following links. The inner engine then does the operation through `/proc/self/fd`. Other paths go to
 /// the inner engine unchanged.
 #[derive(Debug)]
-pub struct BeneathEngine {
+pub struct ConfinedEngine {
     inner: Arc<dyn IoEngine>,
     root: PathBuf,
     directory: OwnedFd,
@@ -29,16 +31,16 @@ pub struct BeneathEngine {
 }
 
 /// A directory at or below the root, open for the length of one operation, with the path that names its descriptor.
-struct Held<'a> {
+struct ConfinedDir<'a> {
     /// `None` of the root itself, and outside of it.
     directory: Option<OwnedFd>,
     alias: PathBuf,
     real: &'a Path,
 }
 
-impl Held<'_> {
+impl ConfinedDir<'_> {
     /// Replace the descriptor's path in an error by the path that the user knows.
-    fn named(&self, error: Error) -> Error {
+    fn rename_error(&self, error: Error) -> Error {
         error.renamed(&self.alias, self.real)
     }
 }
@@ -47,11 +49,11 @@ fn stat(entry: &OwnedFd, path: &Path) -> Result<Stat> {
     rustix::fs::fstat(entry).map_err(|errno| Error::io("inspect", path, &errno.into()))
 }
 
-fn alias(directory: &OwnedFd) -> PathBuf {
+fn fd_path(directory: &OwnedFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()))
 }
 
-impl BeneathEngine {
+impl ConfinedEngine {
     /// An engine for what lies in `root`, which is open as `directory`, as [`crate::paths::open_to_save`] returns it. `check`
     /// judges the directories on the way to what is done, and files that are opened; `None` trusts them. Where `/proc` is not mounted the
     /// result is `inner` itself.
@@ -64,7 +66,7 @@ impl BeneathEngine {
         let same = |found: rustix::fs::Stat, open: rustix::fs::Stat| {
             (found.st_dev, found.st_ino) == (open.st_dev, open.st_ino)
         };
-        match (rustix::fs::stat(alias(&directory)), rustix::fs::fstat(&directory)) {
+        match (rustix::fs::stat(fd_path(&directory)), rustix::fs::fstat(&directory)) {
             (Ok(found), Ok(open)) if same(found, open) => {
                 Arc::new(Self { inner, root: root.to_owned(), directory, check })
             }
@@ -73,9 +75,9 @@ impl BeneathEngine {
     }
 
     /// Open the directory `path`, which is the root or lies below it.
-    fn directory<'a>(&self, path: &'a Path) -> Result<Held<'a>> {
+    fn directory<'a>(&self, path: &'a Path) -> Result<ConfinedDir<'a>> {
         let Ok(below) = path.strip_prefix(&self.root) else {
-            return Ok(Held { directory: None, alias: path.to_owned(), real: path });
+            return Ok(ConfinedDir { directory: None, alias: path.to_owned(), real: path });
         };
         let mut held: Option<OwnedFd> = None;
         let mut here = self.root.clone();
@@ -109,16 +111,16 @@ impl BeneathEngine {
             }
             held = Some(next);
         }
-        let alias = alias(held.as_ref().unwrap_or(&self.directory));
-        Ok(Held { directory: held, alias, real: path })
+        let alias = fd_path(held.as_ref().unwrap_or(&self.directory));
+        Ok(ConfinedDir { directory: held, alias, real: path })
     }
 
     /// Do something to `path` by a name that nobody can redirect.
-    fn at<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+    fn with_entry<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
         let parent = path.parent().unwrap_or(path);
         let held = self.directory(parent)?;
         let name = path.file_name().unwrap_or_default();
-        work(&held.alias.join(name)).map_err(|error| held.named(error))
+        work(&held.alias.join(name)).map_err(|error| held.rename_error(error))
     }
 
     /// Judge the file `path`, if it is there, before it is opened.
@@ -138,55 +140,55 @@ impl BeneathEngine {
     }
 
     /// Do something to the directory `path` by a name that nobody can redirect.
-    fn within<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+    fn with_dir<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
         let held = self.directory(path)?;
-        work(&held.alias).map_err(|error| held.named(error))
+        work(&held.alias).map_err(|error| held.rename_error(error))
     }
 }
 
 /// An open file that reports the path that the user knows.
 #[derive(Debug)]
-struct BeneathFile {
+struct ConfinedFile {
     inner: Arc<dyn IoFile>,
     path: PathBuf,
 }
 
-impl BeneathFile {
-    fn named(&self, error: Error) -> Error {
+impl ConfinedFile {
+    fn rename_error(&self, error: Error) -> Error {
         error.renamed(self.inner.path(), &self.path)
     }
 }
 
-impl IoFile for BeneathFile {
+impl IoFile for ConfinedFile {
     fn path(&self) -> &Path {
         &self.path
     }
     fn len(&self) -> Result<u64> {
-        self.inner.len().map_err(|error| self.named(error))
+        self.inner.len().map_err(|error| self.rename_error(error))
     }
     fn is_direct(&self) -> bool {
         self.inner.is_direct()
     }
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
-        self.inner.write_at(offset, data).map_err(|error| self.named(error))
+        self.inner.write_at(offset, data).map_err(|error| self.rename_error(error))
     }
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.inner.read_at(offset, into).map_err(|error| self.named(error))
+        self.inner.read_at(offset, into).map_err(|error| self.rename_error(error))
     }
     fn set_len(&self, len: u64) -> Result<()> {
-        self.inner.set_len(len).map_err(|error| self.named(error))
+        self.inner.set_len(len).map_err(|error| self.rename_error(error))
     }
     fn sync(&self) -> Result<()> {
-        self.inner.sync().map_err(|error| self.named(error))
+        self.inner.sync().map_err(|error| self.rename_error(error))
     }
     fn links(&self) -> Result<u64> {
-        self.inner.links().map_err(|error| self.named(error))
+        self.inner.links().map_err(|error| self.rename_error(error))
     }
     fn modified(&self) -> Result<SystemTime> {
-        self.inner.modified().map_err(|error| self.named(error))
+        self.inner.modified().map_err(|error| self.rename_error(error))
     }
-    fn map(&self, access: Access) -> Result<FileMapping> {
-        Ok(self.inner.map(access).map_err(|error| self.named(error))?.renamed(&self.path))
+    fn map(&self, access: MappingAccess) -> Result<FileMapping> {
+        Ok(self.inner.map(access).map_err(|error| self.rename_error(error))?.renamed(&self.path))
     }
     fn as_any(&self) -> &dyn Any {
         // The inner engine recognises its own files by this.
@@ -194,18 +196,18 @@ impl IoFile for BeneathFile {
     }
 }
 
-impl IoEngine for BeneathEngine {
+impl IoEngine for ConfinedEngine {
     fn name(&self) -> String {
         self.inner.name()
     }
 
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+    fn open(&self, path: &Path, mode: IoOpenMode) -> Result<Arc<dyn IoFile>> {
         self.check_file(path)?;
-        let inner = self.at(path, |alias| self.inner.open(alias, how))?;
-        Ok(Arc::new(BeneathFile { inner, path: path.to_owned() }))
+        let inner = self.with_entry(path, |alias| self.inner.open(alias, mode))?;
+        Ok(Arc::new(ConfinedFile { inner, path: path.to_owned() }))
     }
 
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         self.inner.read_batch(reads, &mut |position, result, took| {
             // The error names the file by its descriptor's path. The file itself knows the user's.
             sink(
@@ -224,19 +226,19 @@ impl IoEngine for BeneathEngine {
         let mut here = self.root.clone();
         for component in below.components() {
             here.push(component);
-            self.at(&here, |alias| self.inner.create_dir_all(alias))?;
+            self.with_entry(&here, |alias| self.inner.create_dir_all(alias))?;
         }
         // What was already there may be a symbolic link, which this refuses.
         self.directory(path).map(drop)
     }
 
     fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
-        let entries = self.within(path, |alias| self.inner.list(alias))?;
+        let entries = self.with_dir(path, |alias| self.inner.list(alias))?;
         Ok(entries.iter().filter_map(|entry| Some(path.join(entry.file_name()?))).collect())
     }
 
     fn exists(&self, path: &Path) -> Result<bool> {
-        match self.at(path, |alias| self.inner.exists(alias)) {
+        match self.with_entry(path, |alias| self.inner.exists(alias)) {
             // A directory above the path is missing.
             Err(error) if error.errno() == Some(libc::ENOENT) => Ok(false),
             found => found,
@@ -247,41 +249,41 @@ impl IoEngine for BeneathEngine {
         if self.check.is_none() && path.starts_with(&self.root) {
             return Ok(());
         }
-        match self.at(path, |alias| self.inner.check_private(alias, allowed_mode)) {
+        match self.with_entry(path, |alias| self.inner.check_private(alias, allowed_mode)) {
             Err(error) if error.errno() == Some(libc::ENOENT) => Ok(()),
             checked => checked,
         }
     }
 
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
-        self.at(from, |from| self.at(to, |to| self.inner.rename(from, to)))
+        self.with_entry(from, |from| self.with_entry(to, |to| self.inner.rename(from, to)))
     }
 
     fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()> {
-        self.at(to, |to| self.inner.link(file, to))
+        self.with_entry(to, |to| self.inner.link(file, to))
     }
 
     fn remove_file(&self, path: &Path) -> Result<()> {
-        self.at(path, |alias| self.inner.remove_file(alias))
+        self.with_entry(path, |alias| self.inner.remove_file(alias))
     }
 
     fn remove_dir_all(&self, path: &Path) -> Result<()> {
-        self.at(path, |alias| self.inner.remove_dir_all(alias))
+        self.with_entry(path, |alias| self.inner.remove_dir_all(alias))
     }
 
     fn sync_dir(&self, path: &Path) -> Result<()> {
-        self.within(path, |alias| self.inner.sync_dir(alias))
+        self.with_dir(path, |alias| self.inner.sync_dir(alias))
     }
 
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
-        self.within(path, |alias| self.inner.lock_dir(alias))
+        self.with_dir(path, |alias| self.inner.lock_dir(alias))
     }
 
     fn lock_file(&self, path: &Path) -> Result<DirLock> {
-        self.at(path, |alias| self.inner.lock_file(alias))
+        self.with_entry(path, |alias| self.inner.lock_file(alias))
     }
 
-    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
-        self.within(path, |alias| self.inner.hold_dir(alias, how))
+    fn lock_dir_for(&self, path: &Path, purpose: DirLockPurpose) -> Result<DirLock> {
+        self.with_dir(path, |alias| self.inner.lock_dir_for(alias, purpose))
     }
 }

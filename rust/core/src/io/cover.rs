@@ -2,7 +2,7 @@
 
 /// A read that is widened to whole sectors of its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Cover {
+pub(super) struct SectorRead {
     /// Byte in the file at which the first sector starts.
     pub(super) start: u64,
     /// Bytes of all the sectors.
@@ -12,13 +12,13 @@ pub(super) struct Cover {
     /// Bytes that are wanted.
     pub(super) len: usize,
     /// Bytes read so far, in whole sectors.
-    pub(super) got: usize,
+    pub(super) bytes_read: usize,
     align: usize,
 }
 
 /// What to do after the system has read a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum SectorReadStep {
     /// Every wanted byte was read.
     Done,
     /// Read on at byte `start + got`.
@@ -27,23 +27,30 @@ pub(super) enum Step {
     Short,
 }
 
-impl Cover {
+impl SectorRead {
     /// The sectors of `align` bytes around `len` bytes at byte `offset`. Buffered I/O has an `align` of 1.
     pub(super) fn new(offset: u64, len: usize, align: usize) -> Self {
         let skip = (offset % align as u64) as usize;
-        Self { start: offset - skip as u64, span: (skip + len).next_multiple_of(align), skip, len, got: 0, align }
+        Self {
+            start: offset - skip as u64,
+            span: (skip + len).next_multiple_of(align),
+            skip,
+            len,
+            bytes_read: 0,
+            align,
+        }
     }
 
     /// Record that a read at byte `start + got` returned `count` bytes.
-    pub(super) fn advance(&mut self, count: usize) -> Step {
-        let before = self.got;
+    pub(super) fn advance(&mut self, count: usize) -> SectorReadStep {
+        let before = self.bytes_read;
         let reached = before + count;
         if reached >= self.skip + self.len {
-            return Step::Done;
+            return SectorReadStep::Done;
         }
         // A direct read must start at a sector. A sector of which only a part was read is read again.
-        self.got = reached - reached % self.align;
-        if self.got > before { Step::More } else { Step::Short }
+        self.bytes_read = reached - reached % self.align;
+        if self.bytes_read > before { SectorReadStep::More } else { SectorReadStep::Short }
     }
 }
 
@@ -53,28 +60,28 @@ mod tests {
 
     #[test]
     fn a_cover_is_the_fewest_whole_sectors() {
-        let cover = Cover::new(1000, 308, 512);
+        let cover = SectorRead::new(1000, 308, 512);
         assert_eq!((cover.start, cover.span, cover.skip), (512, 1024, 488));
-        let cover = Cover::new(1024, 512, 512);
+        let cover = SectorRead::new(1024, 512, 512);
         assert_eq!((cover.start, cover.span, cover.skip), (1024, 512, 0));
-        let cover = Cover::new(7, 3, 1);
+        let cover = SectorRead::new(7, 3, 1);
         assert_eq!((cover.start, cover.span, cover.skip), (7, 3, 0));
     }
 
     #[test]
     fn a_read_goes_on_until_the_last_wanted_byte_is_there() {
-        let mut cover = Cover::new(1000, 3000, 512);
-        assert_eq!(cover.advance(700), Step::More);
-        assert_eq!(cover.got, 512, "a part of a sector is read again");
-        assert_eq!(cover.advance(512), Step::More);
-        assert_eq!(cover.advance(488 + 3000 - 1024), Step::Done, "the rest of the last sector is not needed");
+        let mut cover = SectorRead::new(1000, 3000, 512);
+        assert_eq!(cover.advance(700), SectorReadStep::More);
+        assert_eq!(cover.bytes_read, 512, "a part of a sector is read again");
+        assert_eq!(cover.advance(512), SectorReadStep::More);
+        assert_eq!(cover.advance(488 + 3000 - 1024), SectorReadStep::Done, "the rest of the last sector is not needed");
     }
 
     #[test]
     fn a_read_without_progress_is_past_the_end() {
-        let mut cover = Cover::new(0, 1024, 512);
-        assert_eq!(cover.advance(600), Step::More);
-        assert_eq!(cover.advance(88), Step::Short);
-        assert_eq!(Cover::new(0, 1, 1).advance(0), Step::Short);
+        let mut cover = SectorRead::new(0, 1024, 512);
+        assert_eq!(cover.advance(600), SectorReadStep::More);
+        assert_eq!(cover.advance(88), SectorReadStep::Short);
+        assert_eq!(SectorRead::new(0, 1, 1).advance(0), SectorReadStep::Short);
     }
 }

@@ -9,16 +9,16 @@ use rustix::process::{Resource, getrlimit};
 use crate::error::{Error, Result};
 
 /// Descriptors that segments leave free for everything else. A save of any number of tables needs some twenty at a time.
-const RESERVE: u64 = 64;
+const RESERVED_DESCRIPTORS: u64 = 64;
 
 /// `Kind::Storage` (`EMFILE`) when one more file in `dir` that stays open would take one of the last descriptors of this process.
 pub(crate) fn check_reserve(dir: &Path) -> Result<()> {
     let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
     // The system gives out the lowest free number. While the middle number is free, about half of all are.
-    if limit > 4 * RESERVE && !is_open(limit / 2) {
+    if limit > 4 * RESERVED_DESCRIPTORS && !is_open(limit / 2) {
         return Ok(());
     }
-    let reserve = RESERVE.min(limit / 4);
+    let reserve = RESERVED_DESCRIPTORS.min(limit / 4);
     let open = match std::fs::read_dir("/proc/self/fd") {
         Ok(entries) => entries.count() as u64,
         Err(error) if error.raw_os_error() == Some(libc::EMFILE) => limit,

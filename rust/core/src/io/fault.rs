@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, short_file};
+use super::{DirLock, DirLockPurpose, IoEngine, IoFile, IoOpenMode, IoReadRequest, ReadSink, short_file_error};
 use crate::error::{Error, Result};
 use crate::sync::lock;
 
 /// The kinds of operation of an engine. All but `Read`, `Look`, `Open` and `List` are *changes*: they are counted and logged, and a
 /// stop can hit any of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Operation {
+pub enum IoOperation {
     /// Make a file.
     Create,
     /// Write to a file.
@@ -37,22 +37,22 @@ pub enum Operation {
     /// One read, in a batch or alone.
     Read,
     /// Ask whether a path exists.
-    Look,
+    Exists,
     /// Open an existing file.
     Open,
     /// Ask for the entries of a directory.
     List,
 }
 
-impl Operation {
+impl IoOperation {
     fn is_change(self) -> bool {
-        !matches!(self, Self::Read | Self::Look | Self::Open | Self::List)
+        !matches!(self, Self::Read | Self::Exists | Self::Open | Self::List)
     }
 }
 
 /// What happens in place of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
+pub enum IoFault {
     /// The operation does nothing and fails with this `errno`.
     Fail(i32),
     /// A write does its first half, rounded down to the alignment, and fails with this `errno`. A read fails as if the file were
@@ -65,43 +65,43 @@ pub enum Fault {
 }
 
 #[derive(Debug)]
-struct Rule {
+struct FaultRule {
     /// The operation that the rule applies to; `None` for every change.
-    operation: Option<Operation>,
+    operation: Option<IoOperation>,
     /// The number of operations that still pass.
     skip: u64,
-    fault: Fault,
+    fault: IoFault,
     /// Whether the rule stays until [`FaultEngine::clear`].
     repeats: bool,
 }
 
-impl Rule {
-    fn covers(&self, operation: Operation) -> bool {
+impl FaultRule {
+    fn covers(&self, operation: IoOperation) -> bool {
         self.operation.map_or(operation.is_change(), |only| only == operation)
     }
 }
 
 #[derive(Debug, Default)]
 struct FaultState {
-    rules: Vec<Rule>,
-    log: Vec<(Operation, PathBuf)>,
+    rules: Vec<FaultRule>,
+    log: Vec<(IoOperation, PathBuf)>,
     stopped: bool,
-    held: Option<Operation>,
+    held: Option<IoOperation>,
     /// The kind of operation that is to panic, and how many of that kind still pass before.
-    panic: Option<(Operation, u64)>,
+    panic: Option<(IoOperation, u64)>,
     /// The number of operations that hang.
     waiting: usize,
 }
 
 #[derive(Debug, Default)]
-struct Faults {
+struct FaultInjector {
     state: Mutex<FaultState>,
     changed: Condvar,
 }
 
-impl Faults {
+impl FaultInjector {
     /// The fault that hits this operation now, if any. This waits while operations of the kind are held.
-    fn hit(&self, operation: Operation, path: &Path) -> Option<Fault> {
+    fn hit(&self, operation: IoOperation, path: &Path) -> Option<IoFault> {
         let mut state = lock(&self.state);
         while state.held == Some(operation) && !state.stopped {
             state.waiting += 1;
@@ -110,7 +110,7 @@ impl Faults {
             state.waiting -= 1;
         }
         if state.stopped {
-            return Some(Fault::Stop);
+            return Some(IoFault::Stop);
         }
         if operation.is_change() {
             state.log.push((operation, path.to_owned()));
@@ -136,7 +136,7 @@ impl Faults {
             hit = Some(rule.fault);
             rule.repeats
         });
-        if hit == Some(Fault::Stop) {
+        if hit == Some(IoFault::Stop) {
             state.stopped = true;
             self.changed.notify_all();
         }
@@ -144,25 +144,25 @@ impl Faults {
     }
 
     /// The error of an operation that cannot be torn or flipped, where a fault hits it.
-    fn check(&self, operation: Operation, what: &str, path: &Path) -> Result<()> {
+    fn check(&self, operation: IoOperation, action: &str, path: &Path) -> Result<()> {
         match self.hit(operation, path) {
-            None | Some(Fault::Flip) => Ok(()),
-            Some(Fault::Fail(errno) | Fault::Tear(errno)) => Err(made(what, path, errno)),
-            Some(Fault::Stop) => Err(stopped(what, path)),
+            None | Some(IoFault::Flip) => Ok(()),
+            Some(IoFault::Fail(errno) | IoFault::Tear(errno)) => Err(injected_error(action, path, errno)),
+            Some(IoFault::Stop) => Err(stopped_error(action, path)),
         }
     }
 
-    fn check_running(&self, what: &str, path: &Path) -> Result<()> {
-        if lock(&self.state).stopped { Err(stopped(what, path)) } else { Ok(()) }
+    fn check_running(&self, action: &str, path: &Path) -> Result<()> {
+        if lock(&self.state).stopped { Err(stopped_error(action, path)) } else { Ok(()) }
     }
 }
 
-fn made(what: &str, path: &Path, errno: i32) -> Error {
-    Error::io(what, path, &std::io::Error::from_raw_os_error(errno))
+fn injected_error(action: &str, path: &Path, errno: i32) -> Error {
+    Error::io(action, path, &std::io::Error::from_raw_os_error(errno))
 }
 
-fn stopped(what: &str, path: &Path) -> Error {
-    made(what, path, libc::EIO).context("the fault engine has stopped")
+fn stopped_error(action: &str, path: &Path) -> Error {
+    injected_error(action, path, libc::EIO).context("the fault engine has stopped")
 }
 
 fn flip(data: &mut [u8]) {
@@ -176,7 +176,7 @@ fn flip(data: &mut [u8]) {
 #[derive(Clone)]
 pub struct FaultEngine {
     inner: Arc<dyn IoEngine>,
-    faults: Arc<Faults>,
+    faults: Arc<FaultInjector>,
 }
 
 impl fmt::Debug for FaultEngine {
@@ -197,18 +197,18 @@ impl FaultEngine {
     }
 
     /// The changes asked for so far, in their order, each with its path. For a rename that is the source.
-    pub fn log(&self) -> Vec<(Operation, PathBuf)> {
+    pub fn log(&self) -> Vec<(IoOperation, PathBuf)> {
         lock(&self.faults.state).log.clone()
     }
 
     /// Let `passing` more changes of any kind pass, and hit the next one, once.
-    pub fn hit_change(&self, passing: u64, fault: Fault) {
-        self.rule(None, passing, fault, false);
+    pub fn hit_change(&self, passing: u64, fault: IoFault) {
+        self.add_rule(None, passing, fault, false);
     }
 
     /// Let `passing` more operations of one kind pass, and hit the next one, once.
-    pub fn hit_once(&self, operation: Operation, passing: u64, fault: Fault) {
-        self.rule(Some(operation), passing, fault, false);
+    pub fn hit_once(&self, operation: IoOperation, passing: u64, fault: IoFault) {
+        self.add_rule(Some(operation), passing, fault, false);
     }
 
     /// Whether a fault is set that was neither used up nor cleared.
@@ -217,12 +217,12 @@ impl FaultEngine {
     }
 
     /// Hit every operation of a kind until [`FaultEngine::clear`].
-    pub fn hit_every(&self, operation: Operation, fault: Fault) {
-        self.rule(Some(operation), 0, fault, true);
+    pub fn hit_every(&self, operation: IoOperation, fault: IoFault) {
+        self.add_rule(Some(operation), 0, fault, true);
     }
 
     /// Let `passing` more operations of one kind pass, and panic in the next one, once.
-    pub fn panic_at(&self, operation: Operation, passing: u64) {
+    pub fn panic_at(&self, operation: IoOperation, passing: u64) {
         lock(&self.faults.state).panic = Some((operation, passing));
     }
 
@@ -231,8 +231,8 @@ impl FaultEngine {
         lock(&self.faults.state).panic.is_some()
     }
 
-    fn rule(&self, operation: Option<Operation>, skip: u64, fault: Fault, repeats: bool) {
-        lock(&self.faults.state).rules.push(Rule { operation, skip, fault, repeats });
+    fn add_rule(&self, operation: Option<IoOperation>, skip: u64, fault: IoFault, repeats: bool) {
+        lock(&self.faults.state).rules.push(FaultRule { operation, skip, fault, repeats });
     }
 
     /// Remove all faults. A stopped engine stays stopped.
@@ -252,7 +252,7 @@ impl FaultEngine {
     }
 
     /// Make every operation of a kind hang until [`FaultEngine::release`] or a stop.
-    pub fn hold(&self, operation: Operation) {
+    pub fn hold(&self, operation: IoOperation) {
         lock(&self.faults.state).held = Some(operation);
     }
 
@@ -272,20 +272,20 @@ impl FaultEngine {
 }
 
 /// Whether a bit of this read is to be flipped; or the error with which the read ends.
-fn read_fault(faults: &Faults, path: &Path, end: u64) -> Result<bool> {
-    match faults.hit(Operation::Read, path) {
+fn read_fault(faults: &FaultInjector, path: &Path, end: u64) -> Result<bool> {
+    match faults.hit(IoOperation::Read, path) {
         None => Ok(false),
-        Some(Fault::Flip) => Ok(true),
-        Some(Fault::Fail(errno)) => Err(made("read", path, errno)),
-        Some(Fault::Tear(_)) => Err(short_file(path, end, end.saturating_sub(1))),
-        Some(Fault::Stop) => Err(stopped("read", path)),
+        Some(IoFault::Flip) => Ok(true),
+        Some(IoFault::Fail(errno)) => Err(injected_error("read", path, errno)),
+        Some(IoFault::Tear(_)) => Err(short_file_error(path, end, end.saturating_sub(1))),
+        Some(IoFault::Stop) => Err(stopped_error("read", path)),
     }
 }
 
 #[derive(Debug)]
 struct FaultFile {
     inner: Arc<dyn IoFile>,
-    faults: Arc<Faults>,
+    faults: Arc<FaultInjector>,
 }
 
 impl IoFile for FaultFile {
@@ -300,20 +300,20 @@ impl IoFile for FaultFile {
         self.inner.is_direct()
     }
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
-        match self.faults.hit(Operation::Write, self.path()) {
+        match self.faults.hit(IoOperation::Write, self.path()) {
             None => self.inner.write_at(offset, data),
-            Some(Fault::Fail(errno)) => Err(made("write", self.path(), errno)),
-            Some(Fault::Tear(errno)) => {
+            Some(IoFault::Fail(errno)) => Err(injected_error("write", self.path(), errno)),
+            Some(IoFault::Tear(errno)) => {
                 let half = data.len() / 2;
                 self.inner.write_at(offset, &data[..half - half % super::ALIGNMENT])?;
-                Err(made("write", self.path(), errno))
+                Err(injected_error("write", self.path(), errno))
             }
-            Some(Fault::Flip) => {
+            Some(IoFault::Flip) => {
                 let mut data = data.to_vec();
                 flip(&mut data);
                 self.inner.write_at(offset, &data)
             }
-            Some(Fault::Stop) => Err(stopped("write", self.path())),
+            Some(IoFault::Stop) => Err(stopped_error("write", self.path())),
         }
     }
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
@@ -325,11 +325,11 @@ impl IoFile for FaultFile {
         Ok(())
     }
     fn set_len(&self, len: u64) -> Result<()> {
-        self.faults.check(Operation::SetLen, "resize", self.path())?;
+        self.faults.check(IoOperation::SetLen, "resize", self.path())?;
         self.inner.set_len(len)
     }
     fn sync(&self) -> Result<()> {
-        self.faults.check(Operation::Sync, "sync", self.path())?;
+        self.faults.check(IoOperation::Sync, "sync", self.path())?;
         self.inner.sync()
     }
     fn links(&self) -> Result<u64> {
@@ -346,15 +346,15 @@ impl IoEngine for FaultEngine {
         format!("fault over {}", self.inner.name())
     }
 
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
-        match how {
-            Open::Read | Open::Write => self.faults.check(Operation::Open, "open", path)?,
-            Open::Create { .. } => self.faults.check(Operation::Create, "make", path)?,
+    fn open(&self, path: &Path, mode: IoOpenMode) -> Result<Arc<dyn IoFile>> {
+        match mode {
+            IoOpenMode::Read | IoOpenMode::Write => self.faults.check(IoOperation::Open, "open", path)?,
+            IoOpenMode::Create { .. } => self.faults.check(IoOperation::Create, "make", path)?,
         }
-        Ok(Arc::new(FaultFile { inner: self.inner.open(path, how)?, faults: self.faults.clone() }))
+        Ok(Arc::new(FaultFile { inner: self.inner.open(path, mode)?, faults: self.faults.clone() }))
     }
 
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         let mut passed = Vec::with_capacity(reads.len());
         let mut whence = Vec::with_capacity(reads.len());
         for (position, read) in reads.iter().enumerate() {
@@ -362,7 +362,7 @@ impl IoEngine for FaultEngine {
                 Ok(flipped) => {
                     let file = read.file.as_any().downcast_ref::<FaultFile>();
                     let file = file.map_or_else(|| read.file.clone(), |file| file.inner.clone());
-                    passed.push(Read { file, offset: read.offset, len: read.len });
+                    passed.push(IoReadRequest { file, offset: read.offset, len: read.len });
                     whence.push((position, flipped));
                 }
                 Err(error) => sink(position, Err(error), Duration::ZERO),
@@ -379,38 +379,38 @@ impl IoEngine for FaultEngine {
     }
 
     fn create_dir_all(&self, path: &Path) -> Result<()> {
-        self.faults.check(Operation::CreateDir, "make", path)?;
+        self.faults.check(IoOperation::CreateDir, "make", path)?;
         self.inner.create_dir_all(path)
     }
     fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
-        self.faults.check(Operation::List, "list", path)?;
+        self.faults.check(IoOperation::List, "list", path)?;
         self.inner.list(path)
     }
     fn exists(&self, path: &Path) -> Result<bool> {
-        self.faults.check(Operation::Look, "look at", path)?;
+        self.faults.check(IoOperation::Exists, "look at", path)?;
         self.inner.exists(path)
     }
     fn check_private(&self, path: &Path, allowed_mode: u32) -> Result<()> {
         self.inner.check_private(path, allowed_mode)
     }
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
-        self.faults.check(Operation::Rename, "rename", from)?;
+        self.faults.check(IoOperation::Rename, "rename", from)?;
         self.inner.rename(from, to)
     }
     fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()> {
-        self.faults.check(Operation::Link, "link", to)?;
+        self.faults.check(IoOperation::Link, "link", to)?;
         self.inner.link(file.as_any().downcast_ref::<FaultFile>().map_or(file, |file| &*file.inner), to)
     }
     fn remove_file(&self, path: &Path) -> Result<()> {
-        self.faults.check(Operation::RemoveFile, "remove", path)?;
+        self.faults.check(IoOperation::RemoveFile, "remove", path)?;
         self.inner.remove_file(path)
     }
     fn remove_dir_all(&self, path: &Path) -> Result<()> {
-        self.faults.check(Operation::RemoveDir, "remove", path)?;
+        self.faults.check(IoOperation::RemoveDir, "remove", path)?;
         self.inner.remove_dir_all(path)
     }
     fn sync_dir(&self, path: &Path) -> Result<()> {
-        self.faults.check(Operation::SyncDir, "sync", path)?;
+        self.faults.check(IoOperation::SyncDir, "sync", path)?;
         self.inner.sync_dir(path)
     }
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
@@ -421,8 +421,8 @@ impl IoEngine for FaultEngine {
         self.faults.check_running("lock", path)?;
         self.inner.lock_file(path)
     }
-    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
+    fn lock_dir_for(&self, path: &Path, purpose: DirLockPurpose) -> Result<DirLock> {
         self.faults.check_running("lock", path)?;
-        self.inner.hold_dir(path, how)
+        self.inner.lock_dir_for(path, purpose)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{ALIGNMENT, AlignedBuf, IoEngine, IoFile, Open};
+use super::{ALIGNMENT, AlignedBuf, IoEngine, IoFile, IoOpenMode};
 use crate::error::{Error, Result};
 
 /// Bytes copied at a time.
@@ -11,7 +11,7 @@ const COPY_BYTES: usize = 4 << 20;
 /// Whether to copy after a link failed with `error`. That is so where the target is on another file system (`EXDEV`), where the
 /// file system has no links or the file too many of them, where only the file's owner may link it, and where the file cannot be
 /// reached through its descriptor (`ENOENT`).
-fn wants_copy(error: &Error) -> bool {
+fn needs_copy(error: &Error) -> bool {
     let errnos = [libc::EXDEV, libc::EPERM, libc::EMLINK, libc::EOPNOTSUPP, libc::ENOSYS, libc::ENOENT];
     error.errno().is_some_and(|errno| errnos.contains(&errno))
 }
@@ -20,7 +20,7 @@ fn wants_copy(error: &Error) -> bool {
 /// bytes are durable, its name is not yet. Nobody may write to the file during this or later.
 pub fn link_or_copy(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Result<bool> {
     match engine.link(file, to) {
-        Err(error) if wants_copy(&error) => {}
+        Err(error) if needs_copy(&error) => {}
         linked => return linked.map(|()| true),
     }
     copy_file(engine, file, to)?;
@@ -31,7 +31,7 @@ pub fn link_or_copy(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Resu
 /// write to the file meanwhile.
 pub(crate) fn copy_file(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Result<()> {
     let len = file.len()?;
-    let copy = engine.open(to, Open::Create { preallocate: len })?;
+    let copy = engine.open(to, IoOpenMode::Create { preallocate: len })?;
     let mut piece = AlignedBuf::zeroed(COPY_BYTES.min(len as usize).next_multiple_of(ALIGNMENT).max(ALIGNMENT));
     let mut at = 0;
     while at < len {
@@ -51,7 +51,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::io::{Fault, FaultEngine, MemoryEngine, Operation, PsyncEngine, publish, read_file};
+    use crate::io::{FaultEngine, IoFault, IoOperation, MemoryEngine, PsyncEngine, read_file, write_atomically};
 
     #[test]
     fn a_linked_file_has_two_names_and_a_copy_one_each() {
@@ -61,14 +61,14 @@ mod tests {
             engine.create_dir_all(dir.path()).unwrap();
             let path = |name: &str| dir.path().join(name);
             let bytes: Vec<u8> = (0..10_000_u16).map(|n| n as u8).collect();
-            publish(&*engine, &path("a"), &bytes).unwrap();
-            let open = |name: &str| engine.open(&path(name), Open::Read).unwrap();
+            write_atomically(&*engine, &path("a"), &bytes).unwrap();
+            let open = |name: &str| engine.open(&path(name), IoOpenMode::Read).unwrap();
             assert_eq!(open("a").links().unwrap(), 1);
             assert!(link_or_copy(&*engine, &*open("a"), &path("b")).unwrap());
             assert_eq!((open("a").links().unwrap(), open("b").links().unwrap()), (2, 2));
             for errno in [libc::EXDEV, libc::EPERM, libc::EMLINK] {
                 let faults = FaultEngine::new(Arc::clone(&engine));
-                faults.hit_once(Operation::Link, 0, Fault::Fail(errno));
+                faults.hit_once(IoOperation::Link, 0, IoFault::Fail(errno));
                 assert!(!link_or_copy(&faults, &*open("a"), &path("c")).unwrap());
                 assert_eq!((open("a").links().unwrap(), open("c").links().unwrap()), (2, 1));
                 assert_eq!(read_file(&*engine, &path("c"), 1 << 20).unwrap(), bytes);
@@ -80,7 +80,7 @@ mod tests {
             // copied.
             let first = open("a");
             engine.remove_file(&path("a")).unwrap();
-            publish(&*engine, &path("a"), b"another").unwrap();
+            write_atomically(&*engine, &path("a"), b"another").unwrap();
             assert!(link_or_copy(&*engine, &*first, &path("d")).unwrap());
             assert_eq!(read_file(&*engine, &path("d"), 1 << 20).unwrap(), bytes);
             engine.remove_file(&path("d")).unwrap();
@@ -91,8 +91,8 @@ mod tests {
             // Another engine's files are copied.
             let foreign = MemoryEngine::default();
             foreign.create_dir_all(Path::new("/f")).unwrap();
-            publish(&foreign, Path::new("/f/a"), &bytes).unwrap();
-            let file = foreign.open(Path::new("/f/a"), Open::Read).unwrap();
+            write_atomically(&foreign, Path::new("/f/a"), &bytes).unwrap();
+            let file = foreign.open(Path::new("/f/a"), IoOpenMode::Read).unwrap();
             assert!(!link_or_copy(&*engine, &*file, &path("f")).unwrap());
             assert_eq!(read_file(&*engine, &path("f"), 1 << 20).unwrap(), bytes);
             assert_eq!((open("b").links().unwrap(), read_file(&*engine, &path("b"), 1 << 20).unwrap()), (1, bytes));
@@ -100,19 +100,19 @@ mod tests {
     }
 
     #[test]
-    fn a_link_lasts_when_its_directory_is_synced_and_stays_one_file_after_a_crash() {
+    fn link_survives_a_crash_after_the_directory_sync() {
         let engine = MemoryEngine::default();
         for dir in ["/d", "/e"] {
             engine.create_dir_all(Path::new(dir)).unwrap();
         }
         engine.sync_dir(Path::new("/")).unwrap();
-        publish(&engine, Path::new("/d/a"), b"bytes").unwrap();
-        let file = engine.open(Path::new("/d/a"), Open::Read).unwrap();
+        write_atomically(&engine, Path::new("/d/a"), b"bytes").unwrap();
+        let file = engine.open(Path::new("/d/a"), IoOpenMode::Read).unwrap();
         engine.link(&*file, Path::new("/e/b")).unwrap();
         assert!(!engine.crash().exists(Path::new("/e/b")).unwrap());
         engine.sync_dir(Path::new("/e")).unwrap();
         let after = engine.crash();
-        assert_eq!(after.open(Path::new("/e/b"), Open::Read).unwrap().links().unwrap(), 2);
+        assert_eq!(after.open(Path::new("/e/b"), IoOpenMode::Read).unwrap().links().unwrap(), 2);
         after.remove_file(Path::new("/d/a")).unwrap();
         assert_eq!(read_file(&after, Path::new("/e/b"), 64).unwrap(), b"bytes");
     }

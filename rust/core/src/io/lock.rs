@@ -12,15 +12,15 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
 use super::disk::check_regular;
-use super::lock_fork::GivenUpByChildren;
+use super::lock_fork::ForkReleaseGuard;
 use crate::error::{Error, Kind, Result};
 
 /// The file in a locked directory that carries the lock and contains the pid of the owner. It stays when the lock is freed.
 pub const LOCK_FILE: &str = "lock";
 
-/// The purpose for which [`super::IoEngine::hold_dir`] holds a directory.
+/// The purpose for which [`super::IoEngine::lock_dir_for`] holds a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hold {
+pub enum DirLockPurpose {
     /// To read the directory. Any number of readers hold it at once.
     ToRead,
     /// To remove the directory. Nobody else holds it then.
@@ -36,7 +36,7 @@ pub enum Hold {
 /// it.
 pub struct DirLock {
     dir: PathBuf,
-    _hold: Box<dyn Any + Send + Sync>,
+    _guard: Box<dyn Any + Send + Sync>,
 }
 
 impl fmt::Debug for DirLock {
@@ -47,20 +47,20 @@ impl fmt::Debug for DirLock {
 
 /// A lock by `flock` on a file or directory. Dropping it unlocks explicitly, because closing the file frees the lock only when no
 /// other process has a copy of the descriptor.
-struct Flock {
+struct FlockGuard {
     /// Declared, and so dropped, before `file`: a fork must not touch a descriptor that was closed.
-    _fork: Option<GivenUpByChildren>,
+    _fork: Option<ForkReleaseGuard>,
     file: File,
     process: u32,
 }
 
-impl Flock {
+impl FlockGuard {
     fn of(file: File) -> Self {
-        Self { _fork: GivenUpByChildren::new(file.as_raw_fd()), file, process: std::process::id() }
+        Self { _fork: ForkReleaseGuard::new(file.as_raw_fd()), file, process: std::process::id() }
     }
 }
 
-impl Drop for Flock {
+impl Drop for FlockGuard {
     fn drop(&mut self) {
         if self.process == std::process::id() {
             // Where this fails, closing the file frees the lock.
@@ -70,7 +70,7 @@ impl Drop for Flock {
 }
 
 /// Lock an open file or directory without waiting, and repeat that when a signal interrupts it.
-fn flock_now(file: &File, operation: FlockOperation) -> std::result::Result<(), Errno> {
+fn try_flock(file: &File, operation: FlockOperation) -> std::result::Result<(), Errno> {
     loop {
         match flock(file, operation) {
             Err(Errno::INTR) => {}
@@ -88,11 +88,11 @@ impl DirLock {
         Self::acquire_file(&dir.join(LOCK_FILE), dir)
     }
 
-    /// Hold the file at `path`, which is made, by `flock`, and write this process's pid into it. The lock stands for `what`, which errors
+    /// Hold the file at `path`, which is made, by `flock`, and write this process's pid into it. The lock stands for `resource`, which errors
     /// name as in use.
     ///
     /// The errors are those of [`DirLock::acquire`].
-    pub(super) fn acquire_file(path: &Path, what: &Path) -> Result<Self> {
+    pub(super) fn acquire_file(path: &Path, resource: &Path) -> Result<Self> {
         let mut file = File::options()
             .read(true)
             .write(true)
@@ -104,9 +104,9 @@ impl DirLock {
             .map_err(|e| super::open_error("open the lock file", path, &e))?;
         // Reading a pipe, below, would wait for a writer.
         check_regular(path, &file)?;
-        match flock_now(&file, FlockOperation::NonBlockingLockExclusive) {
+        match try_flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => return Err(in_use(what, &owner(&mut file))),
+            Err(Errno::WOULDBLOCK) => return Err(in_use_error(resource, &owner(&mut file))),
             Err(errno) => return Err(Error::io("lock", path, &errno.into())),
         }
         let line = format!("{}\n", std::process::id());
@@ -119,7 +119,7 @@ impl DirLock {
                 .and_then(|()| file.write_all(line.as_bytes()))
                 .map_err(|e| Error::io("write the pid to", path, &e))?;
         }
-        Ok(Self::held(what, Flock::of(file)))
+        Ok(Self::from_guard(resource, FlockGuard::of(file)))
     }
 
     /// Hold a directory that exists, by `flock` on the directory itself. This needs no right to write there.
@@ -129,28 +129,32 @@ impl DirLock {
     ///
     /// Errors, at once: `InUse` when another hold, in this process or another one, forbids this one; `Permission` and `Storage` as
     /// the file system says.
-    pub fn hold(dir: &Path, how: Hold) -> Result<Self> {
+    pub fn acquire_for(dir: &Path, purpose: DirLockPurpose) -> Result<Self> {
         // O_NOFOLLOW tests the last component only. "." is never a link, so this also opens a path such as /proc/self/fd/N.
         let file = File::options()
             .read(true)
             .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
             .open(dir.join("."))
             .map_err(|e| super::open_error("open the directory", dir, &e))?;
-        let wanted = match how {
-            Hold::ToRead => FlockOperation::NonBlockingLockShared,
-            Hold::ToRemove | Hold::ToChange | Hold::ToOpen => FlockOperation::NonBlockingLockExclusive,
+        let wanted = match purpose {
+            DirLockPurpose::ToRead => FlockOperation::NonBlockingLockShared,
+            DirLockPurpose::ToRemove | DirLockPurpose::ToChange | DirLockPurpose::ToOpen => {
+                FlockOperation::NonBlockingLockExclusive
+            }
         };
-        match flock_now(&file, wanted) {
-            Ok(()) => Ok(Self::held(dir, Flock::of(file))),
-            Err(errno) => Self::not_locked(dir, how, errno),
+        match try_flock(&file, wanted) {
+            Ok(()) => Ok(Self::from_guard(dir, FlockGuard::of(file))),
+            Err(errno) => Self::lock_failure(dir, purpose, errno),
         }
     }
 
     /// What [`DirLock::hold`] returns where `flock` refuses.
-    fn not_locked(dir: &Path, how: Hold, errno: Errno) -> Result<Self> {
+    fn lock_failure(dir: &Path, purpose: DirLockPurpose, errno: Errno) -> Result<Self> {
         match errno {
-            Errno::WOULDBLOCK => Err(held_otherwise(dir, how)),
-            Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP if how == Hold::ToChange => {
+            Errno::WOULDBLOCK => Err(conflict_error(dir, purpose)),
+            Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP
+                if purpose == DirLockPurpose::ToChange =>
+            {
                 let what = format!(
                     "cannot lock {}: its file system has no locks on directories ({errno}; NFS has none), so that processes that save \
                      there would meet: save to another file system",
@@ -158,14 +162,16 @@ impl DirLock {
                 );
                 Err(Error::new(Kind::Storage, what).at(dir))
             }
-            Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP => Ok(Self::held(dir, ())),
+            Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP => {
+                Ok(Self::from_guard(dir, ()))
+            }
             errno => Err(Error::io("lock", dir, &errno.into())),
         }
     }
 
-    /// A lock that lasts until `hold` is dropped.
-    pub(super) fn held(dir: &Path, hold: impl Any + Send + Sync) -> Self {
-        Self { dir: dir.to_owned(), _hold: Box::new(hold) }
+    /// A lock that lasts until `guard` is dropped.
+    pub(super) fn from_guard(dir: &Path, guard: impl Any + Send + Sync) -> Self {
+        Self { dir: dir.to_owned(), _guard: Box::new(guard) }
     }
 
     /// The directory that is held.
@@ -190,22 +196,22 @@ fn owner(file: &mut File) -> String {
     "by a process that has not written its pid".to_owned()
 }
 
-pub(super) fn in_use(dir: &Path, by: &str) -> Error {
+pub(super) fn in_use_error(dir: &Path, holder: &str) -> Error {
     Error::new(
         Kind::InUse,
         format!(
-            "{} is in use {by}: close that table, end that process and those it started, or give this table a directory of its own",
+            "{} is in use {holder}: close that table, end that process and those it started, or give this table a directory of its own",
             dir.display()
         ),
     )
 }
 
-pub(super) fn held_otherwise(dir: &Path, wanted: Hold) -> Error {
-    let by = match wanted {
-        Hold::ToRead => "another process is removing it; load the newest checkpoint".to_owned(),
-        Hold::ToRemove => "another process or thread is reading it; a later save removes it".to_owned(),
-        Hold::ToChange => "another process is changing it or reading it; try again in a moment".to_owned(),
-        Hold::ToOpen => format!(
+pub(super) fn conflict_error(dir: &Path, purpose: DirLockPurpose) -> Error {
+    let by = match purpose {
+        DirLockPurpose::ToRead => "another process is removing it; load the newest checkpoint".to_owned(),
+        DirLockPurpose::ToRemove => "another process or thread is reading it; a later save removes it".to_owned(),
+        DirLockPurpose::ToChange => "another process is changing it or reading it; try again in a moment".to_owned(),
+        DirLockPurpose::ToOpen => format!(
             "a table of this process or of another one has it open. (The file '{LOCK_FILE}', which names the process, was removed or \
              replaced.) Close that table or end its process (`fuser -v {}` names it), or give this table a directory of its own",
             dir.display()
@@ -219,17 +225,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_system_without_locks_on_directories_is_refused_to_those_who_change_one_together_and_to_nobody_else() {
+    fn missing_dir_locks_fail_only_for_changes() {
         let dir = Path::new("/mounted/by/nfs");
-        for how in [Hold::ToRead, Hold::ToRemove, Hold::ToOpen] {
-            assert_eq!(DirLock::not_locked(dir, how, Errno::BADF).unwrap().dir(), dir);
+        for how in [DirLockPurpose::ToRead, DirLockPurpose::ToRemove, DirLockPurpose::ToOpen] {
+            assert_eq!(DirLock::lock_failure(dir, how, Errno::BADF).unwrap().dir(), dir);
         }
-        let error = DirLock::not_locked(dir, Hold::ToChange, Errno::BADF).unwrap_err();
+        let error = DirLock::lock_failure(dir, DirLockPurpose::ToChange, Errno::BADF).unwrap_err();
         assert_eq!(error.kind(), Kind::Storage);
         assert!(error.to_string().ends_with("save to another file system"), "{error}");
-        for how in [Hold::ToRead, Hold::ToRemove, Hold::ToOpen, Hold::ToChange] {
-            assert_eq!(DirLock::not_locked(dir, how, Errno::WOULDBLOCK).unwrap_err().kind(), Kind::InUse);
-            assert_eq!(DirLock::not_locked(dir, how, Errno::IO).unwrap_err().errno(), Some(libc::EIO));
+        for how in [DirLockPurpose::ToRead, DirLockPurpose::ToRemove, DirLockPurpose::ToOpen, DirLockPurpose::ToChange]
+        {
+            assert_eq!(DirLock::lock_failure(dir, how, Errno::WOULDBLOCK).unwrap_err().kind(), Kind::InUse);
+            assert_eq!(DirLock::lock_failure(dir, how, Errno::IO).unwrap_err().errno(), Some(libc::EIO));
         }
     }
 }

@@ -15,48 +15,49 @@ use libc::c_int;
 
 /// The locked descriptors, and a spin lock on them. A fork takes the spin lock in the parent and frees it in the child too, which
 /// the standard library's mutexes do not permit.
-struct Registry {
+struct ForkLockRegistry {
     busy: AtomicBool,
     descriptors: UnsafeCell<Vec<c_int>>,
 }
 
 // SAFETY: only the thread that set `busy` touches `descriptors`.
-unsafe impl Sync for Registry {}
+unsafe impl Sync for ForkLockRegistry {}
 
-static LOCKS: Registry = Registry { busy: AtomicBool::new(false), descriptors: UnsafeCell::new(Vec::new()) };
+static LOCKS: ForkLockRegistry =
+    ForkLockRegistry { busy: AtomicBool::new(false), descriptors: UnsafeCell::new(Vec::new()) };
 
 /// A descriptor of `/dev/null`, once the fork handlers are installed; `None` where the system refused that.
-static NOTHING: OnceLock<Option<c_int>> = OnceLock::new();
+static DEV_NULL: OnceLock<Option<c_int>> = OnceLock::new();
 
-impl Registry {
-    fn begin(&self) {
+impl ForkLockRegistry {
+    fn lock(&self) {
         while self.busy.swap(true, Ordering::Acquire) {
             std::thread::yield_now();
         }
     }
 
-    fn end(&self) {
+    fn unlock(&self) {
         self.busy.store(false, Ordering::Release);
     }
 
     fn with(&self, change: impl FnOnce(&mut Vec<c_int>)) {
-        self.begin();
+        self.lock();
         // SAFETY: `begin` returned, so no other thread is between `begin` and `end`.
         change(unsafe { &mut *self.descriptors.get() });
-        self.end();
+        self.unlock();
     }
 }
 
 extern "C" fn before_fork() {
-    LOCKS.begin();
+    LOCKS.lock();
 }
 
-extern "C" fn in_parent() {
-    LOCKS.end();
+extern "C" fn after_fork_in_parent() {
+    LOCKS.unlock();
 }
 
-extern "C" fn in_child() {
-    if let Some(Some(nothing)) = NOTHING.get() {
+extern "C" fn after_fork_in_child() {
+    if let Some(Some(nothing)) = DEV_NULL.get() {
         // SAFETY: `before_fork` called `begin` in the thread that forked, and that is the child's only thread.
         for &descriptor in unsafe { &*LOCKS.descriptors.get() } {
             // SAFETY: dup3 takes two descriptors and is safe to call after a fork. Where it fails the child goes on holding the
@@ -64,28 +65,30 @@ extern "C" fn in_child() {
             unsafe { libc::dup3(*nothing, descriptor, libc::O_CLOEXEC) };
         }
     }
-    LOCKS.end();
+    LOCKS.unlock();
 }
 
 /// Makes every child that this process forks give up a descriptor, for as long as this value lives.
-pub(super) struct GivenUpByChildren(c_int);
+pub(super) struct ForkReleaseGuard(c_int);
 
-impl GivenUpByChildren {
+impl ForkReleaseGuard {
     /// `None` where the system refuses. Then children hold the lock until they end or execute another program.
     pub(super) fn new(descriptor: c_int) -> Option<Self> {
         let open = || {
             let nothing = File::open("/dev/null").ok()?.into_raw_fd();
-            // SAFETY: the three functions live as long as the process, and touch only what the spin lock of `Registry` guards.
-            let told = unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
+            // SAFETY: the three functions live as long as the process, and touch only what the spin lock of `ForkLockRegistry` guards.
+            let told = unsafe {
+                libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child))
+            };
             (told == 0).then_some(nothing)
         };
-        (*NOTHING.get_or_init(open))?;
+        (*DEV_NULL.get_or_init(open))?;
         LOCKS.with(|descriptors| descriptors.push(descriptor));
         Some(Self(descriptor))
     }
 }
 
-impl Drop for GivenUpByChildren {
+impl Drop for ForkReleaseGuard {
     fn drop(&mut self) {
         LOCKS.with(|descriptors| {
             if let Some(index) = descriptors.iter().position(|&descriptor| descriptor == self.0) {

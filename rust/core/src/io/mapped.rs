@@ -20,11 +20,11 @@ use crate::mapping::page_bytes;
 #[derive(Debug)]
 pub struct FileMapping {
     path: PathBuf,
-    content: Content,
+    content: MappedContent,
 }
 
 #[derive(Debug)]
-enum Content {
+enum MappedContent {
     /// Pages of the file itself, which all processes share.
     Shared(SharedPages),
     /// A copy, of a file of an engine whose files cannot be mapped. The buffer may be longer than the file.
@@ -44,12 +44,12 @@ unsafe impl Send for SharedPages {}
 unsafe impl Sync for SharedPages {}
 
 /// How many files this process has mapped.
-static MAPPED: AtomicUsize = AtomicUsize::new(0);
+static MAPPED_FILES: AtomicUsize = AtomicUsize::new(0);
 
 /// How many mappings the system allows a process (`vm.max_map_count`). Where it does not say, any number.
-fn allowed() -> usize {
-    static ALLOWED: OnceLock<usize> = OnceLock::new();
-    *ALLOWED.get_or_init(|| {
+fn max_mappings() -> usize {
+    static MAX_MAPPINGS: OnceLock<usize> = OnceLock::new();
+    *MAX_MAPPINGS.get_or_init(|| {
         let said = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
         said.and_then(|text| text.trim().parse().ok()).unwrap_or(usize::MAX)
     })
@@ -57,7 +57,7 @@ fn allowed() -> usize {
 
 /// `Capacity` where a process that has mapped so many files may map no more. A quarter of what the system allows is left to the rest of the
 /// process, whose requests for memory would fail otherwise.
-fn check_room(path: &Path, mapped: usize, allowed: usize) -> Result<()> {
+fn check_mapping_limit(path: &Path, mapped: usize, allowed: usize) -> Result<()> {
     if mapped < allowed / 4 * 3 {
         return Ok(());
     }
@@ -73,14 +73,14 @@ fn check_room(path: &Path, mapped: usize, allowed: usize) -> Result<()> {
 impl SharedPages {
     /// The range of a mapping, which is counted from now on.
     fn new(start: *mut u8, bytes: usize) -> Self {
-        MAPPED.fetch_add(1, Ordering::Relaxed);
+        MAPPED_FILES.fetch_add(1, Ordering::Relaxed);
         Self { start, bytes }
     }
 }
 
 impl Drop for SharedPages {
     fn drop(&mut self) {
-        MAPPED.fetch_sub(1, Ordering::Relaxed);
+        MAPPED_FILES.fetch_sub(1, Ordering::Relaxed);
         // SAFETY: the range is this mapping's own, and who dropped it gave up every address in it.
         unsafe { libc::munmap(self.start.cast(), self.bytes) };
     }
@@ -88,7 +88,7 @@ impl Drop for SharedPages {
 
 /// How the bytes of a mapping are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum MappingAccess {
     /// Here and there: a read brings in its own page alone.
     Scattered,
     /// All of them, again and again: they are in huge pages where the file system permits that.
@@ -96,7 +96,7 @@ pub enum Access {
 }
 
 /// The system takes only so much of one advice as it reads ahead at a time, which is this where nobody has changed it.
-const ASKED_BYTES: usize = 128 << 10;
+const PREFETCH_BYTES: usize = 128 << 10;
 
 /// Bytes of a huge page, and its alignment.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -104,11 +104,11 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 impl FileMapping {
     /// Map the first `bytes` bytes of an open file, which is never written again. `Kind::Storage` where the system refuses,
     /// `Kind::Capacity` where this process has mapped most of what the system allows.
-    pub(super) fn of_file(path: &Path, file: &File, bytes: usize, access: Access) -> Result<Self> {
+    pub(super) fn of_file(path: &Path, file: &File, bytes: usize, access: MappingAccess) -> Result<Self> {
         if bytes == 0 {
             return Self::copied(path, 0, |_| Ok(()));
         }
-        check_room(path, MAPPED.load(Ordering::Relaxed), allowed())?;
+        check_mapping_limit(path, MAPPED_FILES.load(Ordering::Relaxed), max_mappings())?;
         let failed = || Error::io("map", path, &std::io::Error::last_os_error());
         let room = bytes.next_multiple_of(page_bytes()) + HUGE_PAGE_BYTES;
         // Room for a mapping that starts at a multiple of a huge page. The file takes the place of a part of it.
@@ -132,7 +132,7 @@ impl FileMapping {
         (reserved.start, reserved.bytes) = (start, bytes);
         let pages = reserved;
         let after = start.wrapping_add(bytes.next_multiple_of(page_bytes()));
-        let advice = if access == Access::Whole { libc::MADV_HUGEPAGE } else { libc::MADV_RANDOM };
+        let advice = if access == MappingAccess::Whole { libc::MADV_HUGEPAGE } else { libc::MADV_RANDOM };
         // SAFETY: what is unmapped is the room before and after the file, whole pages that nobody uses. The advice changes no contents; where the
         // system refuses it, this costs only speed.
         unsafe {
@@ -144,14 +144,14 @@ impl FileMapping {
             }
             libc::madvise(start.cast(), bytes, advice);
         }
-        Ok(Self { path: path.to_owned(), content: Content::Shared(pages) })
+        Ok(Self { path: path.to_owned(), content: MappedContent::Shared(pages) })
     }
 
     /// Bytes that `read` reads from a file.
     pub(super) fn copied(path: &Path, bytes: usize, read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Self> {
         let mut buffer = AlignedBuf::try_zeroed(bytes)?;
         read(&mut buffer[..bytes])?;
-        Ok(Self { path: path.to_owned(), content: Content::Copy(buffer, bytes) })
+        Ok(Self { path: path.to_owned(), content: MappedContent::Copy(buffer, bytes) })
     }
 
     /// The same under the path that the user knows.
@@ -169,21 +169,21 @@ impl FileMapping {
     pub fn bytes(&self) -> &[u8] {
         match &self.content {
             // SAFETY: the mapping has so many bytes from its start, any of which is a valid `u8`. Files that are mapped are never written again.
-            Content::Shared(pages) => unsafe { std::slice::from_raw_parts(pages.start, pages.bytes) },
-            Content::Copy(buffer, bytes) => &buffer[..*bytes],
+            MappedContent::Shared(pages) => unsafe { std::slice::from_raw_parts(pages.start, pages.bytes) },
+            MappedContent::Copy(buffer, bytes) => &buffer[..*bytes],
         }
     }
 
     /// Whether all bytes are in memory that the system cannot take back.
     pub fn is_copy(&self) -> bool {
-        matches!(self.content, Content::Copy(..))
+        matches!(self.content, MappedContent::Copy(..))
     }
 
     /// Start to read a range of bytes from the disk, as far as it is not in memory, and do not wait.
-    pub fn ask_for(&self, range: &Range<usize>) {
+    pub fn prefetch(&self, range: &Range<usize>) {
         let Some((start, bytes)) = self.pages(range) else { return };
-        for at in (0..bytes).step_by(ASKED_BYTES) {
-            let (piece, len) = (start.wrapping_add(at), ASKED_BYTES.min(bytes - at));
+        for at in (0..bytes).step_by(PREFETCH_BYTES) {
+            let (piece, len) = (start.wrapping_add(at), PREFETCH_BYTES.min(bytes - at));
             // SAFETY: the piece is whole pages of this mapping. The advice changes no contents; where the system refuses it, pages are read later.
             unsafe { libc::madvise(piece.cast(), len, libc::MADV_WILLNEED) };
         }
@@ -192,7 +192,7 @@ impl FileMapping {
     /// Wait until a range of bytes is in memory and can be read at once.
     ///
     /// Errors: `Corruption` where the file was cut, `Storage` where the disk does not give the bytes.
-    pub fn bring_in(&self, range: &Range<usize>) -> Result<()> {
+    pub fn populate(&self, range: &Range<usize>) -> Result<()> {
         let Some((start, bytes)) = self.pages(range) else { return Ok(()) };
         // SAFETY: the range is whole pages of this mapping, and the advice only reads them into memory.
         if unsafe { libc::madvise(start.cast(), bytes, libc::MADV_POPULATE_READ) } == 0 {
@@ -202,12 +202,12 @@ impl FileMapping {
         match error.raw_os_error() {
             // Kernels before 5.14 have no such advice: the pages are read when they are touched.
             Some(libc::EINVAL) => Ok(()),
-            Some(libc::EFAULT | libc::EHWPOISON) => Err(self.unreadable(range)),
+            Some(libc::EFAULT | libc::EHWPOISON) => Err(self.unreadable_error(range)),
             _ => Err(Error::io("read", &self.path, &error)),
         }
     }
 
-    fn unreadable(&self, range: &Range<usize>) -> Error {
+    fn unreadable_error(&self, range: &Range<usize>) -> Error {
         let what = format!(
             "cannot read bytes {range:?} of {}: the file was cut, or the disk does not give them. Make the checkpoint again, or serve \
              another one",
@@ -218,7 +218,7 @@ impl FileMapping {
 
     /// The pages of a range, within the mapping.
     fn pages(&self, range: &Range<usize>) -> Option<(*mut u8, usize)> {
-        let Content::Shared(pages) = &self.content else { return None };
+        let MappedContent::Shared(pages) = &self.content else { return None };
         let page = page_bytes();
         let start = range.start / page * page;
         let end = range.end.min(pages.bytes);
@@ -235,7 +235,7 @@ mod tests {
     fn mapped(bytes: &[u8]) -> (tempfile::NamedTempFile, FileMapping) {
         let mut file = tempfile::NamedTempFile::new().expect("a file");
         file.write_all(bytes).expect("room");
-        let mapping = FileMapping::of_file(file.path(), file.as_file(), bytes.len(), Access::Scattered);
+        let mapping = FileMapping::of_file(file.path(), file.as_file(), bytes.len(), MappingAccess::Scattered);
         (file, mapping.expect("a mapping"))
     }
 
@@ -244,17 +244,17 @@ mod tests {
         let bytes: Vec<u8> = (0..100_000_u32).map(|n| n as u8).collect();
         let (file, mapping) = mapped(&bytes);
         drop(file);
-        mapping.ask_for(&(5000..90_000));
-        mapping.bring_in(&(5000..90_000)).expect("it is there");
+        mapping.prefetch(&(5000..90_000));
+        mapping.populate(&(5000..90_000)).expect("it is there");
         assert!(mapping.bytes() == bytes && !mapping.is_copy());
     }
 
     #[test]
-    fn a_page_that_was_cut_off_is_an_error_and_not_the_end_of_the_process() {
+    fn truncated_page_is_an_error_not_a_sigbus() {
         let (file, mapping) = mapped(&vec![7; 100_000]);
         file.as_file().set_len(10_000).expect("it is cut");
-        mapping.bring_in(&(0..10_000)).expect("these are there");
-        let error = mapping.bring_in(&(60_000..60_010)).expect_err("these are gone");
+        mapping.populate(&(0..10_000)).expect("these are there");
+        let error = mapping.populate(&(60_000..60_010)).expect_err("these are gone");
         assert_eq!(error.kind(), Kind::Corruption, "{error}");
     }
 
@@ -263,34 +263,35 @@ mod tests {
         for length in [1, 4096, 5000, (2 << 20) - 1, 2 << 20, (4 << 20) + 7] {
             let bytes: Vec<u8> = (0..length as u32).map(|n| (n >> 3) as u8).collect();
             let (file, _) = mapped(&bytes);
-            let whole = FileMapping::of_file(file.path(), file.as_file(), length, Access::Whole).expect("a mapping");
-            whole.bring_in(&(0..length)).expect("it is there");
+            let whole =
+                FileMapping::of_file(file.path(), file.as_file(), length, MappingAccess::Whole).expect("a mapping");
+            whole.populate(&(0..length)).expect("it is there");
             assert!(whole.bytes() == bytes);
         }
     }
 
     #[test]
-    fn a_quarter_of_the_mappings_that_the_system_allows_is_left_to_the_rest_of_the_process() {
+    fn a_quarter_of_the_mappings_is_left_free() {
         let path = Path::new("/some/file");
-        check_room(path, 49_145, 65_530).expect("there is room");
-        check_room(path, usize::MAX - 1, usize::MAX).expect_err("there is none");
-        let error = check_room(path, 49_146, 65_530).expect_err("no room is left");
+        check_mapping_limit(path, 49_145, 65_530).expect("there is room");
+        check_mapping_limit(path, usize::MAX - 1, usize::MAX).expect_err("there is none");
+        let error = check_mapping_limit(path, 49_146, 65_530).expect_err("no room is left");
         assert_eq!(error.kind(), Kind::Capacity);
         assert!(error.to_string().contains("vm.max_map_count=262120"), "{error}");
-        assert!(allowed() > 1000, "{}", allowed());
-        let before = MAPPED.load(Ordering::Relaxed);
+        assert!(max_mappings() > 1000, "{}", max_mappings());
+        let before = MAPPED_FILES.load(Ordering::Relaxed);
         let all: Vec<_> = (0..100).map(|_| mapped(b"abc")).collect();
-        assert!(MAPPED.load(Ordering::Relaxed) >= before.max(100), "they are counted");
+        assert!(MAPPED_FILES.load(Ordering::Relaxed) >= before.max(100), "they are counted");
         drop(all);
     }
 
     #[test]
     fn ranges_past_the_end_and_empty_files_do_no_harm() {
         let (_file, mapping) = mapped(b"abc");
-        mapping.ask_for(&(1_000_000..2_000_000));
-        mapping.bring_in(&(0..2_000_000)).expect("what there is");
+        mapping.prefetch(&(1_000_000..2_000_000));
+        mapping.populate(&(0..2_000_000)).expect("what there is");
         let (_file, empty) = mapped(b"");
         assert!(empty.bytes().is_empty());
-        empty.bring_in(&(0..1)).expect("nothing to do");
+        empty.populate(&(0..1)).expect("nothing to do");
     }
 }

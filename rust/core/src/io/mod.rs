@@ -30,13 +30,13 @@ mod select;
 mod uring;
 
 pub use aligned::{ALIGNMENT, AlignedBuf, BufPool, PooledBuf};
-pub use beneath::{BeneathEngine, EntryCheck};
+pub use beneath::{ConfinedEngine, EntryCheck};
 pub use disk::DiskEngine;
-pub use fault::{Fault, FaultEngine, Operation};
+pub use fault::{FaultEngine, IoFault, IoOperation};
 pub(crate) use link::copy_file;
 pub use link::link_or_copy;
-pub use lock::{DirLock, Hold, LOCK_FILE};
-pub use mapped::{Access, FileMapping};
+pub use lock::{DirLock, DirLockPurpose, LOCK_FILE};
+pub use mapped::{FileMapping, MappingAccess};
 pub use memory::MemoryEngine;
 pub use psync::PsyncEngine;
 pub use select::default_engine;
@@ -45,7 +45,7 @@ pub use uring::UringEngine;
 
 /// How to open a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Open {
+pub enum IoOpenMode {
     /// Open an existing file for reading.
     Read,
     /// Open an existing file for writing and reading. Its bytes and its length stay.
@@ -60,7 +60,7 @@ pub enum Open {
 
 /// One read of a batch of reads.
 #[derive(Clone, Debug)]
-pub struct Read {
+pub struct IoReadRequest {
     /// The file to read from.
     pub file: Arc<dyn IoFile>,
     /// Byte in the file at which the read starts. It need not be aligned.
@@ -99,7 +99,7 @@ pub trait IoFile: Send + Sync + fmt::Debug {
         Ok(SystemTime::now())
     }
     /// Map the whole file to read it; it must not be written again. An engine whose files cannot be mapped gives a copy.
-    fn map(&self, _access: Access) -> Result<FileMapping> {
+    fn map(&self, _access: MappingAccess) -> Result<FileMapping> {
         FileMapping::copied(self.path(), self.len()? as usize, |bytes| self.read_at(0, bytes))
     }
     /// The concrete type, by which an engine recognises its own files.
@@ -116,10 +116,10 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     /// The engine's name for reports: `io_uring`, `pread`, `memory` or `fault over …`, with `+direct` where `O_DIRECT` is in use.
     fn name(&self) -> String;
     /// Open or make a file.
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>>;
+    fn open(&self, path: &Path, mode: IoOpenMode) -> Result<Arc<dyn IoFile>>;
     /// Do all reads of a batch, many at a time, and hand each to `sink` when it completes. This blocks until all are done. A read
     /// that fails, or that reaches past the end of its file, is handed over as an error and does not stop the others.
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>);
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>);
     /// Make a directory and the missing ones above it.
     fn create_dir_all(&self, path: &Path) -> Result<()>;
     /// The entries of a directory, sorted by name. `Kind::Storage` when the directory is missing.
@@ -158,7 +158,7 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     }
     /// Hold a directory itself: together with others to read it, or alone to remove or open it. When another hold forbids this it
     /// fails at once with `Kind::InUse`. This is independent of [`IoEngine::lock_dir`].
-    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock>;
+    fn lock_dir_for(&self, path: &Path, purpose: DirLockPurpose) -> Result<DirLock>;
 }
 
 /// Refuse a write that direct I/O could not do. Every engine uses this, so that all refuse the same writes.
@@ -176,18 +176,18 @@ fn check_aligned(path: &Path, offset: u64, len: usize) -> Result<()> {
 }
 
 /// The error of opening a path with `O_NOFOLLOW`.
-fn open_error(what: &str, path: &Path, source: &std::io::Error) -> Error {
+fn open_error(action: &str, path: &Path, source: &std::io::Error) -> Error {
     if source.raw_os_error() == Some(libc::ELOOP) {
         return Error::new(
             Kind::Path,
-            format!("cannot {what} {}: it is a symbolic link; give the path it points to", path.display()),
+            format!("cannot {action} {}: it is a symbolic link; give the path it points to", path.display()),
         );
     }
-    Error::io(what, path, source)
+    Error::io(action, path, source)
 }
 
 /// Whether a look at `path` found something; see [`IoEngine::exists`].
-fn found<T>(path: &Path, look: std::io::Result<T>) -> Result<bool> {
+fn exists_result<T>(path: &Path, look: std::io::Result<T>) -> Result<bool> {
     match look {
         Ok(_) => Ok(true),
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) => Ok(false),
@@ -196,13 +196,13 @@ fn found<T>(path: &Path, look: std::io::Result<T>) -> Result<bool> {
 }
 
 /// The error of a read that reaches past the end of its file.
-fn short_file(path: &Path, wanted_end: u64, len: u64) -> Error {
+fn short_file_error(path: &Path, wanted_end: u64, len: u64) -> Error {
     Error::corruption(path, len, "the file's length", format!("at least {wanted_end}"), len)
 }
 
 /// Write `data` to `path` so that a crash leaves either the old file or the new one, whole. This writes a temporary file beside it,
 /// syncs that, renames it over `path`, and syncs the directory.
-pub fn publish(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
+pub fn write_atomically(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
     let dir = path.parent().unwrap_or(Path::new("."));
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".tmp");
@@ -217,7 +217,7 @@ pub fn publish(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
 
 /// Make a file that holds `data`. Nothing of it is durable yet.
 pub(crate) fn write_whole(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<Arc<dyn IoFile>> {
-    let file = engine.open(path, Open::Create { preallocate: 0 })?;
+    let file = engine.open(path, IoOpenMode::Create { preallocate: 0 })?;
     let mut padded = AlignedBuf::zeroed(data.len().next_multiple_of(ALIGNMENT));
     padded[..data.len()].copy_from_slice(data);
     file.write_at(0, &padded)?;
@@ -227,7 +227,7 @@ pub(crate) fn write_whole(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Re
 
 /// Read a whole file. One longer than `limit_bytes` is refused before any memory is allocated (`Kind::Corruption`).
 pub fn read_file(engine: &dyn IoEngine, path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
-    let file = engine.open(path, Open::Read)?;
+    let file = engine.open(path, IoOpenMode::Read)?;
     let len = file.len()?;
     if len > limit_bytes {
         return Err(Error::corruption(path, 0, "the file's length", format!("at most {limit_bytes}"), len));

@@ -8,9 +8,9 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::cover::Cover;
+use super::cover::SectorRead;
 use super::disk::{BatchReader, DiskEngine, DiskFile};
-use super::{ALIGNMENT, BufPool, PooledBuf, Read, ReadSink};
+use super::{ALIGNMENT, BufPool, IoReadRequest, PooledBuf, ReadSink};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::sync::lock;
@@ -20,7 +20,7 @@ const THREADS: usize = 32;
 /// The most chunks of a batch that were read and wait for the sink.
 const READ_AHEAD: usize = 8;
 /// Buffers that are kept while nobody uses them: what all threads and two batches hold at once.
-const KEPT: usize = THREADS + 2 * READ_AHEAD;
+const KEPT_BUFFERS: usize = THREADS + 2 * READ_AHEAD;
 /// The most reads of a batch that a thread takes at a time.
 const CHUNK_READS: usize = 16;
 /// A thread takes no further read of a batch once the reads it took have this many bytes.
@@ -46,56 +46,56 @@ impl Default for PsyncEngine {
 /// Reads batches on a pool of threads, which the first batch starts.
 #[derive(Debug, Default)]
 pub struct PreadPool {
-    work: OnceLock<Option<Arc<Work>>>,
+    workers: OnceLock<Option<Arc<PreadWorkers>>>,
 }
 
 /// What the threads of a pool share.
 #[derive(Debug)]
-struct Work {
-    queue: Mutex<Queue>,
+struct PreadWorkers {
+    queue: Mutex<PreadQueue>,
     ready: Condvar,
     buffers: Arc<BufPool>,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct PreadQueue {
     /// Batches of which some chunk was not taken yet, oldest first.
-    batches: VecDeque<Arc<Batch>>,
+    batches: VecDeque<Arc<PreadBatch>>,
     closed: bool,
 }
 
 #[derive(Debug)]
-struct Batch {
-    reads: Vec<Read>,
+struct PreadBatch {
+    reads: Vec<IoReadRequest>,
     process: u32,
     /// The positions of the reads of each chunk.
     chunks: Vec<Range<usize>>,
     next: AtomicUsize,
-    done: SyncSender<Chunk>,
+    done: SyncSender<PreadChunk>,
 }
 
 /// Reads that one thread has done, one behind the other in one buffer.
-struct Chunk {
+struct PreadChunk {
     first: usize,
     /// `None` where the system refused a buffer, and after a panic.
     buffer: Option<PooledBuf>,
-    rows: Vec<Done>,
+    outcomes: Vec<PreadOutcome>,
 }
 
 /// A read that was done: where in its chunk's buffer the wanted bytes lie, and how long it took.
-type Done = (Result<Range<usize>>, Duration);
+type PreadOutcome = (Result<Range<usize>>, Duration);
 
-impl Chunk {
+impl PreadChunk {
     /// A chunk whose reads all fail with this error.
     fn failed(positions: Range<usize>, error: &Error) -> Self {
         let first = positions.start;
-        Self { first, buffer: None, rows: positions.map(|_| (Err(error.clone()), Duration::ZERO)).collect() }
+        Self { first, buffer: None, outcomes: positions.map(|_| (Err(error.clone()), Duration::ZERO)).collect() }
     }
 }
 
 /// The positions of the reads of each chunk. Chunks are small, so that the threads share a batch, and still worth the cost of a
 /// hand-over.
-fn chunks_of(reads: &[Read]) -> Vec<Range<usize>> {
+fn chunks_of(reads: &[IoReadRequest]) -> Vec<Range<usize>> {
     let most = reads.len().div_ceil(THREADS).clamp(1, CHUNK_READS);
     let mut chunks: Vec<Range<usize>> = Vec::new();
     let mut bytes = 0;
@@ -115,24 +115,24 @@ fn chunks_of(reads: &[Read]) -> Vec<Range<usize>> {
 }
 
 /// Bytes of the buffer for `read`. They are a multiple of the largest alignment, so that the next read starts aligned too.
-fn room_of(read: &Read) -> usize {
+fn buffer_bytes_of(read: &IoReadRequest) -> usize {
     let skip = (read.offset % ALIGNMENT as u64) as usize;
     (skip + read.len).next_multiple_of(ALIGNMENT)
 }
 
 /// Do a read into `buffer`. The result is where in `buffer` the wanted bytes lie.
-fn read_one(read: &Read, process: u32, buffer: &mut [u8]) -> Result<Range<usize>> {
-    let Some(file) = read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_of(process)) else {
+fn read_one(read: &IoReadRequest, process: u32, buffer: &mut [u8]) -> Result<Range<usize>> {
+    let Some(file) = read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_opened_by(process)) else {
         read.file.read_at(read.offset, &mut buffer[..read.len])?;
         return Ok(0..read.len);
     };
-    let mut cover = Cover::new(read.offset, read.len, file.align());
-    file.read_cover(&mut cover, buffer)?;
+    let mut cover = SectorRead::new(read.offset, read.len, file.align());
+    file.read_sectors(&mut cover, buffer)?;
     Ok(cover.skip..cover.skip + cover.len)
 }
 
 /// Do reads on this thread, one after the other, and hand each over with its position.
-pub(super) fn one_by_one<'a>(reads: impl Iterator<Item = (usize, &'a Read)>, sink: &mut ReadSink<'_>) {
+pub(super) fn read_serially<'a>(reads: impl Iterator<Item = (usize, &'a IoReadRequest)>, sink: &mut ReadSink<'_>) {
     let mut data = Vec::new();
     for (position, read) in reads {
         data.clear();
@@ -145,13 +145,13 @@ pub(super) fn one_by_one<'a>(reads: impl Iterator<Item = (usize, &'a Read)>, sin
     }
 }
 
-impl Work {
-    fn read_chunk(&self, batch: &Batch, chunk: Range<usize>) -> Chunk {
+impl PreadWorkers {
+    fn read_chunk(&self, batch: &PreadBatch, chunk: Range<usize>) -> PreadChunk {
         let reads = &batch.reads[chunk.clone()];
-        let mut buffer = match self.buffers.take_at_least(reads.iter().map(room_of).sum()) {
+        let mut buffer = match self.buffers.take_at_least(reads.iter().map(buffer_bytes_of).sum()) {
             Ok(buffer) => buffer,
             Err(refused) => {
-                return Chunk::failed(chunk, &refused);
+                return PreadChunk::failed(chunk, &refused);
             }
         };
         let (mut at, mut asked) = (0, Instant::now());
@@ -159,14 +159,14 @@ impl Work {
             .iter()
             .map(|read| {
                 let start = at;
-                at += room_of(read);
+                at += buffer_bytes_of(read);
                 let row = read_one(read, batch.process, &mut buffer[start..at]);
                 let now = Instant::now();
                 let took = now - std::mem::replace(&mut asked, now);
                 (row.map(|row| start + row.start..start + row.end), took)
             })
             .collect();
-        Chunk { first: chunk.start, buffer: Some(buffer), rows }
+        PreadChunk { first: chunk.start, buffer: Some(buffer), outcomes: rows }
     }
 
     fn run(&self) {
@@ -189,7 +189,7 @@ impl Work {
                 // The thread that waits for the batch counts its chunks. So a chunk is sent even when reading it panicked.
                 let read = catch_unwind(AssertUnwindSafe(|| self.read_chunk(&batch, chunk.clone())));
                 let read = read.unwrap_or_else(|panic| {
-                    Chunk::failed(chunk.clone(), &Error::panicked("a thread that reads", &*panic))
+                    PreadChunk::failed(chunk.clone(), &Error::panicked("a thread that reads", &*panic))
                 });
                 if batch.done.send(read).is_err() {
                     // The receiver is gone, because the batch's sink panicked. The other chunks need not be read.
@@ -203,12 +203,12 @@ impl Work {
 
 impl PreadPool {
     /// `None` where the system gives no thread.
-    fn work(&self) -> Option<&Arc<Work>> {
-        let made = self.work.get_or_init(|| {
-            let work = Arc::new(Work {
+    fn workers(&self) -> Option<&Arc<PreadWorkers>> {
+        let made = self.workers.get_or_init(|| {
+            let work = Arc::new(PreadWorkers {
                 queue: Mutex::default(),
                 ready: Condvar::new(),
-                buffers: Arc::new(BufPool::new(CHUNK_BYTES + 2 * CHUNK_READS * ALIGNMENT, KEPT)),
+                buffers: Arc::new(BufPool::new(CHUNK_BYTES + 2 * CHUNK_READS * ALIGNMENT, KEPT_BUFFERS)),
             });
             for number in 0..THREADS {
                 let shared = work.clone();
@@ -227,7 +227,7 @@ impl PreadPool {
 
 impl Drop for PreadPool {
     fn drop(&mut self) {
-        if let Some(Some(work)) = self.work.get() {
+        if let Some(Some(work)) = self.workers.get() {
             lock(&work.queue).closed = true;
             work.ready.notify_all();
         }
@@ -239,16 +239,16 @@ impl BatchReader for PreadPool {
         "pread"
     }
 
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
-        let work = self.work();
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
+        let work = self.workers();
         let work = match work {
             Some(work) if reads.len() > 1 => work,
-            _ => return one_by_one(reads.iter().enumerate(), sink),
+            _ => return read_serially(reads.iter().enumerate(), sink),
         };
         // Threads that are ahead of the sink wait here, which bounds the number of buffers that a batch holds.
         let (done, finished) = sync_channel(READ_AHEAD);
         let chunks = chunks_of(reads);
-        let batch = Arc::new(Batch {
+        let batch = Arc::new(PreadBatch {
             reads: reads.to_vec(),
             process: std::process::id(),
             chunks,
@@ -259,7 +259,7 @@ impl BatchReader for PreadPool {
         work.ready.notify_all();
         for _ in 0..batch.chunks.len() {
             let Ok(chunk) = finished.recv() else { break };
-            for (row, (result, took)) in chunk.rows.into_iter().enumerate() {
+            for (row, (result, took)) in chunk.outcomes.into_iter().enumerate() {
                 let bytes = chunk.buffer.as_deref().unwrap_or_default();
                 sink(chunk.first + row, result.map(|range| &bytes[range]), took);
             }

@@ -9,12 +9,12 @@ use crate::error::{Error, Kind, Result};
 use crate::process::PerProcess;
 
 /// The environment variable that overrides the choice. Its values are `uring` and `pread`.
-const VARIABLE: &str = "EMBCACHE_IO";
+const ENGINE_VARIABLE: &str = "EMBCACHE_IO";
 
 /// The wanted limit of open files of a process, since each segment of each table is one.
-const OPEN_FILES: u64 = 1 << 16;
+const OPEN_FILE_LIMIT: u64 = 1 << 16;
 
-static CHOSEN: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
+static PROCESS_ENGINE: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
 
 /// The engine of this process. It is `io_uring` where the system permits that (a ring was made, and a read through it succeeded),
 /// and plain `pread` otherwise, which is logged. The environment variable `EMBCACHE_IO` (`uring` or `pread`) overrides the choice.
@@ -25,15 +25,15 @@ static CHOSEN: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
 pub fn default_engine() -> Result<Arc<dyn IoEngine>> {
     let make = || {
         raise_file_limit();
-        choose(std::env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned()).as_deref())
+        choose_engine(std::env::var_os(ENGINE_VARIABLE).map(|value| value.to_string_lossy().into_owned()).as_deref())
     };
-    CHOSEN.get(make).cloned()
+    PROCESS_ENGINE.get(make).cloned()
 }
 
 /// Raise this process's soft limit of open files towards the administrator's hard limit. The usual 1024 is too few for some tables.
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
-    let wanted = limit.maximum.map_or(OPEN_FILES, |most| most.min(OPEN_FILES));
+    let wanted = limit.maximum.map_or(OPEN_FILE_LIMIT, |most| most.min(OPEN_FILE_LIMIT));
     if limit.current.is_some_and(|now| now < wanted) {
         // Where this is refused, opening a file fails later with an error that names the file and the errno.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum: limit.maximum });
@@ -41,20 +41,22 @@ fn raise_file_limit() {
 }
 
 /// The engine for a value of the environment variable.
-fn choose(wanted: Option<&str>) -> Result<Arc<dyn IoEngine>> {
-    match wanted {
-        None | Some("") => Ok(uring().unwrap_or_else(|refused| {
+fn choose_engine(requested: Option<&str>) -> Result<Arc<dyn IoEngine>> {
+    match requested {
+        None | Some("") => Ok(uring_engine().unwrap_or_else(|refused| {
             tracing::warn!("files are read by pread, which takes more time of the processor: {refused}");
             Arc::new(PsyncEngine::default())
         })),
-        Some("uring") => uring(),
+        Some("uring") => uring_engine(),
         Some("pread") => Ok(Arc::new(PsyncEngine::default())),
-        Some(other) => Err(Error::new(Kind::Config, format!("{VARIABLE}={other:?} is not known: use uring or pread"))),
+        Some(other) => {
+            Err(Error::new(Kind::Config, format!("{ENGINE_VARIABLE}={other:?} is not known: use uring or pread")))
+        }
     }
 }
 
 #[cfg(target_os = "linux")]
-fn uring() -> Result<Arc<dyn IoEngine>> {
+fn uring_engine() -> Result<Arc<dyn IoEngine>> {
     Ok(Arc::new(super::UringEngine::new(true)?))
 }
 
@@ -69,16 +71,16 @@ mod tests {
 
     #[test]
     fn the_variable_chooses_and_a_wrong_value_is_named() {
-        assert!(choose(Some("pread")).unwrap().name().starts_with("pread"));
-        let error = choose(Some("aio")).unwrap_err();
+        assert!(choose_engine(Some("pread")).unwrap().name().starts_with("pread"));
+        let error = choose_engine(Some("aio")).unwrap_err();
         assert_eq!(error.kind(), Kind::Config);
         assert!(error.to_string().contains("\"aio\""), "{error}");
     }
 
     #[test]
     fn without_the_variable_a_refused_ring_falls_back() {
-        let expected = if uring().is_ok() { "io_uring" } else { "pread" };
-        assert!(choose(None).unwrap().name().starts_with(expected));
+        let expected = if uring_engine().is_ok() { "io_uring" } else { "pread" };
+        assert!(choose_engine(None).unwrap().name().starts_with(expected));
     }
 
     #[test]

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, types};
 
-use super::arena::Arena;
-use super::cover::{Cover, Step};
+use super::arena::ReadArena;
+use super::cover::{SectorRead, SectorReadStep};
 use super::disk::{BatchReader, DiskEngine, DiskFile};
-use super::psync::one_by_one;
-use super::{AlignedBuf, Read, ReadSink};
+use super::psync::read_serially;
+use super::{AlignedBuf, IoReadRequest, ReadSink};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::sync::lock;
@@ -24,7 +24,7 @@ const DEPTH: usize = 128;
 /// Rings of an engine, so that several tables read at once.
 const RINGS: usize = 4;
 /// Completions to wait for in one system call. So few keep the device's queue full.
-const REAP: usize = 16;
+const MIN_COMPLETIONS: usize = 16;
 /// Bytes of a ring's memory for reads in flight: 32 KiB for each of [`DEPTH`] reads.
 const ARENA_BYTES: usize = 4 << 20;
 /// A read whose sectors have at most this many bytes uses the ring's memory. A larger one gets a buffer of its own.
@@ -32,7 +32,7 @@ const LARGEST_PIECE: usize = 256 << 10;
 /// The most bytes of large reads of a batch in flight together. A single large read may have more.
 const LARGE_BYTES: usize = 16 << 20;
 /// The most bytes of large buffers that a ring keeps for the next batch.
-const SPARE_BYTES: usize = 4 << 20;
+const KEPT_BYTES: usize = 4 << 20;
 
 /// The engine that reads batches through `io_uring`, and does everything else by plain system calls.
 pub type UringEngine = DiskEngine<UringReader>;
@@ -49,43 +49,43 @@ impl UringEngine {
 #[derive(Debug)]
 pub struct UringReader {
     /// Each ring is made when it is first used. A ring that failed is dropped, and made again.
-    rings: [Mutex<Option<Ring>>; RINGS],
-    turn: AtomicUsize,
+    rings: [Mutex<Option<UringRing>>; RINGS],
+    next_ring: AtomicUsize,
     /// Whether a ring has failed, which the log says once.
     has_failed: AtomicBool,
 }
 
 /// One ring, and the memory that its requests read into.
-struct Ring {
+struct UringRing {
     queues: IoUring,
-    arena: Arena,
-    spare: Vec<AlignedBuf>,
+    arena: ReadArena,
+    kept_buffers: Vec<AlignedBuf>,
 }
 
 /// A request in flight.
-struct Flight<'a> {
+struct InFlightRead<'a> {
     position: usize,
     file: &'a DiskFile,
-    cover: Cover,
-    memory: Memory,
+    cover: SectorRead,
+    memory: InFlightMemory,
     /// When the system was asked for it.
-    asked: Instant,
+    submitted_at: Instant,
 }
 
 /// The memory that a request reads into.
-enum Memory {
+enum InFlightMemory {
     /// The ring's memory from this byte on.
     Piece(usize),
     Large(AlignedBuf),
 }
 
-impl std::fmt::Debug for Ring {
+impl std::fmt::Debug for UringRing {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Ring").finish_non_exhaustive()
+        f.debug_struct("UringRing").finish_non_exhaustive()
     }
 }
 
-impl Ring {
+impl UringRing {
     fn new() -> io::Result<Self> {
         let entries = DEPTH as u32;
         let queues = IoUring::builder()
@@ -94,31 +94,31 @@ impl Ring {
             .build(entries)
             // Kernels before 5.19 have no cooperative task running.
             .or_else(|_| IoUring::builder().dontfork().build(entries))?;
-        let arena = Arena::new(ARENA_BYTES).map_err(io::Error::other)?;
-        Ok(Self { queues, arena, spare: Vec::new() })
+        let arena = ReadArena::new(ARENA_BYTES).map_err(io::Error::other)?;
+        Ok(Self { queues, arena, kept_buffers: Vec::new() })
     }
 
     /// A buffer of at least `bytes`. `Kind::Memory` where the system refuses a new one even without the memory reserve.
     fn large_buffer(&mut self, bytes: usize) -> Result<AlignedBuf> {
-        match self.spare.iter().position(|buffer| buffer.len() >= bytes) {
-            Some(found) => Ok(self.spare.swap_remove(found)),
+        match self.kept_buffers.iter().position(|buffer| buffer.len() >= bytes) {
+            Some(found) => Ok(self.kept_buffers.swap_remove(found)),
             None => memory::or_from_reserve(|| AlignedBuf::try_zeroed(bytes.next_power_of_two())),
         }
     }
 
-    fn keep(&mut self, buffer: AlignedBuf) {
-        let kept: usize = self.spare.iter().map(|spare| spare.len()).sum();
-        if kept + buffer.len() <= SPARE_BYTES {
-            self.spare.push(buffer);
+    fn keep_buffer(&mut self, buffer: AlignedBuf) {
+        let kept: usize = self.kept_buffers.iter().map(|spare| spare.len()).sum();
+        if kept + buffer.len() <= KEPT_BYTES {
+            self.kept_buffers.push(buffer);
         }
     }
 }
 
 /// A batch on one ring. Dropping it waits for the reads in flight, because the kernel writes to the ring's memory until they
 /// complete. (They are in flight at the drop when the sink panics.)
-struct Run<'a, 'r> {
-    ring: &'r mut Ring,
-    flights: Vec<Option<Flight<'a>>>,
+struct UringBatch<'a, 'r> {
+    ring: &'r mut UringRing,
+    flights: Vec<Option<InFlightRead<'a>>>,
     free: Vec<u32>,
     /// Requests pushed whose completion has not been taken.
     pending: usize,
@@ -130,8 +130,8 @@ struct Run<'a, 'r> {
     now: Instant,
 }
 
-impl<'a, 'r> Run<'a, 'r> {
-    fn new(ring: &'r mut Ring, reads: usize) -> Self {
+impl<'a, 'r> UringBatch<'a, 'r> {
+    fn new(ring: &'r mut UringRing, reads: usize) -> Self {
         let depth = reads.min(DEPTH) as u32;
         // After a run whose sink panicked, pieces are still marked as taken. None of them is in flight.
         ring.arena.clear();
@@ -148,20 +148,20 @@ impl<'a, 'r> Run<'a, 'r> {
     }
 
     /// The memory that the sectors of a flight are read into.
-    fn memory(ring: &Ring, flight: &Flight<'_>) -> *mut u8 {
+    fn memory(ring: &UringRing, flight: &InFlightRead<'_>) -> *mut u8 {
         match &flight.memory {
-            Memory::Piece(start) => ring.arena.at(*start),
-            Memory::Large(buffer) => buffer.start_ptr(),
+            InFlightMemory::Piece(start) => ring.arena.ptr_at(*start),
+            InFlightMemory::Large(buffer) => buffer.start_ptr(),
         }
     }
 
     /// Put the unread part of a flight into the submission queue.
     fn push(&mut self, slot: u32) {
         let Some(flight) = &mut self.flights[slot as usize] else { return };
-        let memory = Self::memory(self.ring, flight).wrapping_add(flight.cover.got);
-        let bytes = (flight.cover.span - flight.cover.got).min(flight.file.call_bytes());
+        let memory = Self::memory(self.ring, flight).wrapping_add(flight.cover.bytes_read);
+        let bytes = (flight.cover.span - flight.cover.bytes_read).min(flight.file.call_bytes());
         let entry = opcode::Read::new(types::Fd(flight.file.as_fd().as_raw_fd()), memory, bytes as u32)
-            .offset(flight.cover.start + flight.cover.got as u64)
+            .offset(flight.cover.start + flight.cover.bytes_read as u64)
             .build()
             .user_data(u64::from(slot));
         // SAFETY: `memory` has room for `bytes`. It belongs to the ring or to this flight and stays there until the completion,
@@ -191,16 +191,17 @@ impl<'a, 'r> Run<'a, 'r> {
     }
 
     /// Take the completions that have arrived.
-    fn take(&mut self) {
+    fn take_completions(&mut self) {
         self.taken.clear();
         self.taken.extend(self.ring.queues.completion().map(|done| (done.user_data() as u32, done.result())));
         self.pending -= self.taken.len();
     }
 
     /// Start reads until there is no more slot, no more of the ring's memory, or too many bytes in large buffers.
-    fn fill(&mut self, reads: &'a [Read], next: &mut usize, sink: &mut ReadSink<'_>) {
+    fn fill(&mut self, reads: &'a [IoReadRequest], next: &mut usize, sink: &mut ReadSink<'_>) {
         while let (Some(&slot), Some(read)) = (self.free.last(), reads.get(*next)) {
-            let Some(file) = read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_of(self.process))
+            let Some(file) =
+                read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_opened_by(self.process))
             else {
                 // A file of another engine reads by itself. So does one of the process that this one was forked from; it refuses.
                 let mut data = vec![0; read.len];
@@ -214,7 +215,7 @@ impl<'a, 'r> Run<'a, 'r> {
                 *next += 1;
                 continue;
             }
-            let cover = Cover::new(read.offset, read.len, file.align());
+            let cover = SectorRead::new(read.offset, read.len, file.align());
             let memory = if cover.span > LARGEST_PIECE {
                 if self.large_bytes > 0 && self.large_bytes + cover.span > LARGE_BYTES {
                     return;
@@ -230,13 +231,14 @@ impl<'a, 'r> Run<'a, 'r> {
                     }
                 };
                 self.large_bytes += buffer.len();
-                Memory::Large(buffer)
+                InFlightMemory::Large(buffer)
             } else {
                 // While nothing is in flight there is room for one piece at least.
                 let Some(start) = self.ring.arena.take(cover.span) else { return };
-                Memory::Piece(start)
+                InFlightMemory::Piece(start)
             };
-            self.flights[slot as usize] = Some(Flight { position: *next, file, cover, memory, asked: self.now });
+            self.flights[slot as usize] =
+                Some(InFlightRead { position: *next, file, cover, memory, submitted_at: self.now });
             self.free.pop();
             self.push(slot);
             *next += 1;
@@ -248,17 +250,17 @@ impl<'a, 'r> Run<'a, 'r> {
         let Some(flight) = &mut self.flights[slot as usize] else { return };
         let step = match result {
             result if result >= 0 => flight.cover.advance(result as usize),
-            result if result == -libc::EINTR || result == -libc::EAGAIN => Step::More,
-            _ => Step::Short,
+            result if result == -libc::EINTR || result == -libc::EAGAIN => SectorReadStep::More,
+            _ => SectorReadStep::Short,
         };
-        if step == Step::More {
+        if step == SectorReadStep::More {
             self.push(slot);
             return;
         }
         let Some(flight) = self.flights[slot as usize].take() else { return };
         self.free.push(slot);
         let cover = &flight.cover;
-        let outcome = if step == Step::Done {
+        let outcome = if step == SectorReadStep::Done {
             let (skip, len) = (cover.skip, cover.len);
             let memory = Self::memory(self.ring, &flight).wrapping_add(skip).cast_const();
             // SAFETY: the kernel has written these bytes and completed the request. Nobody writes to them again until this piece or
@@ -267,20 +269,20 @@ impl<'a, 'r> Run<'a, 'r> {
         } else if result < 0 {
             Err(Error::io("read", super::IoFile::path(flight.file), &io::Error::from_raw_os_error(-result)))
         } else {
-            Err(flight.file.short(cover))
+            Err(flight.file.short_read_error(cover))
         };
-        sink(flight.position, outcome, self.now - flight.asked);
+        sink(flight.position, outcome, self.now - flight.submitted_at);
         match flight.memory {
-            Memory::Piece(start) => self.ring.arena.give(start),
-            Memory::Large(buffer) => {
+            InFlightMemory::Piece(start) => self.ring.arena.give_back(start),
+            InFlightMemory::Large(buffer) => {
                 self.large_bytes -= buffer.len();
-                self.ring.keep(buffer);
+                self.ring.keep_buffer(buffer);
             }
         }
     }
 
     /// Hand every read of the batch to the sink. After an error some reads were left out, and the ring is of no use.
-    fn all(&mut self, reads: &'a [Read], sink: &mut ReadSink<'_>) -> io::Result<()> {
+    fn read_all(&mut self, reads: &'a [IoReadRequest], sink: &mut ReadSink<'_>) -> io::Result<()> {
         let mut next = 0;
         loop {
             self.fill(reads, &mut next, sink);
@@ -288,9 +290,9 @@ impl<'a, 'r> Run<'a, 'r> {
                 // Reads are left over only if the ring's memory had to be abandoned before.
                 return if next == reads.len() { Ok(()) } else { Err(io::ErrorKind::OutOfMemory.into()) };
             }
-            self.enter(self.pending.min(REAP))?;
+            self.enter(self.pending.min(MIN_COMPLETIONS))?;
             self.now = Instant::now();
-            self.take();
+            self.take_completions();
             let mut taken = std::mem::take(&mut self.taken);
             for (slot, result) in taken.drain(..) {
                 self.complete(slot, result, sink);
@@ -300,19 +302,19 @@ impl<'a, 'r> Run<'a, 'r> {
     }
 }
 
-impl Drop for Run<'_, '_> {
+impl Drop for UringBatch<'_, '_> {
     fn drop(&mut self) {
         while self.pending > 0 {
             if self.enter(self.pending).is_err() {
                 // Nobody can tell when the kernel is done with this memory, so it stays mapped for ever.
-                self.ring.arena.abandon();
+                self.ring.arena.leak();
                 std::mem::take(&mut self.flights)
                     .into_iter()
                     .flatten()
                     .for_each(|flight| std::mem::forget(flight.memory));
                 return;
             }
-            self.take();
+            self.take_completions();
         }
     }
 }
@@ -327,16 +329,16 @@ impl UringReader {
                 ),
             )
         };
-        let mut ring = Ring::new().map_err(|e| refused(&e))?;
+        let mut ring = UringRing::new().map_err(|e| refused(&e))?;
         probe(&mut ring).map_err(|e| refused(&e))?;
         let rings = std::array::from_fn(|_| Mutex::new(None));
         *lock(&rings[0]) = Some(ring);
-        Ok(Self { rings, turn: AtomicUsize::new(0), has_failed: AtomicBool::new(false) })
+        Ok(Self { rings, next_ring: AtomicUsize::new(0), has_failed: AtomicBool::new(false) })
     }
 
     /// Call `run` with a ring that nobody uses. If all are in use, wait for one of them, in turn.
-    fn with_ring<T>(&self, run: impl FnOnce(&mut Option<Ring>) -> T) -> T {
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+    fn with_ring<T>(&self, run: impl FnOnce(&mut Option<UringRing>) -> T) -> T {
+        let turn = self.next_ring.fetch_add(1, Ordering::Relaxed);
         for ahead in 0..RINGS {
             match self.rings[(turn + ahead) % RINGS].try_lock() {
                 Ok(mut ring) => return run(&mut ring),
@@ -349,9 +351,9 @@ impl UringReader {
 }
 
 /// Do a read through the ring. A sandbox may permit to make a ring and refuse to use it.
-fn probe(ring: &mut Ring) -> io::Result<()> {
+fn probe(ring: &mut UringRing) -> io::Result<()> {
     let zeros = std::fs::File::open("/dev/zero")?;
-    let entry = opcode::Read::new(types::Fd(zeros.as_raw_fd()), ring.arena.at(0), 8).build();
+    let entry = opcode::Read::new(types::Fd(zeros.as_raw_fd()), ring.arena.ptr_at(0), 8).build();
     // SAFETY: the memory and the descriptor live until the completion is taken below. (A read of /dev/zero completes as it is
     // submitted, so none is in flight after an error.)
     unsafe { ring.queues.submission().push(&entry) }.map_err(io::Error::other)?;
@@ -372,7 +374,7 @@ impl BatchReader for UringReader {
         "io_uring"
     }
 
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         self.with_ring(|slot| {
             // Completions come in any order. After a failure of the ring, each read that was not handed over is done in another
             // way.
@@ -383,11 +385,11 @@ impl BatchReader for UringReader {
             };
             let ran = match slot.as_mut() {
                 Some(ring) => Ok(ring),
-                None => Ring::new().map(|made| slot.insert(made)),
+                None => UringRing::new().map(|made| slot.insert(made)),
             }
             .and_then(|ring| {
-                let mut run = Run::new(ring, reads.len());
-                run.all(reads, &mut marking)
+                let mut run = UringBatch::new(ring, reads.len());
+                run.read_all(reads, &mut marking)
             });
             let Err(error) = ran else { return };
             if !self.has_failed.swap(true, Ordering::Relaxed) {
@@ -396,7 +398,7 @@ impl BatchReader for UringReader {
             // There is no ring now, for want of memory or descriptors, or by a sandbox's rules. What it left out is read by plain
             // calls.
             *slot = None;
-            one_by_one(reads.iter().enumerate().filter(|(position, _)| !handed[*position]), sink);
+            read_serially(reads.iter().enumerate().filter(|(position, _)| !handed[*position]), sink);
         });
     }
 }

@@ -4,12 +4,12 @@
 
 use super::optimizer::{Hyperparameters, RowUpdate, decayed};
 use super::rows::RowStore;
-use crate::simd::{Lanes, by_lanes};
+use crate::simd::{FloatLanes, by_lanes};
 use crate::types::CacheSlot;
 
 /// The numbers of an update, in float32. Those that depend on the step are computed in float64, once an update.
 #[derive(Clone, Copy)]
-struct Moments {
+struct AdamConstants {
     lr: f32,
     eps: f32,
     weight_decay: f32,
@@ -23,7 +23,7 @@ struct Moments {
     correction2: f32,
 }
 
-impl Moments {
+impl AdamConstants {
     fn new(numbers: &Hyperparameters, step: u64) -> Self {
         let Hyperparameters { lr, eps, beta1, beta2, weight_decay, .. } = *numbers;
         Self {
@@ -55,15 +55,15 @@ fn power(base: f64, exponent: u64) -> f64 {
 
 /// Adam; with `DECOUPLED` weight decay it is `AdamW`.
 #[derive(Clone, Copy)]
-pub(super) struct Adam<const DECOUPLED: bool>(Moments);
+pub(super) struct AdamUpdate<const DECOUPLED: bool>(AdamConstants);
 
-impl<const DECOUPLED: bool> Adam<DECOUPLED> {
+impl<const DECOUPLED: bool> AdamUpdate<DECOUPLED> {
     pub(super) fn new(numbers: &Hyperparameters, step: u64) -> Self {
-        Self(Moments::new(numbers, step))
+        Self(AdamConstants::new(numbers, step))
     }
 }
 
-impl<const DECOUPLED: bool> RowUpdate for Adam<DECOUPLED> {
+impl<const DECOUPLED: bool> RowUpdate for AdamUpdate<DECOUPLED> {
     const VECTOR_SLOTS: usize = 2;
     const SCALAR_SLOT: bool = false;
 
@@ -72,28 +72,35 @@ impl<const DECOUPLED: bool> RowUpdate for Adam<DECOUPLED> {
         let numbers = &self.0;
         let weights = rows.weights(slot);
         let (firsts, seconds) = (rows.vector_slot(0, slot), rows.vector_slot(1, slot));
-        let (beta1, fresh1, correction1) =
-            (Lanes::splat(numbers.beta1), Lanes::splat(numbers.fresh1), Lanes::splat(numbers.correction1));
-        let (beta2, fresh2, correction2) =
-            (Lanes::splat(numbers.beta2), Lanes::splat(numbers.fresh2), Lanes::splat(numbers.correction2));
+        let (beta1, fresh1, correction1) = (
+            FloatLanes::splat(numbers.beta1),
+            FloatLanes::splat(numbers.fresh1),
+            FloatLanes::splat(numbers.correction1),
+        );
+        let (beta2, fresh2, correction2) = (
+            FloatLanes::splat(numbers.beta2),
+            FloatLanes::splat(numbers.fresh2),
+            FloatLanes::splat(numbers.correction2),
+        );
         by_lanes!(dim, |at, count| {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
             // floats.
             unsafe {
-                let w = Lanes::load_first(weights.add(at), count);
-                let mut g = Lanes::load_first(gradient.add(at), count);
+                let w = FloatLanes::load_first(weights.add(at), count);
+                let mut g = FloatLanes::load_first(gradient.add(at), count);
                 if !DECOUPLED {
                     g = decayed(g, w, numbers.weight_decay);
                 }
-                let first = beta1 * Lanes::load_first(firsts.add(at), count) + fresh1 * g;
+                let first = beta1 * FloatLanes::load_first(firsts.add(at), count) + fresh1 * g;
                 first.store_first(firsts.add(at), count);
-                let second = beta2 * Lanes::load_first(seconds.add(at), count) + fresh2 * (g * g);
+                let second = beta2 * FloatLanes::load_first(seconds.add(at), count) + fresh2 * (g * g);
                 second.store_first(seconds.add(at), count);
-                let mut direction = first * correction1 / ((second * correction2).sqrt() + Lanes::splat(numbers.eps));
+                let mut direction =
+                    first * correction1 / ((second * correction2).sqrt() + FloatLanes::splat(numbers.eps));
                 if DECOUPLED {
                     direction = decayed(direction, w, numbers.weight_decay);
                 }
-                (w - Lanes::splat(numbers.lr) * direction).store_first(weights.add(at), count);
+                (w - FloatLanes::splat(numbers.lr) * direction).store_first(weights.add(at), count);
             }
         });
     }
@@ -101,15 +108,15 @@ impl<const DECOUPLED: bool> RowUpdate for Adam<DECOUPLED> {
 
 /// Adam with one second moment for the whole row, and decoupled weight decay.
 #[derive(Clone, Copy)]
-pub(super) struct PartialRowWiseAdam(Moments);
+pub(super) struct PartialRowWiseAdamUpdate(AdamConstants);
 
-impl PartialRowWiseAdam {
+impl PartialRowWiseAdamUpdate {
     pub(super) fn new(numbers: &Hyperparameters, step: u64) -> Self {
-        Self(Moments::new(numbers, step))
+        Self(AdamConstants::new(numbers, step))
     }
 }
 
-impl RowUpdate for PartialRowWiseAdam {
+impl RowUpdate for PartialRowWiseAdamUpdate {
     const VECTOR_SLOTS: usize = 1;
     const SCALAR_SLOT: bool = true;
 
@@ -117,10 +124,10 @@ impl RowUpdate for PartialRowWiseAdam {
     unsafe fn update<R: RowStore>(&self, rows: &R, slot: CacheSlot, gradient: *const f32, dim: usize) {
         let numbers = &self.0;
         let (weights, firsts) = (rows.weights(slot), rows.vector_slot(0, slot));
-        let mut squares = Lanes::splat(0.0);
+        let mut squares = FloatLanes::splat(0.0);
         by_lanes!(dim, |at, count| {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise the gradient has `dim` floats.
-            let g = unsafe { Lanes::load_first(gradient.add(at), count) };
+            let g = unsafe { FloatLanes::load_first(gradient.add(at), count) };
             squares = squares + g * g;
         });
         let second = rows.scalar(slot);
@@ -129,18 +136,18 @@ impl RowUpdate for PartialRowWiseAdam {
             *second = numbers.beta2 * *second + numbers.fresh2 * (squares.sum() / dim as f32);
             (*second * numbers.correction2).sqrt() + numbers.eps
         };
-        let (beta1, fresh1) = (Lanes::splat(numbers.beta1), Lanes::splat(numbers.fresh1));
-        let multiplier = Lanes::splat(numbers.correction1 / root);
+        let (beta1, fresh1) = (FloatLanes::splat(numbers.beta1), FloatLanes::splat(numbers.fresh1));
+        let multiplier = FloatLanes::splat(numbers.correction1 / root);
         by_lanes!(dim, |at, count| {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
             // floats.
             unsafe {
-                let w = Lanes::load_first(weights.add(at), count);
-                let g = Lanes::load_first(gradient.add(at), count);
-                let first = beta1 * Lanes::load_first(firsts.add(at), count) + fresh1 * g;
+                let w = FloatLanes::load_first(weights.add(at), count);
+                let g = FloatLanes::load_first(gradient.add(at), count);
+                let first = beta1 * FloatLanes::load_first(firsts.add(at), count) + fresh1 * g;
                 first.store_first(firsts.add(at), count);
                 let direction = decayed(first * multiplier, w, numbers.weight_decay);
-                (w - Lanes::splat(numbers.lr) * direction).store_first(weights.add(at), count);
+                (w - FloatLanes::splat(numbers.lr) * direction).store_first(weights.add(at), count);
             }
         });
     }
@@ -148,24 +155,24 @@ impl RowUpdate for PartialRowWiseAdam {
 
 /// LAMB: the direction of `AdamW`, stretched to the norm of the row's weights.
 #[derive(Clone, Copy)]
-pub(super) struct Lamb(Moments);
+pub(super) struct LambUpdate(AdamConstants);
 
-impl Lamb {
+impl LambUpdate {
     pub(super) fn new(numbers: &Hyperparameters, step: u64) -> Self {
-        Self(Moments::new(numbers, step))
+        Self(AdamConstants::new(numbers, step))
     }
 
     /// The direction of some columns, from their updated moments. It is 0 where the root of the second moment and `eps` are 0, as
     /// in the lanes behind a row's end: the sum of squares over a row is not to count those.
     #[inline(always)]
-    fn direction(&self, first: Lanes, second: Lanes, w: Lanes) -> Lanes {
+    fn direction(&self, first: FloatLanes, second: FloatLanes, w: FloatLanes) -> FloatLanes {
         let numbers = &self.0;
-        let root = (second * Lanes::splat(numbers.correction2)).sqrt() + Lanes::splat(numbers.eps);
-        decayed((first * Lanes::splat(numbers.correction1)).over_or_zero(root), w, numbers.weight_decay)
+        let root = (second * FloatLanes::splat(numbers.correction2)).sqrt() + FloatLanes::splat(numbers.eps);
+        decayed((first * FloatLanes::splat(numbers.correction1)).over_or_zero(root), w, numbers.weight_decay)
     }
 }
 
-impl RowUpdate for Lamb {
+impl RowUpdate for LambUpdate {
     const VECTOR_SLOTS: usize = 2;
     const SCALAR_SLOT: bool = false;
 
@@ -174,18 +181,18 @@ impl RowUpdate for Lamb {
         let numbers = &self.0;
         let weights = rows.weights(slot);
         let (firsts, seconds) = (rows.vector_slot(0, slot), rows.vector_slot(1, slot));
-        let (beta1, fresh1) = (Lanes::splat(numbers.beta1), Lanes::splat(numbers.fresh1));
-        let (beta2, fresh2) = (Lanes::splat(numbers.beta2), Lanes::splat(numbers.fresh2));
-        let (mut of_weights, mut of_direction) = (Lanes::splat(0.0), Lanes::splat(0.0));
+        let (beta1, fresh1) = (FloatLanes::splat(numbers.beta1), FloatLanes::splat(numbers.fresh1));
+        let (beta2, fresh2) = (FloatLanes::splat(numbers.beta2), FloatLanes::splat(numbers.fresh2));
+        let (mut of_weights, mut of_direction) = (FloatLanes::splat(0.0), FloatLanes::splat(0.0));
         by_lanes!(dim, |at, count| {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
             // floats.
             unsafe {
-                let w = Lanes::load_first(weights.add(at), count);
-                let g = Lanes::load_first(gradient.add(at), count);
-                let first = beta1 * Lanes::load_first(firsts.add(at), count) + fresh1 * g;
+                let w = FloatLanes::load_first(weights.add(at), count);
+                let g = FloatLanes::load_first(gradient.add(at), count);
+                let first = beta1 * FloatLanes::load_first(firsts.add(at), count) + fresh1 * g;
                 first.store_first(firsts.add(at), count);
-                let second = beta2 * Lanes::load_first(seconds.add(at), count) + fresh2 * (g * g);
+                let second = beta2 * FloatLanes::load_first(seconds.add(at), count) + fresh2 * (g * g);
                 second.store_first(seconds.add(at), count);
                 let direction = self.direction(first, second, w);
                 of_weights = of_weights + w * w;
@@ -193,13 +200,13 @@ impl RowUpdate for Lamb {
             }
         });
         let trust = trust_ratio(of_weights.sum(), of_direction.sum());
-        let multiplier = Lanes::splat(numbers.lr * trust);
+        let multiplier = FloatLanes::splat(numbers.lr * trust);
         by_lanes!(dim, |at, count| {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row has `dim` floats.
             unsafe {
-                let w = Lanes::load_first(weights.add(at), count);
+                let w = FloatLanes::load_first(weights.add(at), count);
                 let (first, second) =
-                    (Lanes::load_first(firsts.add(at), count), Lanes::load_first(seconds.add(at), count));
+                    (FloatLanes::load_first(firsts.add(at), count), FloatLanes::load_first(seconds.add(at), count));
                 (w - multiplier * self.direction(first, second, w)).store_first(weights.add(at), count);
             }
         });

@@ -5,17 +5,17 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use super::adam::{Adam, Lamb, PartialRowWiseAdam};
+use super::adam::{AdamUpdate, LambUpdate, PartialRowWiseAdamUpdate};
 use super::exact::{EXACT_PLACES, add_row};
-use super::ftrl::Ftrl;
-use super::gradient::{Gradient, TransposedIndex};
-use super::optimizer::{Adagrad, OptimizerStep, RowUpdate, RowWiseAdagrad, Sgd, prefetched_bytes};
+use super::ftrl::FtrlUpdate;
+use super::gradient::{GradientView, TransposedIndex};
+use super::optimizer::{AdagradUpdate, OptimizerStep, RowUpdate, RowWiseAdagradUpdate, SgdUpdate, prefetched_bytes};
 use super::rows::{RowStore, TensorRows};
-use super::threads::{Disjoint, deal};
+use super::threads::{DisjointPtr, parallel_ranges};
 use crate::config::OptimizerKind;
 use crate::prefetch::prefetch_range;
 use crate::rows::RowLayout;
-use crate::simd::{Columns, Isa, Job, LANES, Lanes, Wide};
+use crate::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes};
 use crate::sync::lock;
 use crate::types::{CacheSlot, NO_SLOT};
 
@@ -40,12 +40,12 @@ const ROW_COST: u64 = 4;
 pub unsafe fn backward<R: RowStore>(
     rows: &R,
     index: &TransposedIndex,
-    gradient: &Gradient<'_>,
+    gradient: &GradientView<'_>,
     optimizer: &OptimizerStep,
     threads: usize,
 ) {
     // SAFETY: the caller keeps this function's contract, which is that of `backward_on`.
-    unsafe { backward_on(Isa::best(), rows, index, gradient, optimizer, threads) };
+    unsafe { backward_on(InstructionSet::best(), rows, index, gradient, optimizer, threads) };
 }
 
 /// Does what [`backward`] does, on a given instruction set.
@@ -53,45 +53,45 @@ pub unsafe fn backward<R: RowStore>(
 /// # Safety
 /// That of [`backward`].
 pub(super) unsafe fn backward_on<R: RowStore>(
-    isa: Isa,
+    isa: InstructionSet,
     rows: &R,
     index: &TransposedIndex,
-    gradient: &Gradient<'_>,
+    gradient: &GradientView<'_>,
     optimizer: &OptimizerStep,
     threads: usize,
 ) {
-    let call = Call { isa, rows, index, source: Source::new(gradient, rows.layout().dim) };
+    let call = BackwardCall { isa, rows, index, source: GradientSource::new(gradient, rows.layout().dim) };
     let numbers = &optimizer.hyperparameters;
     match optimizer.kind {
-        OptimizerKind::Sgd => call.deal(Sgd::new(numbers), threads),
-        OptimizerKind::Adagrad => call.deal(Adagrad::new(numbers), threads),
-        OptimizerKind::RowWiseAdagrad => call.deal(RowWiseAdagrad::new(numbers), threads),
-        OptimizerKind::Adam => call.deal(Adam::<false>::new(numbers, optimizer.step), threads),
-        OptimizerKind::AdamW => call.deal(Adam::<true>::new(numbers, optimizer.step), threads),
-        OptimizerKind::PartialRowWiseAdam => call.deal(PartialRowWiseAdam::new(numbers, optimizer.step), threads),
-        OptimizerKind::Ftrl => call.deal(Ftrl::new(numbers), threads),
-        OptimizerKind::Lamb => call.deal(Lamb::new(numbers, optimizer.step), threads),
+        OptimizerKind::Sgd => call.run(SgdUpdate::new(numbers), threads),
+        OptimizerKind::Adagrad => call.run(AdagradUpdate::new(numbers), threads),
+        OptimizerKind::RowWiseAdagrad => call.run(RowWiseAdagradUpdate::new(numbers), threads),
+        OptimizerKind::Adam => call.run(AdamUpdate::<false>::new(numbers, optimizer.step), threads),
+        OptimizerKind::AdamW => call.run(AdamUpdate::<true>::new(numbers, optimizer.step), threads),
+        OptimizerKind::PartialRowWiseAdam => call.run(PartialRowWiseAdamUpdate::new(numbers, optimizer.step), threads),
+        OptimizerKind::Ftrl => call.run(FtrlUpdate::new(numbers), threads),
+        OptimizerKind::Lamb => call.run(LambUpdate::new(numbers, optimizer.step), threads),
     }
 }
 
-/// Sum the gradients of each of the distinct rows at the positions `at` as [`backward`] does, and add these sums up exactly, column by
+/// Sum the gradients of each of the distinct rows at the positions `positions` as [`backward`] does, and add these sums up exactly, column by
 /// column: `[D × EXACT_PLACES]`.
 ///
 /// # Safety
 /// The occurrences of `index` are within `gradient`, and each has its `dim` floats there.
-pub(crate) unsafe fn add_up(
+pub(crate) unsafe fn add_up_exactly(
     index: &TransposedIndex,
-    at: &[u32],
-    gradient: &Gradient<'_>,
+    positions: &[u32],
+    gradient: &GradientView<'_>,
     dim: usize,
     threads: usize,
 ) -> Vec<i64> {
-    let source = Source::new(gradient, dim);
+    let source = GradientSource::new(gradient, dim);
     let all = Mutex::new(vec![0; dim * EXACT_PLACES]);
     let cost_before = |row: usize| row as u64 * ROW_COST * dim as u64;
-    deal(threads, at.len(), cost_before, |range| {
+    parallel_ranges(threads, positions.len(), cost_before, |range| {
         let mut sums = vec![0; dim * EXACT_PLACES];
-        Isa::best().run(SumJob { index, at: &at[range], source, sums: &mut sums });
+        InstructionSet::best().run(SumJob { index, positions: &positions[range], source, sums: &mut sums });
         lock(&all).iter_mut().zip(sums).for_each(|(all, some)| *all += some);
     });
     all.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -114,7 +114,7 @@ pub(crate) fn update_row(layout: RowLayout, values: &mut [f32], gradient: &[f32]
     let index = TransposedIndex { slots: vec![0], starts: vec![0, 1], occurrences: vec![0] };
     // SAFETY: slot 0 is the one row, of which the layout says which parts there are, and the borrow of `values` keeps everybody else
     // out. Its one occurrence has `dim` floats.
-    unsafe { backward(&rows, &index, &Gradient::Sequence { grad: gradient }, optimizer, 1) };
+    unsafe { backward(&rows, &index, &GradientView::Sequence { grad: gradient }, optimizer, 1) };
 }
 
 /// The gradient of the per-sample weights: `out[i] = scale[i] × dot(gradient of occurrence i, row of slots[i])`, with the row as it
@@ -130,12 +130,12 @@ pub unsafe fn weight_gradient<R: RowStore>(
     rows: &R,
     slots: &[CacheSlot],
     absent: Option<&[f32]>,
-    gradient: &Gradient<'_>,
+    gradient: &GradientView<'_>,
     out: &mut [f32],
     threads: usize,
 ) {
     // SAFETY: the caller keeps this function's contract, which is that of `weight_gradient_on`.
-    unsafe { weight_gradient_on(Isa::best(), rows, slots, absent, gradient, out, threads) };
+    unsafe { weight_gradient_on(InstructionSet::best(), rows, slots, absent, gradient, out, threads) };
 }
 
 /// Does what [`weight_gradient`] does, on a given instruction set.
@@ -143,20 +143,20 @@ pub unsafe fn weight_gradient<R: RowStore>(
 /// # Safety
 /// That of [`weight_gradient`].
 pub(super) unsafe fn weight_gradient_on<R: RowStore>(
-    isa: Isa,
+    isa: InstructionSet,
     rows: &R,
     slots: &[CacheSlot],
     absent: Option<&[f32]>,
-    gradient: &Gradient<'_>,
+    gradient: &GradientView<'_>,
     out: &mut [f32],
     threads: usize,
 ) {
     assert_eq!(slots.len(), out.len(), "out and slots must have the same length");
     let dim = rows.layout().dim;
     assert!(absent.is_none_or(|absent| absent.len() == dim), "the absent row is of another width");
-    let source = Source::new(gradient, dim);
-    let out = Disjoint(out.as_mut_ptr());
-    deal(
+    let source = GradientSource::new(gradient, dim);
+    let out = DisjointPtr(out.as_mut_ptr());
+    parallel_ranges(
         threads,
         slots.len(),
         |position| (position * dim) as u64,
@@ -166,9 +166,9 @@ pub(super) unsafe fn weight_gradient_on<R: RowStore>(
     );
 }
 
-/// A [`Gradient`] as addresses, in one form for all its cases. A branch on a null address goes the same way for a whole call.
+/// A [`GradientView`] as addresses, in one form for all its cases. A branch on a null address goes the same way for a whole call.
 #[derive(Clone, Copy)]
-struct Source {
+struct GradientSource {
     grad: *const f32,
     /// Where each occurrence's gradient starts. Null where that of occurrence `i` starts at `i × dim`.
     starts: *const u32,
@@ -178,20 +178,20 @@ struct Source {
 }
 
 // SAFETY: nobody writes through these addresses, which are those of slices that outlive the call.
-unsafe impl Sync for Source {}
+unsafe impl Sync for GradientSource {}
 // SAFETY: the slices belong to no thread, and outlive the call.
-unsafe impl Send for Source {}
+unsafe impl Send for GradientSource {}
 
-impl Source {
-    fn new(gradient: &Gradient<'_>, dim: usize) -> Self {
+impl GradientSource {
+    fn new(gradient: &GradientView<'_>, dim: usize) -> Self {
         match *gradient {
-            Gradient::Pooled { grad, starts, scale, .. } => Self {
+            GradientView::Pooled { grad, starts, scale, .. } => Self {
                 grad: grad.as_ptr(),
                 starts: starts.as_ptr(),
                 scale: scale.map_or(std::ptr::null(), <[f32]>::as_ptr),
                 dim,
             },
-            Gradient::Sequence { grad } => {
+            GradientView::Sequence { grad } => {
                 Self { grad: grad.as_ptr(), starts: std::ptr::null(), scale: std::ptr::null(), dim }
             }
         }
@@ -218,7 +218,7 @@ impl Source {
     /// # Safety
     /// That of [`Source::at`], with `at + count` at most the row's width.
     #[inline(always)]
-    unsafe fn columns<C: Columns>(&self, position: u32, at: usize, count: usize) -> C {
+    unsafe fn columns<C: ColumnLanes>(&self, position: u32, at: usize, count: usize) -> C {
         // SAFETY: by the caller's promise the occurrence has its `dim` floats in the gradient, and a scale unless that is null.
         unsafe {
             let value = C::load(self.at(position).add(at), count);
@@ -231,7 +231,7 @@ impl Source {
     /// # Safety
     /// That of [`Source::columns`] for each occurrence, of which there is one at least. `sum` has room for all of `C` from `at` on.
     #[inline(always)]
-    unsafe fn sum_columns<C: Columns>(&self, occurrences: &[u32], at: usize, count: usize, sum: *mut f32) {
+    unsafe fn sum_columns<C: ColumnLanes>(&self, occurrences: &[u32], at: usize, count: usize, sum: *mut f32) {
         // SAFETY: by the caller's promise each occurrence is in the gradient, and `sum` has room for `C` from `at` on.
         unsafe {
             let (first, others) = occurrences.split_at(occurrences.len().min(OCCURRENCES_OF_A_PART));
@@ -248,7 +248,7 @@ impl Source {
     /// # Safety
     /// That of [`Source::columns`] for each occurrence, of which there is one at least.
     #[inline(always)]
-    unsafe fn sum_part<C: Columns>(&self, occurrences: &[u32], at: usize, count: usize) -> C {
+    unsafe fn sum_part<C: ColumnLanes>(&self, occurrences: &[u32], at: usize, count: usize) -> C {
         // SAFETY: by the caller's promise each occurrence is in the gradient.
         unsafe {
             // The sum starts with the first gradient and not with zero, so that the gradient of a single occurrence keeps its bits.
@@ -274,16 +274,16 @@ impl Source {
                 return self.at(occurrences[0]);
             }
             let mut at = 0;
-            while at + Wide::FLOATS <= self.dim {
-                self.sum_columns::<Wide>(occurrences, at, Wide::FLOATS, sum);
-                at += Wide::FLOATS;
+            while at + WideLanes::FLOATS <= self.dim {
+                self.sum_columns::<WideLanes>(occurrences, at, WideLanes::FLOATS, sum);
+                at += WideLanes::FLOATS;
             }
             while at + LANES <= self.dim {
-                self.sum_columns::<Lanes>(occurrences, at, LANES, sum);
+                self.sum_columns::<FloatLanes>(occurrences, at, LANES, sum);
                 at += LANES;
             }
             if at < self.dim {
-                self.sum_columns::<Lanes>(occurrences, at, self.dim - at, sum);
+                self.sum_columns::<FloatLanes>(occurrences, at, self.dim - at, sum);
             }
         }
         sum
@@ -291,38 +291,40 @@ impl Source {
 }
 
 /// One call of [`backward`].
-struct Call<'a, R> {
-    isa: Isa,
+struct BackwardCall<'a, R> {
+    isa: InstructionSet,
     rows: &'a R,
     index: &'a TransposedIndex,
-    source: Source,
+    source: GradientSource,
 }
 
-impl<R: RowStore> Call<'_, R> {
-    fn deal<U: RowUpdate>(&self, update: U, threads: usize) {
+impl<R: RowStore> BackwardCall<'_, R> {
+    fn run<U: RowUpdate>(&self, update: U, threads: usize) {
         let TransposedIndex { slots, starts, occurrences } = self.index;
         assert_eq!(slots.len() + 1, starts.len(), "starts must have one element more than slots");
         assert_eq!(starts[slots.len()] as usize, occurrences.len(), "starts must end at the number of occurrences");
         let dim = self.source.dim as u64;
         let cost_before = |row: usize| (u64::from(starts[row]) + row as u64 * ROW_COST) * dim;
-        deal(threads, slots.len(), cost_before, |range| self.isa.run(UpdateJob { call: self, update, range }));
+        parallel_ranges(threads, slots.len(), cost_before, |range| {
+            self.isa.run(UpdateJob { call: self, update, range })
+        });
     }
 }
 
 struct UpdateJob<'a, R, U> {
-    call: &'a Call<'a, R>,
+    call: &'a BackwardCall<'a, R>,
     update: U,
     range: Range<usize>,
 }
 
-impl<R: RowStore, U: RowUpdate> Job for UpdateJob<'_, R, U> {
+impl<R: RowStore, U: RowUpdate> SimdJob for UpdateJob<'_, R, U> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        let Call { rows, index, source, .. } = *self.call;
+        let BackwardCall { rows, index, source, .. } = *self.call;
         let dim = source.dim;
-        let mut sum = vec![Lanes::splat(0.0); dim.div_ceil(LANES)];
+        let mut sum = vec![FloatLanes::splat(0.0); dim.div_ceil(LANES)];
         let sum: *mut f32 = sum.as_mut_ptr().cast();
         let slots = &index.slots[..self.range.end];
         for row in self.range.clone() {
@@ -347,20 +349,20 @@ impl<R: RowStore, U: RowUpdate> Job for UpdateJob<'_, R, U> {
 
 struct SumJob<'a> {
     index: &'a TransposedIndex,
-    at: &'a [u32],
-    source: Source,
+    positions: &'a [u32],
+    source: GradientSource,
     sums: &'a mut [i64],
 }
 
-impl Job for SumJob<'_> {
+impl SimdJob for SumJob<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
         let dim = self.source.dim;
-        let mut sum = vec![Lanes::splat(0.0); dim.div_ceil(LANES)];
+        let mut sum = vec![FloatLanes::splat(0.0); dim.div_ceil(LANES)];
         let sum: *mut f32 = sum.as_mut_ptr().cast();
-        for &row in self.at {
+        for &row in self.positions {
             let starts = &self.index.starts[row as usize..];
             let occurrences = &self.index.occurrences[starts[0] as usize..starts[1] as usize];
             if !occurrences.is_empty() {
@@ -377,12 +379,12 @@ struct DotJob<'a, R> {
     rows: &'a R,
     slots: &'a [CacheSlot],
     absent: Option<&'a [f32]>,
-    source: Source,
-    out: &'a Disjoint<f32>,
+    source: GradientSource,
+    out: &'a DisjointPtr<f32>,
     range: Range<usize>,
 }
 
-impl<R: RowStore> Job for DotJob<'_, R> {
+impl<R: RowStore> SimdJob for DotJob<'_, R> {
     type Output = ();
 
     #[inline(always)]
@@ -395,7 +397,7 @@ impl<R: RowStore> Job for DotJob<'_, R> {
                 prefetch_range(self.rows.weights(slot).cast(), prefetched_bytes(dim));
             }
             let slot = self.slots[position];
-            let mut products = Lanes::splat(0.0);
+            let mut products = FloatLanes::splat(0.0);
             let row = if slot == NO_SLOT {
                 self.absent.map(<[f32]>::as_ptr)
             } else {
@@ -409,7 +411,8 @@ impl<R: RowStore> Job for DotJob<'_, R> {
                     // rows and of the gradient.
                     unsafe {
                         products = products
-                            + Lanes::load_first(gradient.add(at), count) * Lanes::load_first(row.add(at), count);
+                            + FloatLanes::load_first(gradient.add(at), count)
+                                * FloatLanes::load_first(row.add(at), count);
                     }
                 });
             }

@@ -14,11 +14,11 @@ use rayon::ThreadPool;
 use crate::sync::{Condvar, Mutex, lock, wait};
 
 /// A pool of threads that help with calls, one call or several at a time.
-pub(super) struct Crew {
+pub(super) struct WorkerSet {
     threads: ThreadPool,
 }
 
-impl Crew {
+impl WorkerSet {
     pub(super) fn new(threads: ThreadPool) -> Self {
         Self { threads }
     }
@@ -28,21 +28,26 @@ impl Crew {
         self.threads.current_num_threads()
     }
 
-    /// Do `own`, which is given a function that asks a thread of the pool to do `help` once. At most `most` threads do it at a time. No thread does
+    /// Do `caller_work`, which is given a function that asks a thread of the pool to do `work` once. At most `most` threads do it at a time. No thread does
     /// it when this returns.
     ///
     /// # Panics
-    /// With the panic of `own`, or of a thread that helped.
-    pub(super) fn call<R>(&self, most: usize, help: &(dyn Fn() + Sync), own: impl FnOnce(&dyn Fn()) -> R) -> R {
-        let way_in = WayIn { door: Arc::new(Door::for_threads(most)), help: Work::of(help) };
-        let open = OpenDoor(&way_in.door);
-        let done = own(&|| {
+    /// With the panic of `caller_work`, or of a thread that helped.
+    pub(super) fn run_with_helpers<R>(
+        &self,
+        most: usize,
+        work: &(dyn Fn() + Sync),
+        caller_work: impl FnOnce(&dyn Fn()) -> R,
+    ) -> R {
+        let way_in = HelperTask { latch: Arc::new(CallLatch::for_threads(most)), work: HelperWork::of(work) };
+        let open = OpenLatch(&way_in.latch);
+        let done = caller_work(&|| {
             let way_in = way_in.clone();
-            self.threads.spawn(move || way_in.pass());
+            self.threads.spawn(move || way_in.run());
         });
         // `help` is borrowed until here. No thread uses it after this.
         drop(open);
-        if let Some(panic) = way_in.door.panic() {
+        if let Some(panic) = way_in.latch.panic() {
             resume_unwind(panic);
         }
         done
@@ -51,33 +56,33 @@ impl Crew {
 
 /// The way to the work of one call.
 #[derive(Clone)]
-struct WayIn {
-    door: Arc<Door>,
-    help: Work,
+struct HelperTask {
+    latch: Arc<CallLatch>,
+    work: HelperWork,
 }
 
-impl WayIn {
+impl HelperTask {
     /// Do the work, unless the door to it is shut or the call has all its helpers.
-    fn pass(&self) {
+    fn run(&self) {
         // SAFETY: the call borrows the work until its door is shut and nobody is inside. This runs inside.
-        self.door.pass(|| unsafe { self.help.run() });
+        self.latch.enter(|| unsafe { self.work.run() });
     }
 }
 
 /// A door that is shut when this is dropped, also by a panic.
-struct OpenDoor<'a>(&'a Door);
+struct OpenLatch<'a>(&'a CallLatch);
 
-impl Drop for OpenDoor<'_> {
+impl Drop for OpenLatch<'_> {
     fn drop(&mut self) {
-        self.0.shut();
+        self.0.close();
     }
 }
 
 /// What a thread does that helps.
 #[derive(Clone, Copy)]
-struct Work(*const (dyn Fn() + Sync));
+struct HelperWork(*const (dyn Fn() + Sync));
 
-impl Work {
+impl HelperWork {
     fn of(work: &(dyn Fn() + Sync)) -> Self {
         let work: *const (dyn Fn() + Sync + '_) = work;
         #[allow(clippy::transmute_ptr_to_ptr)] // A cast may not change the lifetime.
@@ -94,42 +99,42 @@ impl Work {
 }
 
 // SAFETY: what it points to is `Sync`, so that any thread may call it. Whoever does promises that it is there.
-unsafe impl Send for Work {}
+unsafe impl Send for HelperWork {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Work {}
+unsafe impl Sync for HelperWork {}
 
 /// The door to the work of one call.
-struct Door {
+struct CallLatch {
     /// The number of threads that may be inside at a time.
     most: usize,
-    inside: Mutex<Inside>,
+    state: Mutex<LatchState>,
     empty: Condvar,
 }
 
 #[derive(Default)]
-struct Inside {
-    is_shut: bool,
+struct LatchState {
+    is_closed: bool,
     threads: usize,
     /// The first panic of one of them.
     panic: Option<Box<dyn Any + Send>>,
 }
 
-impl Door {
+impl CallLatch {
     fn for_threads(most: usize) -> Self {
-        Self { most, inside: Mutex::default(), empty: Condvar::default() }
+        Self { most, state: Mutex::default(), empty: Condvar::default() }
     }
 
     /// Do `work` inside, unless the door is shut or `most` threads are inside.
-    fn pass(&self, work: impl FnOnce()) {
+    fn enter(&self, work: impl FnOnce()) {
         {
-            let mut inside = lock(&self.inside);
-            if inside.is_shut || inside.threads >= self.most {
+            let mut inside = lock(&self.state);
+            if inside.is_closed || inside.threads >= self.most {
                 return;
             }
             inside.threads += 1;
         }
         let done = catch_unwind(AssertUnwindSafe(work));
-        let mut inside = lock(&self.inside);
+        let mut inside = lock(&self.state);
         inside.threads -= 1;
         if let Err(panic) = done {
             inside.panic.get_or_insert(panic);
@@ -140,9 +145,9 @@ impl Door {
     }
 
     /// Let nobody in any more, and wait until nobody is inside.
-    fn shut(&self) {
-        let mut inside = lock(&self.inside);
-        inside.is_shut = true;
+    fn close(&self) {
+        let mut inside = lock(&self.state);
+        inside.is_closed = true;
         while inside.threads > 0 {
             inside = wait(&self.empty, inside);
         }
@@ -150,7 +155,7 @@ impl Door {
 
     /// The panic of a thread that was inside.
     fn panic(&self) -> Option<Box<dyn Any + Send>> {
-        lock(&self.inside).panic.take()
+        lock(&self.state).panic.take()
     }
 }
 
@@ -166,12 +171,12 @@ mod loom_tests {
     #[test]
     fn loom_nobody_is_behind_a_door_that_is_shut() {
         loom::model(|| {
-            let shared = Arc::new((Door::for_threads(2), UnsafeCell::new(1_u64)));
+            let shared = Arc::new((CallLatch::for_threads(2), UnsafeCell::new(1_u64)));
             let others = [0, 1].map(|_| {
                 let shared = Arc::clone(&shared);
-                thread::spawn(move || shared.0.pass(|| shared.1.with(|behind| assert!(!behind.is_null()))))
+                thread::spawn(move || shared.0.enter(|| shared.1.with(|behind| assert!(!behind.is_null()))))
             });
-            shared.0.shut();
+            shared.0.close();
             shared.1.with_mut(|behind| assert!(!behind.is_null()));
             for other in others {
                 other.join().expect("no panic");
@@ -189,8 +194,8 @@ mod tests {
 
     use super::*;
 
-    fn crew(threads: usize) -> Crew {
-        Crew::new(ThreadPoolBuilder::new().num_threads(threads).build().expect("threads"))
+    fn crew(threads: usize) -> WorkerSet {
+        WorkerSet::new(ThreadPoolBuilder::new().num_threads(threads).build().expect("threads"))
     }
 
     #[test]
@@ -198,7 +203,7 @@ mod tests {
         let crew = crew(1);
         let (begun, rest) = (Barrier::new(2), Barrier::new(2));
         // The crew's only thread is busy with one call, so another one is served by its caller alone.
-        crew.call(
+        crew.run_with_helpers(
             1,
             &|| {
                 begun.wait();
@@ -211,7 +216,7 @@ mod tests {
                 let help = || {
                     helped.fetch_add(1, Ordering::Relaxed);
                 };
-                crew.call(1, &help, |ask| (0..5).for_each(|_| ask()));
+                crew.run_with_helpers(1, &help, |ask| (0..5).for_each(|_| ask()));
                 assert_eq!(helped.into_inner(), 0, "nobody was free");
                 rest.wait();
             },
@@ -225,7 +230,7 @@ mod tests {
                 ended.fetch_add(1, Ordering::Relaxed);
             };
             let before = ended.load(Ordering::Relaxed);
-            crew.call(1, &help, |ask| ask());
+            crew.run_with_helpers(1, &help, |ask| ask());
             assert_eq!(ended.load(Ordering::Relaxed) - before, entered.into_inner());
         }
     }
@@ -244,7 +249,7 @@ mod tests {
                 }
                 inside.fetch_sub(1, Ordering::Relaxed);
             };
-            crew.call(2, &help, |ask| {
+            crew.run_with_helpers(2, &help, |ask| {
                 (0..20).for_each(|_| ask());
                 all.wait();
             });
@@ -258,7 +263,7 @@ mod tests {
         let said = |panic: Box<dyn Any + Send>| panic.downcast_ref::<&str>().copied().unwrap_or_default().to_owned();
         let begun = Barrier::new(2);
         let helping = || {
-            crew.call(
+            crew.run_with_helpers(
                 1,
                 &|| {
                     begun.wait();
@@ -271,7 +276,7 @@ mod tests {
             );
         };
         assert_eq!(said(catch_unwind(AssertUnwindSafe(helping)).expect_err("a panic")), "of who helps");
-        let calling = || crew.call(1, &|| {}, |_| panic!("of the caller"));
+        let calling = || crew.run_with_helpers(1, &|| {}, |_| panic!("of the caller"));
         assert_eq!(said(catch_unwind(AssertUnwindSafe(calling)).expect_err("a panic")), "of the caller");
     }
 }

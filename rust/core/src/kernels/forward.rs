@@ -6,9 +6,9 @@ use std::ops::Range;
 
 use super::optimizer::prefetched_bytes;
 use super::rows::RowStore;
-use super::threads::{Disjoint, deal};
+use super::threads::{DisjointPtr, parallel_ranges};
 use crate::prefetch::prefetch_range;
-use crate::simd::{Columns, Isa, Job, LANES, Lanes, Wide};
+use crate::simd::{ColumnLanes, FloatLanes, InstructionSet, LANES, SimdJob, WideLanes};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// A row is prefetched this many occurrences before its use.
@@ -47,8 +47,8 @@ pub unsafe fn forward_pooled<R: RowStore>(
     assert!(weights.is_none_or(|weights| weights.len() >= slots.len()), "fewer weights than slots");
     assert!(absent.is_none_or(|absent| absent.len() == dim), "the absent row is of another width");
     assert!(bags == 0 || (bags - 1) * out_columns + column + dim <= out.len(), "the output is too short");
-    let job = Pooled {
-        isa: Isa::best(),
+    let job = PooledForward {
+        isa: InstructionSet::best(),
         rows,
         slots,
         absent,
@@ -60,7 +60,7 @@ pub unsafe fn forward_pooled<R: RowStore>(
         column,
     };
     // SAFETY: the caller promises valid slots whose rows nobody writes, and the length of `out` was checked above.
-    unsafe { job.deal(threads) };
+    unsafe { job.run(threads) };
 }
 
 /// Copy the row of each occurrence: `out[i] = rows[slots[i]]`, with `out` as `[N, D]` float32. `NO_SLOT` gives `absent`,
@@ -81,21 +81,21 @@ pub unsafe fn forward_sequence<R: RowStore>(
     let dim = rows.layout().dim;
     assert!(absent.is_none_or(|absent| absent.len() == dim), "the absent row is of another width");
     assert!(slots.len() * dim <= out.len(), "the output is too short");
-    let out = Disjoint(out.as_mut_ptr());
-    deal(
+    let out = DisjointPtr(out.as_mut_ptr());
+    parallel_ranges(
         threads,
         slots.len(),
         |position| (position * dim) as u64,
         |range| {
-            Isa::best().run(SequenceJob { rows, slots, absent, out: &out, range });
+            InstructionSet::best().run(SequenceJob { rows, slots, absent, out: &out, range });
         },
     );
 }
 
 /// One call of [`forward_pooled`].
 #[derive(Clone, Copy)]
-pub(super) struct Pooled<'a, R> {
-    pub(super) isa: Isa,
+pub(super) struct PooledForward<'a, R> {
+    pub(super) isa: InstructionSet,
     pub(super) rows: &'a R,
     pub(super) slots: &'a [CacheSlot],
     pub(super) absent: Option<&'a [f32]>,
@@ -108,19 +108,19 @@ pub(super) struct Pooled<'a, R> {
 }
 
 // SAFETY: each thread writes only the bags that it was dealt, and rows are only read.
-unsafe impl<R: Sync> Sync for Pooled<'_, R> {}
+unsafe impl<R: Sync> Sync for PooledForward<'_, R> {}
 
-impl<R: RowStore> Pooled<'_, R> {
+impl<R: RowStore> PooledForward<'_, R> {
     /// Pool all bags on `threads` threads.
     ///
     /// # Safety
     /// Every slot is valid in `rows`, and nobody writes these rows during the call. `out` has room for the feature's columns of every
     /// bag, and nobody else uses it during the call.
-    pub(super) unsafe fn deal(self, threads: usize) {
+    pub(super) unsafe fn run(self, threads: usize) {
         let dim = self.rows.layout().dim as u64;
         let job = &self;
         let cost_before = |bag: usize| (job.offsets[bag] as u64 + bag as u64) * dim;
-        deal(threads, self.offsets.len() - 1, cost_before, |bags| {
+        parallel_ranges(threads, self.offsets.len() - 1, cost_before, |bags| {
             if job.weights.is_some() {
                 job.isa.run(PooledJob::<_, true> { call: job, bags });
             } else {
@@ -131,11 +131,11 @@ impl<R: RowStore> Pooled<'_, R> {
 }
 
 struct PooledJob<'a, R, const WEIGHTED: bool> {
-    call: &'a Pooled<'a, R>,
+    call: &'a PooledForward<'a, R>,
     bags: Range<usize>,
 }
 
-impl<R: RowStore, const WEIGHTED: bool> Job for PooledJob<'_, R, WEIGHTED> {
+impl<R: RowStore, const WEIGHTED: bool> SimdJob for PooledJob<'_, R, WEIGHTED> {
     type Output = ();
 
     #[inline(always)]
@@ -145,16 +145,16 @@ impl<R: RowStore, const WEIGHTED: bool> Job for PooledJob<'_, R, WEIGHTED> {
             let range = self.call.offsets[bag] as usize..self.call.offsets[bag + 1] as usize;
             let out = self.call.out.wrapping_add(bag * self.call.out_columns + self.call.column);
             let mut at = 0;
-            while at + Wide::FLOATS <= dim {
-                self.pool_columns::<Wide>(&range, out, at, Wide::FLOATS);
-                at += Wide::FLOATS;
+            while at + WideLanes::FLOATS <= dim {
+                self.pool_columns::<WideLanes>(&range, out, at, WideLanes::FLOATS);
+                at += WideLanes::FLOATS;
             }
             while at + LANES <= dim {
-                self.pool_columns::<Lanes>(&range, out, at, LANES);
+                self.pool_columns::<FloatLanes>(&range, out, at, LANES);
                 at += LANES;
             }
             if at < dim {
-                self.pool_columns::<Lanes>(&range, out, at, dim - at);
+                self.pool_columns::<FloatLanes>(&range, out, at, dim - at);
             }
         }
     }
@@ -163,8 +163,8 @@ impl<R: RowStore, const WEIGHTED: bool> Job for PooledJob<'_, R, WEIGHTED> {
 impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
     /// Pool `count` columns of a bag, from column `at` on.
     #[inline(always)]
-    fn pool_columns<C: Columns>(&self, range: &Range<usize>, out: *mut f32, at: usize, count: usize) {
-        let Pooled { rows, slots, absent, weights, mean, .. } = *self.call;
+    fn pool_columns<C: ColumnLanes>(&self, range: &Range<usize>, out: *mut f32, at: usize, count: usize) {
+        let PooledForward { rows, slots, absent, weights, mean, .. } = *self.call;
         let mut sum = C::zero();
         for position in range.clone() {
             if let Some(&slot) = slots.get(position + AHEAD)
@@ -205,11 +205,11 @@ struct SequenceJob<'a, R> {
     rows: &'a R,
     slots: &'a [CacheSlot],
     absent: Option<&'a [f32]>,
-    out: &'a Disjoint<f32>,
+    out: &'a DisjointPtr<f32>,
     range: Range<usize>,
 }
 
-impl<R: RowStore> Job for SequenceJob<'_, R> {
+impl<R: RowStore> SimdJob for SequenceJob<'_, R> {
     type Output = ();
 
     #[inline(always)]

@@ -4,12 +4,12 @@
 
 use super::optimizer::{Hyperparameters, RowUpdate, decayed};
 use super::rows::RowStore;
-use crate::simd::{Lanes, by_lanes};
+use crate::simd::{FloatLanes, by_lanes};
 use crate::types::CacheSlot;
 
 /// The slots are `z`, the sum of gradients by which the weights are found, and `n`, the sum of their squares.
 #[derive(Clone, Copy)]
-pub(super) struct Ftrl {
+pub(super) struct FtrlUpdate {
     /// 1 / lr.
     per_lr: f32,
     weight_decay: f32,
@@ -18,7 +18,7 @@ pub(super) struct Ftrl {
     l2: f32,
 }
 
-impl Ftrl {
+impl FtrlUpdate {
     pub(super) fn new(numbers: &Hyperparameters) -> Self {
         let Hyperparameters { lr, weight_decay, beta, l1, l2, .. } = *numbers;
         Self {
@@ -31,7 +31,7 @@ impl Ftrl {
     }
 }
 
-impl RowUpdate for Ftrl {
+impl RowUpdate for FtrlUpdate {
     const VECTOR_SLOTS: usize = 2;
     const SCALAR_SLOT: bool = false;
 
@@ -39,22 +39,23 @@ impl RowUpdate for Ftrl {
     unsafe fn update<R: RowStore>(&self, rows: &R, slot: CacheSlot, gradient: *const f32, dim: usize) {
         let weights = rows.weights(slot);
         let (sums, squares) = (rows.vector_slot(0, slot), rows.vector_slot(1, slot));
-        let (per_lr, beta, l2) = (Lanes::splat(self.per_lr), Lanes::splat(self.beta), Lanes::splat(self.l2));
+        let (per_lr, beta, l2) =
+            (FloatLanes::splat(self.per_lr), FloatLanes::splat(self.beta), FloatLanes::splat(self.l2));
         by_lanes!(dim, |at, count| {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
             // floats.
             unsafe {
-                let w = Lanes::load_first(weights.add(at), count);
-                let g = decayed(Lanes::load_first(gradient.add(at), count), w, self.weight_decay);
-                let before = Lanes::load_first(squares.add(at), count);
+                let w = FloatLanes::load_first(weights.add(at), count);
+                let g = decayed(FloatLanes::load_first(gradient.add(at), count), w, self.weight_decay);
+                let before = FloatLanes::load_first(squares.add(at), count);
                 let n = before + g * g;
                 n.store_first(squares.add(at), count);
                 let root = n.sqrt();
                 let sigma = (root - before.sqrt()) * per_lr;
-                let z = Lanes::load_first(sums.add(at), count) + (g - sigma * w);
+                let z = FloatLanes::load_first(sums.add(at), count) + (g - sigma * w);
                 z.store_first(sums.add(at), count);
                 let divisor = (beta + root) * per_lr + l2;
-                (Lanes::splat(0.0) - z.shrunk(self.l1)).over_or_zero(divisor).store_first(weights.add(at), count);
+                (FloatLanes::splat(0.0) - z.shrunk(self.l1)).over_or_zero(divisor).store_first(weights.add(at), count);
             }
         });
     }

@@ -3,7 +3,7 @@
 
 use std::mem::MaybeUninit;
 
-use super::threads::{Disjoint, deal};
+use super::threads::{DisjointPtr, parallel_ranges};
 use crate::error::{Error, Kind, Result};
 use crate::types::CacheSlot;
 
@@ -32,14 +32,14 @@ impl TransposedIndex {
         let in_parts = |work: &(dyn Fn(usize, &[u32]) + Sync)| {
             let some = |part: usize| &inverse[part * of_part..inverse.len().min((part + 1) * of_part)];
             let cost = |part: usize| (part * of_part) as u64 * COST;
-            deal(parts, parts, cost, |range| range.for_each(|part| work(part, some(part))));
+            parallel_ranges(parts, parts, cost, |range| range.for_each(|part| work(part, some(part))));
         };
         // How many occurrences of each row a part has: `[parts, U]`. NO_SLOT is past the end.
         let mut counts = vec![0_u32; parts * unique];
         // The rank of each occurrence among those of its row in its part. With it the second pass does not wait for the count of a frequent
         // row.
         let mut ranks = vec![0_u32; inverse.len()];
-        let (to_counts, to_ranks) = (Disjoint(counts.as_mut_ptr()), Disjoint(ranks.as_mut_ptr()));
+        let (to_counts, to_ranks) = (DisjointPtr(counts.as_mut_ptr()), DisjointPtr(ranks.as_mut_ptr()));
         in_parts(&|part, inverse| {
             // SAFETY: both ranges are in the vectors above, and are this part's alone, which one thread does.
             let (counts, ranks) = unsafe {
@@ -64,7 +64,7 @@ impl TransposedIndex {
         }
         starts[unique] = total;
         let mut occurrences = vec![0_u32; total as usize];
-        let to = Disjoint(occurrences.as_mut_ptr());
+        let to = DisjointPtr(occurrences.as_mut_ptr());
         in_parts(&|part, inverse| {
             let (starts, ranks) = (&counts[part * unique..(part + 1) * unique], &ranks[part * of_part..]);
             for (at, (&row, &rank)) in inverse.iter().zip(ranks).enumerate() {
@@ -81,7 +81,7 @@ impl TransposedIndex {
 
 /// Where the gradient of each occurrence lies.
 #[derive(Clone, Copy, Debug)]
-pub enum Gradient<'a> {
+pub enum GradientView<'a> {
     /// Of pooled bags. `grad` is `[B, columns]`. The gradient of occurrence `i` is the `D` floats of `grad` from `starts[i]` on,
     /// times `scale[i]`. [`PooledGradient`] makes these two arrays.
     Pooled {
@@ -121,7 +121,7 @@ const COST: u64 = 2;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PooledGradient {
     columns: usize,
-    /// `[N]`: see [`Gradient::Pooled`].
+    /// `[N]`: see [`GradientView::Pooled`].
     starts: Vec<u32>,
     /// `[N]`: the weight divided by the bag's length; empty where all are 1.
     scale: Vec<f32>,
@@ -130,24 +130,24 @@ pub struct PooledGradient {
 }
 
 /// The arrays of a [`PooledGradient`] that is being made, whose bags are written by several threads.
-struct Writes {
-    starts: Disjoint<u32>,
-    scale: Option<Disjoint<f32>>,
-    divisor: Option<Disjoint<f32>>,
+struct GradientWriter {
+    starts: DisjointPtr<u32>,
+    scale: Option<DisjointPtr<f32>>,
+    divisor: Option<DisjointPtr<f32>>,
 }
 
-impl Writes {
+impl GradientWriter {
     /// Write the positions of one bag of a feature. The feature's occurrences begin at position `begin`, and the bag's gradient at
     /// `start`.
     ///
     /// # Safety
     /// The arrays have room for these positions, and no other thread writes or reads them.
     #[inline]
-    unsafe fn bag(&self, feature: &PooledFeature<'_>, bag: usize, begin: usize, start: u32) {
+    unsafe fn write_bag(&self, feature: &PooledFeature<'_>, bag: usize, begin: usize, start: u32) {
         let (from, to) = (feature.offsets[bag] as usize, feature.offsets[bag + 1] as usize);
         let share = if feature.mean { 1.0 / (to - from) as f32 } else { 1.0 };
         // SAFETY: by the caller's promise the array has room for the positions, and this thread alone uses them.
-        let of_bag = |all: &Disjoint<f32>| unsafe {
+        let of_bag = |all: &DisjointPtr<f32>| unsafe {
             std::slice::from_raw_parts_mut(all.at(begin + from).cast::<MaybeUninit<f32>>(), to - from)
         };
         // SAFETY: by the caller's promise `starts` has room for the positions, and this thread alone uses them.
@@ -186,10 +186,10 @@ impl PooledGradient {
             scale: Vec::with_capacity(if scaled { total } else { 0 }),
             divisor: Vec::with_capacity(if mean { total } else { 0 }),
         };
-        let writes = Writes {
-            starts: Disjoint(made.starts.as_mut_ptr()),
-            scale: scaled.then_some(Disjoint(made.scale.as_mut_ptr())),
-            divisor: mean.then_some(Disjoint(made.divisor.as_mut_ptr())),
+        let writes = GradientWriter {
+            starts: DisjointPtr(made.starts.as_mut_ptr()),
+            scale: scaled.then_some(DisjointPtr(made.scale.as_mut_ptr())),
+            divisor: mean.then_some(DisjointPtr(made.divisor.as_mut_ptr())),
         };
         let mut begin = 0;
         for feature in features {
@@ -205,12 +205,12 @@ impl PooledGradient {
             }
             let cost_before =
                 |bag: usize| feature.offsets.get(bag).map_or(0, |&offset| offset as u64 + bag as u64) * COST;
-            deal(threads, bags, cost_before, |bags| {
+            parallel_ranges(threads, bags, cost_before, |bags| {
                 for bag in bags {
                     let start = (bag * columns + feature.column) as u32;
                     // SAFETY: offsets start at 0, do not decrease, and end at the feature's count. So each position belongs to one
                     // bag, and all are below `total`, for which there is room.
-                    unsafe { writes.bag(feature, bag, begin, start) };
+                    unsafe { writes.write_bag(feature, bag, begin, start) };
                 }
             });
             begin += count(feature);
@@ -225,18 +225,18 @@ impl PooledGradient {
     }
 
     /// The gradients of the rows, for [`super::backward`].
-    pub fn of_rows<'a>(&'a self, grad: &'a [f32]) -> Gradient<'a> {
+    pub fn of_rows<'a>(&'a self, grad: &'a [f32]) -> GradientView<'a> {
         self.view(grad, &self.scale)
     }
 
     /// What [`super::weight_gradient`] needs: the mean's divisor without the per-sample weights.
-    pub fn of_weights<'a>(&'a self, grad: &'a [f32]) -> Gradient<'a> {
+    pub fn of_weights<'a>(&'a self, grad: &'a [f32]) -> GradientView<'a> {
         self.view(grad, &self.divisor)
     }
 
-    fn view<'a>(&'a self, grad: &'a [f32], scale: &'a [f32]) -> Gradient<'a> {
+    fn view<'a>(&'a self, grad: &'a [f32], scale: &'a [f32]) -> GradientView<'a> {
         let scale = if scale.is_empty() { None } else { Some(scale) };
-        Gradient::Pooled { grad, columns: self.columns, starts: &self.starts, scale }
+        GradientView::Pooled { grad, columns: self.columns, starts: &self.starts, scale }
     }
 }
 
@@ -293,7 +293,7 @@ mod tests {
     fn plain_sums_need_no_scale() {
         let features = [PooledFeature { column: 4, offsets: &[0, 1, 3], weights: None, mean: false }];
         let made = PooledGradient::new(8, &features, 1).expect("small");
-        let Gradient::Pooled { starts, scale: None, .. } = made.of_rows(&[]) else { panic!("a scale of ones") };
+        let GradientView::Pooled { starts, scale: None, .. } = made.of_rows(&[]) else { panic!("a scale of ones") };
         assert_eq!(starts, [4, 12, 12]);
     }
 

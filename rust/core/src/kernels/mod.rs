@@ -18,12 +18,12 @@ mod rows;
 mod tests;
 pub(crate) mod threads;
 
-pub(crate) use backward::{add_up, update_row};
+pub(crate) use backward::{add_up_exactly, update_row};
 pub use backward::{backward, weight_gradient};
 pub use exact::EXACT_PLACES;
 pub(crate) use exact::rounded_row;
 pub use forward::{forward_pooled, forward_sequence};
-pub use gradient::{Gradient, PooledFeature, PooledGradient, TransposedIndex};
+pub use gradient::{GradientView, PooledFeature, PooledGradient, TransposedIndex};
 pub use optimizer::{Hyperparameters, OptimizerStep};
 pub use rows::{ArenaRows, RowStore, TensorRows};
-pub(crate) use threads::deal;
+pub(crate) use threads::parallel_ranges;

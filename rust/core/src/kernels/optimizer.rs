@@ -28,7 +28,7 @@
 use super::rows::RowStore;
 use crate::config::OptimizerKind;
 use crate::prefetch::{prefetch_address, prefetch_range};
-use crate::simd::{Lanes, by_lanes};
+use crate::simd::{FloatLanes, by_lanes};
 use crate::types::CacheSlot;
 
 /// The hyperparameters of an update. An optimizer ignores those that it does not have.
@@ -99,23 +99,23 @@ pub(super) fn prefetched_bytes(dim: usize) -> usize {
 
 /// `g + d·w`.
 #[inline(always)]
-pub(super) fn decayed(gradient: Lanes, weights: Lanes, weight_decay: f32) -> Lanes {
-    if weight_decay == 0.0 { gradient } else { gradient + Lanes::splat(weight_decay) * weights }
+pub(super) fn decayed(gradient: FloatLanes, weights: FloatLanes, weight_decay: f32) -> FloatLanes {
+    if weight_decay == 0.0 { gradient } else { gradient + FloatLanes::splat(weight_decay) * weights }
 }
 
 #[derive(Clone, Copy)]
-pub(super) struct Sgd {
+pub(super) struct SgdUpdate {
     lr: f32,
     weight_decay: f32,
 }
 
-impl Sgd {
+impl SgdUpdate {
     pub(super) fn new(numbers: &Hyperparameters) -> Self {
         Self { lr: numbers.lr as f32, weight_decay: numbers.weight_decay as f32 }
     }
 }
 
-impl RowUpdate for Sgd {
+impl RowUpdate for SgdUpdate {
     const VECTOR_SLOTS: usize = 0;
     const SCALAR_SLOT: bool = false;
 
@@ -126,28 +126,28 @@ impl RowUpdate for Sgd {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise the row's weights and the gradient have `dim`
             // floats.
             unsafe {
-                let w = Lanes::load_first(weights.add(at), count);
-                let g = decayed(Lanes::load_first(gradient.add(at), count), w, self.weight_decay);
-                (w - Lanes::splat(self.lr) * g).store_first(weights.add(at), count);
+                let w = FloatLanes::load_first(weights.add(at), count);
+                let g = decayed(FloatLanes::load_first(gradient.add(at), count), w, self.weight_decay);
+                (w - FloatLanes::splat(self.lr) * g).store_first(weights.add(at), count);
             }
         });
     }
 }
 
 #[derive(Clone, Copy)]
-pub(super) struct Adagrad {
+pub(super) struct AdagradUpdate {
     lr: f32,
     eps: f32,
     weight_decay: f32,
 }
 
-impl Adagrad {
+impl AdagradUpdate {
     pub(super) fn new(numbers: &Hyperparameters) -> Self {
         Self { lr: numbers.lr as f32, eps: numbers.eps as f32, weight_decay: numbers.weight_decay as f32 }
     }
 }
 
-impl RowUpdate for Adagrad {
+impl RowUpdate for AdagradUpdate {
     const VECTOR_SLOTS: usize = 1;
     const SCALAR_SLOT: bool = false;
 
@@ -158,11 +158,11 @@ impl RowUpdate for Adagrad {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
             // floats.
             unsafe {
-                let w = Lanes::load_first(weights.add(at), count);
-                let g = decayed(Lanes::load_first(gradient.add(at), count), w, self.weight_decay);
-                let sum = Lanes::load_first(sums.add(at), count) + g * g;
+                let w = FloatLanes::load_first(weights.add(at), count);
+                let g = decayed(FloatLanes::load_first(gradient.add(at), count), w, self.weight_decay);
+                let sum = FloatLanes::load_first(sums.add(at), count) + g * g;
                 sum.store_first(sums.add(at), count);
-                let step = Lanes::splat(self.lr) * g / (sum.sqrt() + Lanes::splat(self.eps));
+                let step = FloatLanes::splat(self.lr) * g / (sum.sqrt() + FloatLanes::splat(self.eps));
                 (w - step).store_first(weights.add(at), count);
             }
         });
@@ -170,30 +170,30 @@ impl RowUpdate for Adagrad {
 }
 
 #[derive(Clone, Copy)]
-pub(super) struct RowWiseAdagrad(Adagrad);
+pub(super) struct RowWiseAdagradUpdate(AdagradUpdate);
 
-impl RowWiseAdagrad {
+impl RowWiseAdagradUpdate {
     pub(super) fn new(numbers: &Hyperparameters) -> Self {
-        Self(Adagrad::new(numbers))
+        Self(AdagradUpdate::new(numbers))
     }
 }
 
-impl RowUpdate for RowWiseAdagrad {
+impl RowUpdate for RowWiseAdagradUpdate {
     const VECTOR_SLOTS: usize = 0;
     const SCALAR_SLOT: bool = true;
 
     #[inline(always)]
     unsafe fn update<R: RowStore>(&self, rows: &R, slot: CacheSlot, gradient: *const f32, dim: usize) {
-        let Adagrad { lr, eps, weight_decay } = self.0;
+        let AdagradUpdate { lr, eps, weight_decay } = self.0;
         let weights = rows.weights(slot);
-        let mut squares = Lanes::splat(0.0);
+        let mut squares = FloatLanes::splat(0.0);
         by_lanes!(dim, |at, count| {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise the row's weights and the gradient have `dim`
             // floats.
             unsafe {
-                let mut g = Lanes::load_first(gradient.add(at), count);
+                let mut g = FloatLanes::load_first(gradient.add(at), count);
                 if weight_decay != 0.0 {
-                    g = decayed(g, Lanes::load_first(weights.add(at), count), weight_decay);
+                    g = decayed(g, FloatLanes::load_first(weights.add(at), count), weight_decay);
                 }
                 squares = squares + g * g;
             }
@@ -204,13 +204,13 @@ impl RowUpdate for RowWiseAdagrad {
             *scalar += squares.sum() / dim as f32;
             *scalar
         };
-        let multiplier = Lanes::splat(lr / (sum.sqrt() + eps));
+        let multiplier = FloatLanes::splat(lr / (sum.sqrt() + eps));
         by_lanes!(dim, |at, count| {
             // SAFETY: `at + count` is at most `dim`, and by the caller's promise the row's weights and the gradient have `dim`
             // floats.
             unsafe {
-                let w = Lanes::load_first(weights.add(at), count);
-                let g = decayed(Lanes::load_first(gradient.add(at), count), w, weight_decay);
+                let w = FloatLanes::load_first(weights.add(at), count);
+                let g = decayed(FloatLanes::load_first(gradient.add(at), count), w, weight_decay);
                 (w - multiplier * g).store_first(weights.add(at), count);
             }
         });

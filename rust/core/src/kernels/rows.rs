@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // Otherwise the kernels' inner loops would call code that is compiled for the baseline instruction set.
 
-use crate::rows::{Arena, RowHeader, RowLayout};
+use crate::rows::{RowArena, RowHeader, RowLayout};
 use crate::types::CacheSlot;
 
 /// The addresses of the parts of a row. Implementations only compute addresses, and are inlined into the kernels.
@@ -11,8 +11,8 @@ pub trait RowStore: Sync {
     fn layout(&self) -> RowLayout;
     /// The address of the weights (`[D]` float32) of the row in `slot`.
     fn weights(&self, slot: CacheSlot) -> *mut f32;
-    /// The address of vector slot `which` (0 or 1; `[D]` float32) of the row in `slot`.
-    fn vector_slot(&self, which: usize, slot: CacheSlot) -> *mut f32;
+    /// The address of vector slot `index` (0 or 1; `[D]` float32) of the row in `slot`.
+    fn vector_slot(&self, index: usize, slot: CacheSlot) -> *mut f32;
     /// The address of the scalar slot (one float32) of the row in `slot`.
     fn scalar(&self, slot: CacheSlot) -> *mut f32;
 }
@@ -21,7 +21,7 @@ pub trait RowStore: Sync {
 #[derive(Debug)]
 pub struct ArenaRows<'a> {
     /// The arena.
-    pub arena: &'a Arena,
+    pub arena: &'a RowArena,
     /// The layout of its rows.
     pub layout: RowLayout,
 }

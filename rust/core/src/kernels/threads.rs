@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
 use rayon::ThreadPoolBuilder;
 
-use super::crew::Crew;
-use crate::memory::room_for_threads;
-use crate::process::{PerProcess, works_alone, works_behind};
+use super::crew::WorkerSet;
+use crate::memory::can_start_threads;
+use crate::process::{PerProcess, works_alone, works_in_background};
 use crate::sync::lock;
 
 /// The number of parts for each thread. With many small parts, a thread that starts late takes few of them.
@@ -21,7 +21,7 @@ const MINIMUM_COST_PER_THREAD: u64 = if cfg!(test) { 1 } else { 16_384 };
 /// Call `work(from..to)` for ranges that cover `0..items`, on `threads` threads, of which this is one. `cost_before(i)` is the cost
 /// of the items before `i`; it does not decrease. Which thread takes which range is a matter of chance, so results must not depend
 /// on it.
-pub(crate) fn deal(
+pub(crate) fn parallel_ranges(
     threads: usize,
     items: usize,
     cost_before: impl Fn(usize) -> u64,
@@ -50,24 +50,24 @@ pub(crate) fn deal(
             }
         }
     };
-    crew.call(threads - 1, &take, |ask| {
+    crew.run_with_helpers(threads - 1, &take, |ask| {
         (1..threads).for_each(|_| ask());
         take();
     });
 }
 
-/// Do `own`, which hands over pieces of work, on `threads` threads, of which this is one. The others do pieces while this thread goes on with
-/// `own`, and it helps them after that. All are done when this returns. `cost` is that of all pieces, in floats touched.
-pub(crate) fn hand_over<T: Send, R>(
+/// Do `producer`, which hands over pieces of work, on `threads` threads, of which this is one. The others do pieces while this thread goes on with
+/// `producer`, and it helps them after that. All are done when this returns. `cost` is that of all pieces, in floats touched.
+pub(crate) fn parallel_pipeline<T: Send, R>(
     threads: usize,
     cost: u64,
     work: impl Fn(T) + Sync,
-    own: impl FnOnce(&mut dyn FnMut(T)) -> R,
+    producer: impl FnOnce(&mut dyn FnMut(T)) -> R,
 ) -> R {
     let most = threads;
     let threads = most.min((cost / MINIMUM_COST_PER_THREAD) as usize);
     let Some(crew) = (if threads > 1 { workers(threads - 1, most - 1) } else { None }) else {
-        return own(&mut |piece| work(piece));
+        return producer(&mut |piece| work(piece));
     };
     let pieces = Mutex::new(VecDeque::new());
     let take = || {
@@ -77,8 +77,8 @@ pub(crate) fn hand_over<T: Send, R>(
             work(piece);
         }
     };
-    crew.call(threads - 1, &take, |ask| {
-        let done = own(&mut |piece| {
+    crew.run_with_helpers(threads - 1, &take, |ask| {
+        let done = producer(&mut |piece| {
             lock(&pieces).push_back(piece);
             ask();
         });
@@ -88,9 +88,9 @@ pub(crate) fn hand_over<T: Send, R>(
 }
 
 /// An address behind which several threads write, each at other elements.
-pub(crate) struct Disjoint<T>(pub(crate) *mut T);
+pub(crate) struct DisjointPtr<T>(pub(crate) *mut T);
 
-impl<T> Disjoint<T> {
+impl<T> DisjointPtr<T> {
     /// The address of an element.
     #[allow(clippy::inline_always)] // Used within kernels; see `simd`.
     #[inline(always)]
@@ -100,7 +100,7 @@ impl<T> Disjoint<T> {
 }
 
 // SAFETY: only addresses are shared. Who writes behind them promises that no two threads write the same element.
-unsafe impl<T> Sync for Disjoint<T> {}
+unsafe impl<T> Sync for DisjointPtr<T> {}
 
 /// The first item before which the cost is at least `cost`.
 fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -> usize {
@@ -118,18 +118,18 @@ fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -
 
 /// The workers of this process: one pool, which serves every call. A forked child forgets its parent's pool without dropping it, because that
 /// would wait for threads that do not exist in the child.
-static WORKERS: PerProcess<Mutex<Option<Arc<Crew>>>> = PerProcess::new();
+static WORKERS: PerProcess<Mutex<Option<Arc<WorkerSet>>>> = PerProcess::new();
 
 /// Returns the workers, `wanted` or more of them unless the system gives fewer threads; `None` where it gives none. The caller never wants more
 /// than `most`.
 ///
 /// A pool that is too small is replaced by one of twice the size, or of `most`. Its threads end with the last call that they serve, so there are
 /// about as many threads as the largest number that a call asks for.
-fn workers(wanted: usize, most: usize) -> Option<Arc<Crew>> {
+fn workers(wanted: usize, most: usize) -> Option<Arc<WorkerSet>> {
     let mut kept = lock(WORKERS.get(|| Ok(Mutex::default())).ok()?);
     if kept.as_ref().is_none_or(|pool| pool.size() < wanted)
-        && room_for_threads()
-        && let Some(larger) = build(wanted.next_power_of_two().min(most))
+        && can_start_threads()
+        && let Some(larger) = build_workers(wanted.next_power_of_two().min(most))
     {
         *kept = Some(larger);
     }
@@ -137,7 +137,7 @@ fn workers(wanted: usize, most: usize) -> Option<Arc<Crew>> {
 }
 
 /// Starts a pool of `size` threads; `None` where the system gives no threads.
-fn build(size: usize) -> Option<Arc<Crew>> {
+fn build_workers(size: usize) -> Option<Arc<WorkerSet>> {
     let (begun, all_begun) = mpsc::channel();
     let builder = ThreadPoolBuilder::new()
         .num_threads(size)
@@ -149,7 +149,7 @@ fn build(size: usize) -> Option<Arc<Crew>> {
     // Wait until all threads have begun. A thread needs memory for its start, and ends the process if the system has none left
     // then.
     for () in all_begun.iter().take(size) {}
-    Some(Arc::new(Crew::new(pool)))
+    Some(Arc::new(WorkerSet::new(pool)))
 }
 
 /// The number of threads that the machine runs at once. It is kept, because the system reads files to find it.
@@ -181,37 +181,37 @@ pub(crate) fn for_each_that_waits<T: Send>(threads: usize, tasks: impl Iterator<
 
 fn for_each_on<T: Send>(threads: usize, tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     let tasks: Vec<T> = tasks.collect();
-    share(if tasks.len() > 1 { threads } else { 1 }, tasks, work, || ());
+    run_tasks(if tasks.len() > 1 { threads } else { 1 }, tasks, work, || ());
 }
 
-/// Do independent tasks on the machine's threads while this thread does `own`, after which it helps them.
-pub(crate) fn beside<T: Send, R>(
+/// Do independent tasks on the machine's threads while this thread does `caller_work`, after which it helps them.
+pub(crate) fn for_each_alongside<T: Send, R>(
     tasks: impl Iterator<Item = T>,
     work: impl Fn(T) + Sync,
-    own: impl FnOnce() -> R,
+    caller_work: impl FnOnce() -> R,
 ) -> R {
-    share(machine_threads(), tasks.collect(), work, own)
+    run_tasks(machine_threads(), tasks.collect(), work, caller_work)
 }
 
-/// Do independent tasks on `threads` threads, of which this is one. It does `own` first. Tasks begin in their order.
-fn share<T: Send, R>(threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync, own: impl FnOnce() -> R) -> R {
+/// Do independent tasks on `threads` threads, of which this is one. It does `caller_work` first. Tasks begin in their order.
+fn run_tasks<T: Send, R>(threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync, caller_work: impl FnOnce() -> R) -> R {
     let helpers = tasks.len().min(threads.saturating_sub(1));
-    let Some(crew) = (if helpers > 0 && !works_behind() { workers(helpers, threads - 1) } else { None }) else {
-        let done = own();
+    let Some(crew) = (if helpers > 0 && !works_in_background() { workers(helpers, threads - 1) } else { None }) else {
+        let done = caller_work();
         tasks.into_iter().for_each(work);
         return done;
     };
-    let take = taking(tasks, work);
-    crew.call(helpers, &take, |ask| {
+    let take = task_loop(tasks, work);
+    crew.run_with_helpers(helpers, &take, |ask| {
         (0..helpers).for_each(|_| ask());
-        let done = own();
+        let done = caller_work();
         take();
         done
     })
 }
 
 /// What each thread runs that takes part in these tasks: it does one after the other, until none is left.
-fn taking<T: Send>(tasks: Vec<T>, work: impl Fn(T) + Sync) -> impl Fn() + Sync {
+fn task_loop<T: Send>(tasks: Vec<T>, work: impl Fn(T) + Sync) -> impl Fn() + Sync {
     let tasks = Mutex::new(tasks.into_iter());
     move || {
         loop {
@@ -237,7 +237,7 @@ mod tests {
                         Some(*sum)
                     }));
                     let taken: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
-                    deal(
+                    parallel_ranges(
                         threads,
                         items,
                         |item| before[item],
@@ -260,7 +260,7 @@ mod tests {
     fn pieces_that_are_handed_over_are_done_once_each_by_all_threads() {
         for (threads, cost) in [(1, 1000), (2, 1000), (4, 1000), (4, 0)] {
             let done: Vec<AtomicUsize> = (0..300).map(|_| AtomicUsize::new(0)).collect();
-            let given = hand_over(
+            let given = parallel_pipeline(
                 threads,
                 cost,
                 |piece: usize| {
@@ -276,7 +276,7 @@ mod tests {
         }
         let inside = std::sync::Barrier::new(2);
         // The other thread does one of the pieces while this one waits in another, or in its own work.
-        hand_over(
+        parallel_pipeline(
             2,
             1000,
             |()| {
@@ -311,9 +311,9 @@ mod tests {
             let count = |range: std::ops::Range<usize>| {
                 done.fetch_add(range.len(), Ordering::Relaxed);
             };
-            deal(4, 100, |item| item as u64, count);
+            parallel_ranges(4, 100, |item| item as u64, count);
             for_each_that_waits(4, 0..100, |item| count(item..item + 1));
-            beside(0..100, |item| count(item..item + 1), || ());
+            for_each_alongside(0..100, |item| count(item..item + 1), || ());
             assert_eq!(done.into_inner(), 300);
             drop(held);
         });
@@ -337,7 +337,7 @@ mod tests {
                 assert!(!IS_INSIDE.replace(true), "a task began within another one on the same thread");
                 let spin =
                     |range: std::ops::Range<usize>| range.for_each(|_| (0..200).for_each(|_| std::hint::spin_loop()));
-                deal(2, 8, |item| item as u64, spin);
+                parallel_ranges(2, 8, |item| item as u64, spin);
                 IS_INSIDE.set(false);
             });
         }
@@ -346,7 +346,7 @@ mod tests {
     #[test]
     fn one_pool_serves_calls_of_all_sizes() {
         for threads in (2..40).chain((2..40).rev()) {
-            deal(threads, 100, |item| item as u64, |_| {});
+            parallel_ranges(threads, 100, |item| item as u64, |_| {});
             for_each_that_waits(threads, 0..threads, |_| {});
         }
         let size = workers(38, 38).expect("threads").size();
@@ -358,7 +358,7 @@ mod tests {
     fn work_runs_on_as_many_threads_as_asked() {
         let inside = std::sync::Barrier::new(3);
         // No thread passes the barrier before all three have reached it.
-        deal(
+        parallel_ranges(
             3,
             3,
             |item| item as u64,

@@ -5,17 +5,17 @@
 
 use std::ops::Range;
 
-use super::Pending;
-use super::bucket::{BucketCounts, PendingId, WantedCounts};
-use super::pending::{PendingCount, Spot};
-use crate::config::{Admission, TableConfig};
+use super::AdmissionCounters;
+use super::bucket::{BucketCounts, CountedId, SnapshotCounts};
+use super::pending::{AdmissionCount, CounterSpot};
+use crate::config::{AdmissionRule, TableConfig};
 use crate::error::{Error, Kind, Result};
 use crate::rows::philox;
-use crate::types::{Bucketing, Id, hash_id};
+use crate::types::{BucketMapper, Id, hash_id};
 
 /// An id of a batch that has no row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Candidate {
+pub(crate) struct AdmissionCandidate {
     /// The id.
     pub(crate) id: Id,
     /// Its occurrences in the batch: its shows.
@@ -23,13 +23,13 @@ pub(crate) struct Candidate {
     /// Its clicks in the batch.
     pub(crate) clicks: u32,
     /// Where its count was found.
-    spot: Spot,
+    spot: CounterSpot,
 }
 
-impl Candidate {
+impl AdmissionCandidate {
     /// An id with its shows and clicks in the batch.
     pub(crate) fn new(id: Id, occurrences: u32, clicks: u32) -> Self {
-        Self { id, occurrences, clicks, spot: Spot::NOWHERE }
+        Self { id, occurrences, clicks, spot: CounterSpot::NOWHERE }
     }
 }
 
@@ -40,26 +40,26 @@ const ASKED_AGAIN: usize = 8;
 
 /// Decides for one table shard, and counts for it.
 #[derive(Debug)]
-pub(crate) struct Admitter {
-    rule: Admission,
+pub(crate) struct RowAdmitter {
+    rule: AdmissionRule,
     /// The key of Philox for coins.
     key: [u32; 2],
     /// The occurrences of the ids that wait for a row.
-    shows: Option<Pending>,
+    shows: Option<AdmissionCounters>,
     /// Their clicks, of those that have any.
-    clicks: Option<Pending>,
+    clicks: Option<AdmissionCounters>,
     buckets: Range<u32>,
-    bucketing: Bucketing,
+    bucketing: BucketMapper,
     /// What a save beside training still wants of the counts.
-    wanted: Option<WantedCounts>,
+    snapshot_counts: Option<SnapshotCounts>,
     /// How often anything has changed on which decisions depend.
     changes: u64,
 }
 
-impl Admitter {
+impl RowAdmitter {
     /// What decides for a shard of this configuration, whose rule was [checked](check); `None` where every id gets a row.
     pub(crate) fn of(config: &TableConfig) -> Option<Self> {
-        config.admission.refuses().then(|| Self::new(config))
+        config.admission.is_selective().then(|| Self::new(config))
     }
 
     fn new(config: &TableConfig) -> Self {
@@ -67,16 +67,16 @@ impl Admitter {
         let (buckets, bucketing) = (config.buckets.clone(), config.bucketing());
         // Births have a key made of the same numbers. Coins have another one, so that a coin tells nothing of a weight.
         let mixed = hash_id(hash_id((seed ^ hash_id(key as Id)) as Id) as Id);
-        let pending = |memory, window| Pending::new(buckets.clone(), bucketing, memory, window);
+        let pending = |memory, window| AdmissionCounters::new(buckets.clone(), bucketing, memory, window);
         let (shows, clicks) = match rule {
-            Admission::Count { window_steps, memory, .. } => (Some(pending(memory, window_steps)), None),
-            Admission::ShowClick { window_steps, memory, .. } => {
+            AdmissionRule::Count { window_steps, memory, .. } => (Some(pending(memory, window_steps)), None),
+            AdmissionRule::ShowClick { window_steps, memory, .. } => {
                 (Some(pending(memory, window_steps)), Some(pending(memory, window_steps).never_full()))
             }
-            Admission::All | Admission::Probability { .. } | Admission::ReadOnly => (None, None),
+            AdmissionRule::All | AdmissionRule::Probability { .. } | AdmissionRule::ReadOnly => (None, None),
         };
         let key = [mixed as u32, (mixed >> 32) as u32];
-        Self { rule, key, shows, clicks, buckets, bucketing, wanted: None, changes: 0 }
+        Self { rule, key, shows, clicks, buckets, bucketing, snapshot_counts: None, changes: 0 }
     }
 
     /// A number that is another one when a candidate may be decided otherwise than before.
@@ -85,14 +85,14 @@ impl Admitter {
     }
 
     /// Whether each of `candidates` `[n]` gets a row in the batch that will be step `step`: `[n]`. It is noted in the candidates where
-    /// their counts are, for [`Admitter::count`].
-    pub(crate) fn decide(&self, candidates: &mut [Candidate], step: u64) -> Vec<bool> {
+    /// their counts are, for [`RowAdmitter::count`].
+    pub(crate) fn decide(&self, candidates: &mut [AdmissionCandidate], step: u64) -> Vec<bool> {
         let mut admitted = Vec::with_capacity(candidates.len());
         match self.rule {
-            Admission::All => admitted.resize(candidates.len(), true),
-            Admission::ReadOnly => admitted.resize(candidates.len(), false),
-            Admission::Probability { p } => admitted.extend(candidates.iter().map(|each| self.coin(p, each, step))),
-            Admission::Count { threshold, .. } => {
+            AdmissionRule::All => admitted.resize(candidates.len(), true),
+            AdmissionRule::ReadOnly => admitted.resize(candidates.len(), false),
+            AdmissionRule::Probability { p } => admitted.extend(candidates.iter().map(|each| self.coin(p, each, step))),
+            AdmissionRule::Count { threshold, .. } => {
                 let Some(shows) = &self.shows else { return admitted };
                 shows.find_batch(
                     candidates,
@@ -103,7 +103,7 @@ impl Admitter {
                     },
                 );
             }
-            Admission::ShowClick { alpha, beta, threshold, .. } => {
+            AdmissionRule::ShowClick { alpha, beta, threshold, .. } => {
                 let (Some(shows), Some(clicks)) = (&self.shows, &self.clicks) else { return admitted };
                 let ids: Vec<Id> = candidates.iter().map(|each| each.id).collect();
                 let mut clicks_before = vec![0; ids.len()];
@@ -125,7 +125,7 @@ impl Admitter {
     }
 
     /// One throw for all occurrences of an id in a batch: it is admitted unless each of them by itself is refused.
-    fn coin(&self, p: f64, each: &Candidate, step: u64) -> bool {
+    fn coin(&self, p: f64, each: &AdmissionCandidate, step: u64) -> bool {
         let id = each.id as u64;
         let word = philox::word([step as u32, (step >> 32) as u32, id as u32, (id >> 32) as u32], self.key);
         // The middle of the word's interval when the unit interval is cut into 2³² parts.
@@ -140,24 +140,24 @@ impl Admitter {
         self.all_counts().try_for_each(|pending| pending.reserve(ids))
     }
 
-    /// Count the occurrences of ids that were refused in a batch which is now committed, but not of those in `but` `[m]`, which rises.
+    /// Count the occurrences of ids that were refused in a batch which is now committed, but not of those in `except` `[m]`, which rises.
     /// There is memory for them.
-    pub(crate) fn count(&mut self, refused: &[Candidate], but: &[Id], epoch: u32) {
+    pub(crate) fn count(&mut self, candidates: &[AdmissionCandidate], except: &[Id], epoch: u32) {
         self.changes += 1;
-        for (at, each) in refused.iter().enumerate() {
+        for (at, each) in candidates.iter().enumerate() {
             if let Some(shows) = &self.shows {
-                let later = [refused.get(at + AHEAD), refused.get(at + ASKED_AGAIN)];
+                let later = [candidates.get(at + AHEAD), candidates.get(at + ASKED_AGAIN)];
                 later.into_iter().flatten().for_each(|later| shows.prefetch(later.id, later.spot));
             }
-            if but.is_empty() || but.binary_search(&each.id).is_err() {
+            if except.is_empty() || except.binary_search(&each.id).is_err() {
                 self.count_one(each, epoch);
             }
         }
     }
 
     #[inline]
-    fn count_one(&mut self, each: &Candidate, epoch: u32) {
-        self.keep_wanted(each.id);
+    fn count_one(&mut self, each: &AdmissionCandidate, epoch: u32) {
+        self.keep_for_snapshot(each.id);
         let Some(shows) = &mut self.shows else { return };
         shows.add(each.id, each.spot, each.occurrences, epoch);
         let Some(clicks) = &mut self.clicks else { return };
@@ -166,42 +166,42 @@ impl Admitter {
             clicks.get_batch(&[each.id], &mut before);
         }
         if each.clicks > 0 || before[0] > 0 {
-            clicks.add(each.id, Spot::NOWHERE, each.clicks, epoch);
+            clicks.add(each.id, CounterSpot::NOWHERE, each.clicks, epoch);
         }
     }
 
     /// Forget the counts of an id that has a row now.
-    pub(crate) fn has_row(&mut self, id: Id) {
+    pub(crate) fn forget(&mut self, id: Id) {
         self.changes += 1;
-        self.keep_wanted(id);
+        self.keep_for_snapshot(id);
         self.all_counts().for_each(|pending| pending.remove(id));
     }
 
     /// A step was made, and what it counted was counted. Returns whether it is the first after which ids are forgotten because the memory
     /// for their counts is full.
-    pub(crate) fn step_ends(&mut self, step: u64) -> bool {
+    pub(crate) fn end_step(&mut self, step: u64) -> bool {
         self.changes += 1;
         let ran_full = self.has_run_full();
         for bucket in self.shows.as_mut().map(|shows| shows.ending(step)).unwrap_or_default() {
-            self.keep_wanted_of(bucket);
+            self.keep_bucket_for_snapshot(bucket);
             self.all_counts().for_each(|pending| pending.end_generation(bucket));
         }
         self.has_run_full() && !ran_full
     }
 
     fn has_run_full(&self) -> bool {
-        self.shows.as_ref().is_some_and(Pending::ran_full)
+        self.shows.as_ref().is_some_and(AdmissionCounters::ran_full)
     }
 
     /// Forget all counts.
     pub(crate) fn clear(&mut self) {
         self.changes += 1;
-        self.buckets.clone().for_each(|bucket| self.keep_wanted_of(bucket));
-        self.all_counts().for_each(Pending::clear);
+        self.buckets.clone().for_each(|bucket| self.keep_bucket_for_snapshot(bucket));
+        self.all_counts().for_each(AdmissionCounters::clear);
     }
 
     /// The counts of the ids that wait for a row, where the rule counts them.
-    pub(crate) fn pending(&self) -> Option<&Pending> {
+    pub(crate) fn counters(&self) -> Option<&AdmissionCounters> {
         self.shows.as_ref()
     }
 
@@ -214,13 +214,11 @@ impl Admitter {
         if let Some(pending) = &self.clicks {
             pending.get_batch(&ids, &mut clicks);
         }
-        let pending = counts.into_iter().zip(clicks).map(|(PendingCount { id, count, is_older }, clicks)| PendingId {
-            id,
-            shows: count,
-            clicks,
-            is_older,
-        });
-        BucketCounts { bucket, generation: shows.generation(bucket), pending: pending.collect() }
+        let pending = counts
+            .into_iter()
+            .zip(clicks)
+            .map(|(AdmissionCount { id, count, is_older }, clicks)| CountedId { id, shows: count, clicks, is_older });
+        BucketCounts { bucket, generation: shows.generation(bucket), ids: pending.collect() }
     }
 
     /// Put counts into a bucket that has none. A rule that counts nothing leaves them.
@@ -228,65 +226,68 @@ impl Admitter {
     /// Errors: `Memory`, and the bucket has some of the counts.
     pub(crate) fn restore(&mut self, counts: &BucketCounts, epoch: u32) -> Result<()> {
         self.changes += 1;
-        let BucketCounts { bucket, generation, ref pending } = *counts;
-        let list = |of: fn(&PendingId) -> u32| -> Vec<PendingCount> {
-            let one = |each: &PendingId| PendingCount { id: each.id, count: of(each), is_older: each.is_older };
+        let BucketCounts { bucket, generation, ids: ref pending } = *counts;
+        let list = |of: fn(&CountedId) -> u32| -> Vec<AdmissionCount> {
+            let one = |each: &CountedId| AdmissionCount { id: each.id, count: of(each), is_older: each.is_older };
             pending.iter().map(one).collect()
         };
         if let Some(shows) = &mut self.shows {
             shows.restore((bucket, generation), &list(|each| each.shows), epoch)?;
         }
         if let Some(pending) = &mut self.clicks {
-            let clicked: Vec<PendingCount> =
+            let clicked: Vec<AdmissionCount> =
                 list(|each| each.clicks).into_iter().filter(|each| each.count > 0).collect();
             pending.restore((bucket, generation), &clicked, epoch)?;
         }
         Ok(())
     }
 
-    /// Keep the counts of now until [`Admitter::take_wanted`] has taken those of every bucket.
-    pub(crate) fn begin_moment(&mut self, since: Option<u32>) {
-        self.wanted = self.shows.is_some().then(|| WantedCounts::new(self.buckets.start, self.buckets.len(), since));
+    /// Keep the counts of now until [`RowAdmitter::take_snapshot_counts`] has taken those of every bucket.
+    pub(crate) fn begin_snapshot(&mut self, since: Option<u32>) {
+        self.snapshot_counts =
+            self.shows.is_some().then(|| SnapshotCounts::new(self.buckets.start, self.buckets.len(), since));
     }
 
     /// Keep nothing for a save any more.
-    pub(crate) fn leave_moment(&mut self) {
-        self.wanted = None;
+    pub(crate) fn end_snapshot(&mut self) {
+        self.snapshot_counts = None;
     }
 
     /// The counts that a bucket had when the moment began.
-    pub(crate) fn take_wanted(&mut self, bucket: u32) -> BucketCounts {
-        let Some(mut wanted) = self.wanted.take() else { return BucketCounts { bucket, ..BucketCounts::default() } };
+    pub(crate) fn take_snapshot_counts(&mut self, bucket: u32) -> BucketCounts {
+        let Some(mut wanted) = self.snapshot_counts.take() else {
+            return BucketCounts { bucket, ..BucketCounts::default() };
+        };
         let counts = wanted.take(bucket, |since| self.of_bucket(bucket, since));
-        self.wanted = Some(wanted);
+        self.snapshot_counts = Some(wanted);
         counts
     }
 
     #[inline]
-    fn keep_wanted(&mut self, id: Id) {
-        if self.wanted.is_some() {
-            self.keep_wanted_of(self.bucketing.of(id));
+    fn keep_for_snapshot(&mut self, id: Id) {
+        if self.snapshot_counts.is_some() {
+            self.keep_bucket_for_snapshot(self.bucketing.of(id));
         }
     }
 
     #[cold]
-    fn keep_wanted_of(&mut self, bucket: u32) {
-        let Some(wanted) = &self.wanted else { return };
-        if wanted.wants(bucket) {
+    fn keep_bucket_for_snapshot(&mut self, bucket: u32) {
+        let Some(wanted) = &self.snapshot_counts else { return };
+        if wanted.is_pending(bucket) {
             let counts = self.of_bucket(bucket, wanted.since);
-            if let Some(wanted) = &mut self.wanted {
+            if let Some(wanted) = &mut self.snapshot_counts {
                 wanted.keep(counts);
             }
         }
     }
 
-    fn all_counts(&mut self) -> impl Iterator<Item = &mut Pending> {
+    fn all_counts(&mut self) -> impl Iterator<Item = &mut AdmissionCounters> {
         [&mut self.shows, &mut self.clicks].into_iter().flatten()
     }
 }
 
 /// Whether a rule's numbers are in range; `Kind::Config` says which one is not.
-pub(crate) fn check(rule: &Admission) -> Result<()> {
+pub(crate) fn check(rule: &AdmissionRule) -> Result<()> {
     let refuse = |message: String| Err(Error::new(Kind::Config, message));
     let check_memory = |memory: u64| {
         if memory == 0 {
@@ -296,24 +297,24 @@ pub(crate) fn check(rule: &Admission) -> Result<()> {
         }
     };
     match *rule {
-        Admission::All | Admission::ReadOnly => Ok(()),
-        Admission::Count { threshold: 0, .. } => {
+        AdmissionRule::All | AdmissionRule::ReadOnly => Ok(()),
+        AdmissionRule::Count { threshold: 0, .. } => {
             refuse("admission.Count(0) admits every id: leave admission out for that, or give 1 or more".into())
         }
-        Admission::Count { threshold, memory, .. } => {
+        AdmissionRule::Count { threshold, memory, .. } => {
             if threshold > super::pending::MOST_THRESHOLD {
                 let most = super::pending::MOST_THRESHOLD;
                 return refuse(format!("admission.Count({threshold}) is out of range: give at most {most}"));
             }
             check_memory(memory)
         }
-        Admission::Probability { p } => {
+        AdmissionRule::Probability { p } => {
             if p > 0.0 && p <= 1.0 {
                 return Ok(());
             }
             refuse(format!("admission.Probability({p}) is out of range: give more than 0 and at most 1"))
         }
-        Admission::ShowClick { alpha, beta, threshold, memory, .. } => {
+        AdmissionRule::ShowClick { alpha, beta, threshold, memory, .. } => {
             for (name, number) in [("alpha", alpha), ("beta", beta), ("threshold", threshold)] {
                 if !number.is_finite() || number < 0.0 {
                     return refuse(format!(
@@ -348,10 +349,19 @@ fn power(base: f64, exponent: u32) -> f64 {
 mod tests {
     use super::*;
 
-    fn thrower(p: f64, key: [u32; 2]) -> Admitter {
-        let bucketing = Bucketing::new(7);
-        let rule = Admission::Probability { p };
-        Admitter { rule, key, shows: None, clicks: None, buckets: 0..7, bucketing, wanted: None, changes: 0 }
+    fn thrower(p: f64, key: [u32; 2]) -> RowAdmitter {
+        let bucketing = BucketMapper::new(7);
+        let rule = AdmissionRule::Probability { p };
+        RowAdmitter {
+            rule,
+            key,
+            shows: None,
+            clicks: None,
+            buckets: 0..7,
+            bucketing,
+            snapshot_counts: None,
+            changes: 0,
+        }
     }
 
     /// Each line: the seed, the table key, p, the id, the step, the occurrences, and whether the id is admitted.
@@ -364,7 +374,7 @@ mod tests {
             let (seed, key): (u64, u64) = (fields[0].parse().expect("a seed"), fields[1].parse().expect("a key"));
             let p: f64 = fields[2].parse().expect("a probability");
             let id = fields[3].parse().expect("an id");
-            let candidate = Candidate::new(id, fields[5].parse().expect("occurrences"), 0);
+            let candidate = AdmissionCandidate::new(id, fields[5].parse().expect("occurrences"), 0);
             let mixed = hash_id(hash_id((seed ^ hash_id(key as Id)) as Id) as Id);
             let key = [mixed as u32, (mixed >> 32) as u32];
             let admitter = thrower(p, key);
@@ -379,7 +389,8 @@ mod tests {
     fn many_occurrences_admit_as_many_coins_would() {
         let admitter = thrower(0.1, [1, 2]);
         for (occurrences, expected) in [(1, 0.1), (2, 0.19), (10, 0.651)] {
-            let mut candidates: Vec<Candidate> = (0..20_000).map(|id| Candidate::new(id, occurrences, 0)).collect();
+            let mut candidates: Vec<AdmissionCandidate> =
+                (0..20_000).map(|id| AdmissionCandidate::new(id, occurrences, 0)).collect();
             let admitted = admitter.decide(&mut candidates, 1);
             let share = admitted.iter().filter(|admitted| **admitted).count() as f64 / 20_000.0;
             assert!((share - expected).abs() < 0.015, "{share} and {expected}");

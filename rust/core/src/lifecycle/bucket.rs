@@ -6,7 +6,7 @@ use crate::types::Id;
 
 /// An id that waits for a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PendingId {
+pub struct CountedId {
     /// The id.
     pub id: Id,
     /// Its occurrences.
@@ -25,7 +25,7 @@ pub struct BucketCounts {
     /// How many generations of the bucket have ended, modulo 2³².
     pub generation: u32,
     /// The ids, rising as unsigned numbers.
-    pub pending: Vec<PendingId>,
+    pub ids: Vec<CountedId>,
 }
 
 impl BucketCounts {
@@ -35,10 +35,10 @@ impl BucketCounts {
         match generation.wrapping_sub(self.generation) {
             0 => {}
             1 => {
-                self.pending.retain(|pending| !pending.is_older);
-                self.pending.iter_mut().for_each(|pending| pending.is_older = true);
+                self.ids.retain(|pending| !pending.is_older);
+                self.ids.iter_mut().for_each(|pending| pending.is_older = true);
             }
-            _ => self.pending.clear(),
+            _ => self.ids.clear(),
         }
         self.generation = generation;
         self
@@ -48,35 +48,35 @@ impl BucketCounts {
 /// The buckets whose counts a save beside training still has to write, as they were when it began. Whoever is about to change the counts
 /// of such a bucket has them copied here first.
 #[derive(Debug)]
-pub(crate) struct WantedCounts {
+pub(crate) struct SnapshotCounts {
     /// Only ids that were counted in this epoch or later; `None` for all.
     pub(crate) since: Option<u32>,
     first: u32,
-    is_wanted: Vec<bool>,
+    is_pending: Vec<bool>,
     copies: HashMap<u32, BucketCounts>,
 }
 
-impl WantedCounts {
+impl SnapshotCounts {
     /// Of the buckets `first..first + buckets`.
     pub(crate) fn new(first: u32, buckets: usize, since: Option<u32>) -> Self {
-        Self { since, first, is_wanted: vec![true; buckets], copies: HashMap::new() }
+        Self { since, first, is_pending: vec![true; buckets], copies: HashMap::new() }
     }
 
     /// Whether the counts of a bucket are still to be copied.
-    pub(crate) fn wants(&self, bucket: u32) -> bool {
-        self.is_wanted[(bucket - self.first) as usize]
+    pub(crate) fn is_pending(&self, bucket: u32) -> bool {
+        self.is_pending[(bucket - self.first) as usize]
     }
 
     /// Keep a copy of a bucket's counts.
     pub(crate) fn keep(&mut self, counts: BucketCounts) {
-        self.is_wanted[(counts.bucket - self.first) as usize] = false;
+        self.is_pending[(counts.bucket - self.first) as usize] = false;
         self.copies.insert(counts.bucket, counts);
     }
 
-    /// Take the counts of a bucket: those that were kept, or those of now, which `of_now` gives.
-    pub(crate) fn take(&mut self, bucket: u32, of_now: impl FnOnce(Option<u32>) -> BucketCounts) -> BucketCounts {
-        if std::mem::take(&mut self.is_wanted[(bucket - self.first) as usize]) {
-            return of_now(self.since);
+    /// Take the counts of a bucket: those that were kept, or those of now, which `current` gives.
+    pub(crate) fn take(&mut self, bucket: u32, current: impl FnOnce(Option<u32>) -> BucketCounts) -> BucketCounts {
+        if std::mem::take(&mut self.is_pending[(bucket - self.first) as usize]) {
+            return current(self.since);
         }
         self.copies.remove(&bucket).unwrap_or(BucketCounts { bucket, ..BucketCounts::default() })
     }
@@ -88,11 +88,11 @@ mod tests {
 
     #[test]
     fn counts_age_by_the_generations_that_have_ended_since() {
-        let pending = [(1, false), (2, true)].map(|(id, is_older)| PendingId { id, shows: 3, clicks: 1, is_older });
-        let counts = BucketCounts { bucket: 5, generation: u32::MAX, pending: pending.to_vec() };
+        let pending = [(1, false), (2, true)].map(|(id, is_older)| CountedId { id, shows: 3, clicks: 1, is_older });
+        let counts = BucketCounts { bucket: 5, generation: u32::MAX, ids: pending.to_vec() };
         assert_eq!(counts.clone().aged_to(u32::MAX), counts);
         let aged = counts.clone().aged_to(0);
-        assert_eq!((aged.generation, aged.pending), (0, vec![PendingId { is_older: true, ..pending[0] }]));
-        assert!(counts.aged_to(1).pending.is_empty());
+        assert_eq!((aged.generation, aged.ids), (0, vec![CountedId { is_older: true, ..pending[0] }]));
+        assert!(counts.aged_to(1).ids.is_empty());
     }
 }

@@ -17,7 +17,7 @@ const HOUR: u64 = 60 * MINUTE;
 /// Hours before the present one of which a pair a minute is kept.
 const HOURS: u64 = 31 * 24;
 /// No time is later, and no step larger. Sums of two such numbers are far from an overflow.
-const MOST: u64 = 1 << 62;
+const MAX_VALUE: u64 = 1 << 62;
 
 /// When the steps of a table were made. Its serde form is part of published states and of manifests. It is one text, numbers with spaces
 /// between them, because a manifest has each item of a list on a line of its own.
@@ -27,7 +27,7 @@ pub struct StepClock {
     /// Steps and times, both ascending.
     pairs: Vec<(u64, u64)>,
     /// Whether the times are those that a user gives.
-    of_events: bool,
+    has_event_times: bool,
 }
 
 impl StepClock {
@@ -47,21 +47,21 @@ impl StepClock {
     }
 
     /// Whether the times are those that a user gives.
-    pub fn is_of_events(&self) -> bool {
-        self.of_events
+    pub fn has_event_times(&self) -> bool {
+        self.has_event_times
     }
 
     /// Note that the times are those that a user gives, from now on.
-    pub(crate) fn set_of_events(&mut self) {
-        self.of_events = true;
+    pub(crate) fn set_event_times(&mut self) {
+        self.has_event_times = true;
     }
 
     /// A step was made. A time that is before the latest one counts as that one. Steps since the last one that is known, whose times are
     /// not, count as made now.
-    pub fn note(&mut self, step: u64, time: u64) {
+    pub fn record(&mut self, step: u64, time: u64) {
         self.forget_from(step);
         let (known, latest) = self.pairs.last().copied().unwrap_or_default();
-        let time = time.max(latest).min(MOST);
+        let time = time.max(latest).min(MAX_VALUE);
         if known + 1 < step || self.pairs.is_empty() {
             self.push(step - 1, time);
         }
@@ -120,13 +120,13 @@ impl StepClock {
     /// One clock of the clocks of several ranks that made the same steps: the time of a step is the greatest that one of them says.
     pub fn join<'a>(clocks: impl Iterator<Item = &'a Self>) -> Self {
         let mut clocks: Vec<&Self> = clocks.collect();
-        let of_events = clocks.iter().any(|clock| clock.of_events);
+        let of_events = clocks.iter().any(|clock| clock.has_event_times);
         clocks.retain(|clock| !clock.is_empty());
         let mut steps: Vec<u64> = clocks.iter().flat_map(|clock| &clock.pairs).map(|&(step, _)| step).collect();
         steps.sort_unstable();
         steps.dedup();
         let mut at = vec![0; clocks.len()];
-        let mut joined = Self { pairs: Vec::new(), of_events };
+        let mut joined = Self { pairs: Vec::new(), has_event_times: of_events };
         for step in steps {
             let mut time = joined.latest();
             for (clock, at) in clocks.iter().zip(&mut at) {
@@ -170,7 +170,7 @@ impl From<StepClock> for String {
     /// Whether the times are those of events, the first pair, and what each pair adds to the one before it.
     fn from(clock: StepClock) -> Self {
         use std::fmt::Write;
-        let mut text = u64::from(clock.of_events).to_string();
+        let mut text = u64::from(clock.has_event_times).to_string();
         let (mut step, mut time) = (0, 0);
         for pair in clock.pairs {
             // Writing to a string does not fail.
@@ -189,37 +189,37 @@ impl TryFrom<String> for StepClock {
         let mut words = text.split(' ');
         let of_events = number(words.next().unwrap_or_default())?;
         if of_events > 1 {
-            return Err(damaged("of a kind that is not known"));
+            return Err(damaged_error("of a kind that is not known"));
         }
         let count = pairs_of(words.clone()).try_fold(0, |count: usize, pair| pair.map(|_| count + 1))?;
         let mut pairs = Vec::with_capacity(count);
         for pair in pairs_of(words) {
             pairs.push(pair?);
         }
-        Ok(Self { pairs, of_events: of_events == 1 })
+        Ok(Self { pairs, has_event_times: of_events == 1 })
     }
 }
 
-fn damaged(what: &str) -> Error {
-    Error::new(Kind::Corruption, format!("a step clock {what}"))
+fn damaged_error(problem: &str) -> Error {
+    Error::new(Kind::Corruption, format!("a step clock {problem}"))
 }
 
 /// The number that a word is, in digits alone.
 fn number(word: &str) -> Result<u64> {
     let is_number = word.bytes().all(|byte| byte.is_ascii_digit());
-    word.parse().ok().filter(|_| is_number).ok_or_else(|| damaged("with other text than numbers"))
+    word.parse().ok().filter(|_| is_number).ok_or_else(|| damaged_error("with other text than numbers"))
 }
 
 /// The steps and times whose differences these words are. Each is checked against the one before it. Nothing that follows an error counts.
 fn pairs_of<'a>(mut words: impl Iterator<Item = &'a str>) -> impl Iterator<Item = Result<(u64, u64)>> {
     let mut last: Option<(u64, u64)> = None;
     let mut pair = move |step: &str, time: Option<&str>| {
-        let time = time.ok_or_else(|| damaged("whose last step has no time"))?;
+        let time = time.ok_or_else(|| damaged_error("whose last step has no time"))?;
         let (step, time) = (number(step)?, number(time)?);
         let before = last.unwrap_or_default();
         let next = (before.0.saturating_add(step), before.1.saturating_add(time));
-        if next.0 > MOST || next.1 > MOST || (step == 0 && last.is_some()) {
-            return Err(damaged("with steps or times out of range"));
+        if next.0 > MAX_VALUE || next.1 > MAX_VALUE || (step == 0 && last.is_some()) {
+            return Err(damaged_error("with steps or times out of range"));
         }
         last = Some(next);
         Ok(next)
@@ -234,7 +234,7 @@ mod tests {
     /// The times of steps, by definition: `times[s]` is that of step s + 1.
     fn clock_of(times: &[u64]) -> StepClock {
         let mut clock = StepClock::default();
-        times.iter().zip(1..).for_each(|(&time, step)| clock.note(step, time));
+        times.iter().zip(1..).for_each(|(&time, step)| clock.record(step, time));
         clock
     }
 
@@ -277,7 +277,7 @@ mod tests {
     fn a_month_at_a_hundred_steps_a_second_takes_less_than_what_is_said() {
         let mut clock = StepClock::default();
         for second in 0..31 * 24 * 3600 {
-            clock.note(100 * second + 1, 1_700_000_000_000 + second * SECOND);
+            clock.record(100 * second + 1, 1_700_000_000_000 + second * SECOND);
         }
         assert!(clock.pairs.len() <= 31 * 24 * 60 + 120, "{}", clock.pairs.len());
         let bytes = clock.encode(usize::MAX);
@@ -312,13 +312,13 @@ mod tests {
     fn time_does_not_go_back_and_steps_of_unknown_times_count_as_of_the_next_one() {
         let mut clock = clock_of(&[10_000, 5_000, 12_000]);
         assert_eq!(clock.pairs, [(2, 10_000), (3, 12_000)]);
-        clock.note(9, 20_000);
+        clock.record(9, 20_000);
         assert_eq!((clock.step_at(19_999), clock.step_at(20_000)), (Some(3), Some(9)));
         // Steps that are made again, after a load of an older checkpoint, are those of now.
-        clock.note(3, 25_000);
+        clock.record(3, 25_000);
         assert_eq!(clock.pairs, [(2, 10_000), (3, 25_000)]);
         let mut late = StepClock::default();
-        late.note(500, 7_000);
+        late.record(500, 7_000);
         assert_eq!((late.step_at(6_999), late.step_at(7_000)), (None, Some(500)));
     }
 

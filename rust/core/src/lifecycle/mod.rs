@@ -11,9 +11,11 @@ mod pending;
 mod shared;
 mod sweep;
 
-pub use bucket::{BucketCounts, PendingId};
+pub use bucket::{BucketCounts, CountedId};
 pub use clock::StepClock;
-pub use order::{Census, Counted, DigitPart, Span, SpanContents, Standing, rising};
-pub(crate) use pending::Pending;
-pub use shared::SharedRow;
-pub use sweep::{Rule, Sweep};
+pub use order::{
+    RankKey, RankKeyPart, RankKeyRange, RankRangeContents, ScoreHistogram, ScoreHistogramBuilder, sortable_score,
+};
+pub(crate) use pending::AdmissionCounters;
+pub use shared::OovRow;
+pub use sweep::{ExpiryRule, ExpirySweep};

@@ -9,30 +9,30 @@ use crate::rows::RowLayout;
 ///
 /// Files have it as text, eight hexadecimal digits for the bits of each number, so that every number comes back as it was.
 #[derive(Clone)]
-pub struct SharedRow(Vec<f32>);
+pub struct OovRow(Vec<f32>);
 
 /// By bits, so that a row is equal to itself where some of its numbers are not numbers.
-impl PartialEq for SharedRow {
+impl PartialEq for OovRow {
     fn eq(&self, other: &Self) -> bool {
         let bits = |row: &Self| row.0.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
         bits(self) == bits(other)
     }
 }
 
-impl std::fmt::Debug for SharedRow {
+impl std::fmt::Debug for OovRow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("SharedRow").field(&self.0.len()).finish()
+        f.debug_tuple("OovRow").field(&self.0.len()).finish()
     }
 }
 
-impl SharedRow {
+impl OovRow {
     /// A row that begins: its weights are zeros, as the optimizer's slots are.
-    pub fn begun(layout: RowLayout) -> Self {
+    pub fn zeros(layout: RowLayout) -> Self {
         Self(vec![0.0; layout.floats()])
     }
 
     /// From all its numbers; `None` where these are not as many as rows of the layout have.
-    pub fn of(layout: RowLayout, values: Vec<f32>) -> Option<Self> {
+    pub fn from_values(layout: RowLayout, values: Vec<f32>) -> Option<Self> {
         (values.len() == layout.floats()).then_some(Self(values))
     }
 
@@ -49,7 +49,7 @@ impl SharedRow {
     /// The row with these weights whose slots begin anew.
     #[must_use]
     pub fn without_slots(&self, layout: RowLayout) -> Self {
-        let mut begun = Self::begun(layout);
+        let mut begun = Self::zeros(layout);
         let weights = self.weights(layout);
         begun.0[..weights.len()].copy_from_slice(weights);
         begun
@@ -61,7 +61,7 @@ impl SharedRow {
     }
 }
 
-impl Serialize for SharedRow {
+impl Serialize for OovRow {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         use std::fmt::Write;
         let mut text = String::with_capacity(8 * self.0.len());
@@ -73,7 +73,7 @@ impl Serialize for SharedRow {
     }
 }
 
-impl<'de> Deserialize<'de> for SharedRow {
+impl<'de> Deserialize<'de> for OovRow {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         let (numbers, rest) = text.as_bytes().as_chunks::<8>();
@@ -98,9 +98,10 @@ mod tests {
     #[test]
     fn every_number_comes_back_from_text() {
         let values = vec![0.1, -0.0, f32::NAN, f32::INFINITY, f32::from_bits(1), -3.0e38];
-        let row = SharedRow::of(OptimizerKind::Adam.layout(2), values.clone()).expect("as many as the layout has");
+        let row =
+            OovRow::from_values(OptimizerKind::Adam.layout(2), values.clone()).expect("as many as the layout has");
         let text = serde_json::to_string(&row).expect("text");
-        let back: SharedRow = serde_json::from_str(&text).expect("a row");
+        let back: OovRow = serde_json::from_str(&text).expect("a row");
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(back.values()), bits(&values));
         assert_eq!(back, row, "also where a number is none");
@@ -109,15 +110,15 @@ mod tests {
     #[test]
     fn other_text_is_refused() {
         for text in ["\"0000000\"", "\"+0000000\"", "\"0000000g\"", "\"ääää\"", "[1.0]", "12345678"] {
-            assert!(serde_json::from_str::<SharedRow>(text).is_err(), "{text}");
+            assert!(serde_json::from_str::<OovRow>(text).is_err(), "{text}");
         }
     }
 
     #[test]
     fn a_row_of_another_optimizer_keeps_its_weights() {
         let adam =
-            SharedRow::of(OptimizerKind::Adam.layout(1), vec![1.0, 2.0, 3.0]).expect("as many as the layout has");
+            OovRow::from_values(OptimizerKind::Adam.layout(1), vec![1.0, 2.0, 3.0]).expect("as many as the layout has");
         assert_eq!(adam.without_slots(OptimizerKind::RowWiseAdagrad.layout(1)).values(), [1.0, 0.0]);
-        assert!(SharedRow::of(OptimizerKind::Sgd.layout(1), vec![1.0, 2.0]).is_none());
+        assert!(OovRow::from_values(OptimizerKind::Sgd.layout(1), vec![1.0, 2.0]).is_none());
     }
 }

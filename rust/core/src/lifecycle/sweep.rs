@@ -5,14 +5,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::order::{Standing, only_falls_below};
+use super::order::{RankKey, stays_below};
 use crate::config::EvictionRule;
-use crate::rows::{Decay, RowHeader};
+use crate::rows::{RowHeader, ScoreDecay};
 
 /// What a sweep looks at. Its serde form is part of published states and of manifests.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Rule {
+pub enum ExpiryRule {
     /// Rows that were trained last at this step or before.
     LastStep(u64),
     /// Rows whose score, decayed to the sweep's step, is below this.
@@ -27,60 +27,62 @@ pub enum Rule {
     /// Rows that stand below a cut in the order of rows, as it is at the sweep's step.
     Below {
         /// Where the lowest row stands that stays.
-        cut: Standing,
+        threshold: RankKey,
         /// The half life of scores, in steps.
         half_life: u64,
     },
     /// Rows that any of these rules takes.
-    Any(Vec<Rule>),
+    Any(Vec<ExpiryRule>),
     /// Rows that all of these rules take.
-    All(Vec<Rule>),
+    All(Vec<ExpiryRule>),
 }
 
 /// A rule, and the step after which it was applied.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Sweep {
+pub struct ExpirySweep {
     /// Rows that were trained after this step are not looked at.
     pub step: u64,
     /// What the others are held against.
-    pub rule: Rule,
+    pub rule: ExpiryRule,
 }
 
-impl Sweep {
+impl ExpirySweep {
     /// What a table's rule means after `step`, where scores halve every `half_life` steps.
     pub fn after(step: u64, rule: &EvictionRule, half_life: u64) -> Self {
-        Self { step, rule: Rule::after(step, rule, half_life) }
+        Self { step, rule: ExpiryRule::after(step, rule, half_life) }
     }
 
     /// The last step of the rows that were trained last of those that may die.
-    pub fn latest(&self) -> u64 {
-        self.rule.latest().unwrap_or(self.step).min(self.step)
+    pub fn latest_step(&self) -> u64 {
+        self.rule.latest_step().unwrap_or(self.step).min(self.step)
     }
 
-    /// Whether all rows die whose last step is at most [`Sweep::latest`], whatever their other columns are.
+    /// Whether all rows die whose last step is at most [`ExpirySweep::latest`], whatever their other columns are.
     pub fn is_by_last_step(&self) -> bool {
-        matches!(self.rule, Rule::LastStep(_))
+        matches!(self.rule, ExpiryRule::LastStep(_))
     }
 
     /// Whether a row is dead, with weights `[D]`. They may be empty where the rule [needs](Sweep::needs_weights) none.
-    pub fn kills(&self, header: &RowHeader, weights: &[f32]) -> bool {
-        header.last_step <= self.step && self.rule.takes(self.step, header, weights)
+    pub fn matches(&self, header: &RowHeader, weights: &[f32]) -> bool {
+        header.last_step <= self.step && self.rule.matches(self.step, header, weights)
     }
 
     /// What of the rule takes a row, with weights `[D]`; `None` where the row stays. Of rules that are joined by "any" these are the ones that
     /// take it.
-    pub fn taking(&self, header: &RowHeader, weights: &[f32]) -> Option<Rule> {
-        if self.kills(header, weights) { self.rule.taking(self.step, header, weights) } else { None }
+    pub fn matching_rule(&self, header: &RowHeader, weights: &[f32]) -> Option<ExpiryRule> {
+        if self.matches(header, weights) { self.rule.matching_rule(self.step, header, weights) } else { None }
     }
 
     /// The score of a row after the sweep's step, by the half life that `rule` has, a part of this sweep's; `None` where that has none.
-    pub fn score_by(&self, rule: &Rule, header: &RowHeader) -> Option<f32> {
+    pub fn score_by(&self, rule: &ExpiryRule, header: &RowHeader) -> Option<f32> {
         match rule {
-            Rule::ScoreBelow { half_life, .. } | Rule::Below { half_life, .. } => {
+            ExpiryRule::ScoreBelow { half_life, .. } | ExpiryRule::Below { half_life, .. } => {
                 Some(decayed(header, *half_life, self.step))
             }
-            Rule::Any(rules) | Rule::All(rules) => rules.iter().find_map(|rule| self.score_by(rule, header)),
+            ExpiryRule::Any(rules) | ExpiryRule::All(rules) => {
+                rules.iter().find_map(|rule| self.score_by(rule, header))
+            }
             _ => None,
         }
     }
@@ -90,9 +92,9 @@ impl Sweep {
         self.rule.reason(self.step, header, weights)
     }
 
-    /// Add what [`Sweep::reason`] may say to `names`, without doubles.
-    pub fn reasons(&self, names: &mut Vec<&'static str>) {
-        self.rule.reasons(names);
+    /// Add what [`ExpirySweep::reason`] may say to `names`, without doubles.
+    pub fn add_reasons(&self, names: &mut Vec<&'static str>) {
+        self.rule.add_reasons(names);
     }
 
     /// Whether the rule looks at weights.
@@ -106,7 +108,7 @@ impl Sweep {
     }
 }
 
-impl Rule {
+impl ExpiryRule {
     fn after(step: u64, rule: &EvictionRule, half_life: u64) -> Self {
         let each = |rules: &[EvictionRule]| rules.iter().map(|rule| Self::after(step, rule, half_life)).collect();
         match rule {
@@ -119,9 +121,9 @@ impl Rule {
             EvictionRule::NormBelow(below) => Self::NormBelow(*below),
             EvictionRule::TrainedUntil { step } => Self::LastStep(*step),
             // The latter two stand for a rule that the caller has put in their place.
-            EvictionRule::Nothing | EvictionRule::Given | EvictionRule::GivenInTime => Self::Any(Vec::new()),
+            EvictionRule::Nothing | EvictionRule::PerSweep | EvictionRule::PerSweepTimed => Self::Any(Vec::new()),
             EvictionRule::Below { score, last_step, id } => {
-                Self::Below { cut: Standing { score: *score, last_step: *last_step, id: *id }, half_life }
+                Self::Below { threshold: RankKey { score: *score, last_step: *last_step, id: *id }, half_life }
             }
             EvictionRule::Any(rules) => Self::Any(each(rules)),
             EvictionRule::All(rules) => Self::All(each(rules)),
@@ -129,19 +131,19 @@ impl Rule {
     }
 
     /// The greatest last step of a row that this may take; `None` where it does not say.
-    fn latest(&self) -> Option<u64> {
+    fn latest_step(&self) -> Option<u64> {
         match self {
             Self::LastStep(last) => Some(*last),
             Self::ScoreBelow { .. } | Self::NormBelow(_) | Self::Below { .. } => None,
             // The greatest of all, where all of them say; without any rule no row is taken.
             Self::Any(rules) => {
-                rules.iter().try_fold(0, |greatest, rule| rule.latest().map(|latest| latest.max(greatest)))
+                rules.iter().try_fold(0, |greatest, rule| rule.latest_step().map(|latest| latest.max(greatest)))
             }
-            Self::All(rules) => rules.iter().filter_map(Self::latest).min(),
+            Self::All(rules) => rules.iter().filter_map(Self::latest_step).min(),
         }
     }
 
-    fn takes(&self, step: u64, header: &RowHeader, weights: &[f32]) -> bool {
+    fn matches(&self, step: u64, header: &RowHeader, weights: &[f32]) -> bool {
         match self {
             Self::LastStep(last) => header.last_step <= *last,
             Self::ScoreBelow { below, half_life } => decayed(header, *half_life, step) < *below,
@@ -149,31 +151,34 @@ impl Rule {
                 let squares = weights.iter().fold(0.0, |sum, &weight| sum + f64::from(weight) * f64::from(weight));
                 squares < below * below
             }
-            Self::Below { cut, half_life } => Standing::with(header, decayed(header, *half_life, step)) < *cut,
-            Self::Any(rules) => rules.iter().any(|rule| rule.takes(step, header, weights)),
-            Self::All(rules) => rules.iter().all(|rule| rule.takes(step, header, weights)),
+            Self::Below { threshold: cut, half_life } => {
+                RankKey::with(header, decayed(header, *half_life, step)) < *cut
+            }
+            Self::Any(rules) => rules.iter().any(|rule| rule.matches(step, header, weights)),
+            Self::All(rules) => rules.iter().all(|rule| rule.matches(step, header, weights)),
         }
     }
 
-    fn taking(&self, step: u64, header: &RowHeader, weights: &[f32]) -> Option<Self> {
+    fn matching_rule(&self, step: u64, header: &RowHeader, weights: &[f32]) -> Option<Self> {
         if let Self::Any(rules) = self {
-            let mut taking: Vec<Self> = rules.iter().filter_map(|rule| rule.taking(step, header, weights)).collect();
+            let mut taking: Vec<Self> =
+                rules.iter().filter_map(|rule| rule.matching_rule(step, header, weights)).collect();
             return if taking.len() > 1 { Some(Self::Any(taking)) } else { taking.pop() };
         }
-        self.takes(step, header, weights).then(|| self.clone())
+        self.matches(step, header, weights).then(|| self.clone())
     }
 
-    fn reasons(&self, names: &mut Vec<&'static str>) {
+    fn add_reasons(&self, names: &mut Vec<&'static str>) {
         let name = match self {
             Self::LastStep(_) => "ttl",
             Self::ScoreBelow { .. } => "score",
             Self::NormBelow(_) => "l2_norm",
-            Self::Below { .. } => "standing",
+            Self::Below { .. } => "lowest",
             Self::All(rules) => match &rules[..] {
-                [rule, Self::Below { .. }] | [Self::Below { .. }, rule] => return rule.reasons(names),
+                [rule, Self::Below { .. }] | [Self::Below { .. }, rule] => return rule.add_reasons(names),
                 _ => "all",
             },
-            Self::Any(rules) => return rules.iter().for_each(|rule| rule.reasons(names)),
+            Self::Any(rules) => return rules.iter().for_each(|rule| rule.add_reasons(names)),
         };
         if !names.contains(&name) {
             names.push(name);
@@ -185,14 +190,14 @@ impl Rule {
             Self::LastStep(_) => "ttl",
             Self::ScoreBelow { .. } => "score",
             Self::NormBelow(_) => "l2_norm",
-            Self::Below { .. } => "standing",
+            Self::Below { .. } => "lowest",
             // With a cut for a floor, which only spares rows, it is the other rule that takes them.
             Self::All(rules) => match &rules[..] {
                 [rule, Self::Below { .. }] | [Self::Below { .. }, rule] => rule.reason(step, header, weights),
                 _ => "all",
             },
             Self::Any(rules) => {
-                let first = rules.iter().find(|rule| rule.takes(step, header, weights));
+                let first = rules.iter().find(|rule| rule.matches(step, header, weights));
                 first.map_or("", |rule| rule.reason(step, header, weights))
             }
         }
@@ -218,9 +223,10 @@ impl Rule {
             // As `takes` has it: a bound below 0, from a damaged file, acts as its absolute value.
             (Self::NormBelow(now), Self::NormBelow(before)) => now * now >= before * before,
             // A score only falls, down to 0, so a row that stood below the cut stays below it.
-            (Self::Below { cut, half_life }, Self::Below { cut: before, half_life: half_life_before }) => {
-                cut >= before && half_life == half_life_before && only_falls_below(before)
-            }
+            (
+                Self::Below { threshold: cut, half_life },
+                Self::Below { threshold: before, half_life: half_life_before },
+            ) => cut >= before && half_life == half_life_before && stays_below(before),
             (Self::All(now), Self::All(before)) if now.len() == before.len() => {
                 now.iter().zip(before).all(|(now, before)| now.covers(before))
             }
@@ -233,75 +239,75 @@ impl Rule {
 
 fn decayed(header: &RowHeader, half_life: u64, step: u64) -> f32 {
     // A half life out of range, from a damaged file, decays nothing.
-    Decay::new(half_life).map_or(header.score, |decay| decay.of(header.score, header.last_step, step))
+    ScoreDecay::new(half_life).map_or(header.score, |decay| decay.of(header.score, header.last_step, step))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::order::rising;
+    use super::super::order::sortable_score;
     use super::*;
 
     fn row(last_step: u64, score: f32, id: crate::types::Id) -> RowHeader {
         RowHeader { id, last_step, score, ..RowHeader::default() }
     }
 
-    fn sweep(step: u64, rule: Rule) -> Sweep {
-        Sweep { step, rule }
+    fn sweep(step: u64, rule: ExpiryRule) -> ExpirySweep {
+        ExpirySweep { step, rule }
     }
 
     #[test]
     fn rows_die_by_their_own_columns_and_only_those_that_were_there() {
-        let old = sweep(100, Rule::LastStep(40));
-        assert!(old.kills(&row(40, 9.0, 1), &[]) && !old.kills(&row(41, 9.0, 1), &[]));
-        let score = sweep(1000, Rule::ScoreBelow { below: 1.0, half_life: 100 });
-        assert!(score.kills(&row(900, 1.9, 1), &[]) && !score.kills(&row(900, 2.0, 1), &[]), "one half life");
-        assert!(!score.kills(&row(1001, 0.0, 1), &[]), "it was trained after the sweep");
-        let norm = sweep(10, Rule::NormBelow(5.0));
-        assert!(norm.kills(&row(1, 0.0, 1), &[3.0, 3.9]) && !norm.kills(&row(1, 0.0, 1), &[3.0, 4.0]));
+        let old = sweep(100, ExpiryRule::LastStep(40));
+        assert!(old.matches(&row(40, 9.0, 1), &[]) && !old.matches(&row(41, 9.0, 1), &[]));
+        let score = sweep(1000, ExpiryRule::ScoreBelow { below: 1.0, half_life: 100 });
+        assert!(score.matches(&row(900, 1.9, 1), &[]) && !score.matches(&row(900, 2.0, 1), &[]), "one half life");
+        assert!(!score.matches(&row(1001, 0.0, 1), &[]), "it was trained after the sweep");
+        let norm = sweep(10, ExpiryRule::NormBelow(5.0));
+        assert!(norm.matches(&row(1, 0.0, 1), &[3.0, 3.9]) && !norm.matches(&row(1, 0.0, 1), &[3.0, 4.0]));
     }
 
     #[test]
     fn rules_are_joined_by_any_and_by_all() {
-        let rules = || vec![Rule::LastStep(10), Rule::ScoreBelow { below: 2.0, half_life: 1 << 40 }];
-        let (any, all) = (sweep(20, Rule::Any(rules())), sweep(20, Rule::All(rules())));
+        let rules = || vec![ExpiryRule::LastStep(10), ExpiryRule::ScoreBelow { below: 2.0, half_life: 1 << 40 }];
+        let (any, all) = (sweep(20, ExpiryRule::Any(rules())), sweep(20, ExpiryRule::All(rules())));
         for (last_step, score, some, every) in
             [(10, 1.0, true, true), (10, 3.0, true, false), (11, 1.0, true, false), (11, 3.0, false, false)]
         {
             assert_eq!(
-                (any.kills(&row(last_step, score, 1), &[]), all.kills(&row(last_step, score, 1), &[])),
+                (any.matches(&row(last_step, score, 1), &[]), all.matches(&row(last_step, score, 1), &[])),
                 (some, every)
             );
         }
-        assert!(!any.needs_weights() && sweep(1, Rule::All(vec![Rule::NormBelow(1.0)])).needs_weights());
+        assert!(!any.needs_weights() && sweep(1, ExpiryRule::All(vec![ExpiryRule::NormBelow(1.0)])).needs_weights());
     }
 
     #[test]
     fn of_rules_joined_by_any_those_are_told_that_take_a_row() {
-        let score = Rule::ScoreBelow { below: 2.0, half_life: 10 };
-        let all = Rule::All(vec![Rule::LastStep(30), score.clone()]);
-        let made = sweep(40, Rule::Any(vec![Rule::LastStep(10), all.clone(), Rule::NormBelow(1.0)]));
-        let both = Rule::Any(vec![Rule::LastStep(10), all.clone()]);
-        assert_eq!(made.taking(&row(10, 9.0, 1), &[1.0]), Some(both), "its score is 9/8 after three half lives");
-        assert_eq!(made.taking(&row(30, 2.0, 1), &[1.0]), Some(all.clone()));
-        assert_eq!(made.taking(&row(31, 0.0, 1), &[1.0]), None);
-        assert_eq!(made.taking(&row(41, 0.0, 1), &[0.0]), None, "it was trained after the sweep");
+        let score = ExpiryRule::ScoreBelow { below: 2.0, half_life: 10 };
+        let all = ExpiryRule::All(vec![ExpiryRule::LastStep(30), score.clone()]);
+        let made = sweep(40, ExpiryRule::Any(vec![ExpiryRule::LastStep(10), all.clone(), ExpiryRule::NormBelow(1.0)]));
+        let both = ExpiryRule::Any(vec![ExpiryRule::LastStep(10), all.clone()]);
+        assert_eq!(made.matching_rule(&row(10, 9.0, 1), &[1.0]), Some(both), "its score is 9/8 after three half lives");
+        assert_eq!(made.matching_rule(&row(30, 2.0, 1), &[1.0]), Some(all.clone()));
+        assert_eq!(made.matching_rule(&row(31, 0.0, 1), &[1.0]), None);
+        assert_eq!(made.matching_rule(&row(41, 0.0, 1), &[0.0]), None, "it was trained after the sweep");
         assert_eq!(made.score_by(&all, &row(30, 2.0, 1)), Some(1.0), "one half life");
-        assert_eq!(made.score_by(&Rule::LastStep(10), &row(30, 2.0, 1)), None);
+        assert_eq!(made.score_by(&ExpiryRule::LastStep(10), &row(30, 2.0, 1)), None);
     }
 
     #[test]
     fn one_rule_alone_is_that_rule_however_it_is_wrapped() {
         let wrapped = EvictionRule::Any(vec![EvictionRule::All(vec![EvictionRule::Unused { steps: 30 }])]);
-        let made = Sweep::after(100, &wrapped, 7);
-        assert_eq!(made, sweep(100, Rule::LastStep(70)));
+        let made = ExpirySweep::after(100, &wrapped, 7);
+        assert_eq!(made, sweep(100, ExpiryRule::LastStep(70)));
         assert!(made.is_by_last_step(), "footers alone say which rows on SSD die");
     }
 
     #[test]
     fn a_sweep_that_covers_another_kills_all_that_it_kills() {
-        let score = |below| Rule::ScoreBelow { below, half_life: 50 };
-        let cut = |score: f32, last_step| Rule::Below {
-            cut: Standing { score: rising(score), last_step, id: 900 },
+        let score = |below| ExpiryRule::ScoreBelow { below, half_life: 50 };
+        let cut = |score: f32, last_step| ExpiryRule::Below {
+            threshold: RankKey { score: sortable_score(score), last_step, id: 900 },
             half_life: 50,
         };
         let rules = [
@@ -311,21 +317,21 @@ mod tests {
             cut(-0.25, 10),
             cut(0.0, 30),
             cut(0.0, 50),
-            Rule::LastStep(30),
-            Rule::LastStep(60),
+            ExpiryRule::LastStep(30),
+            ExpiryRule::LastStep(60),
             score(0.5),
             score(1.5),
             score(-0.25),
             score(0.0),
-            Rule::NormBelow(0.5),
-            Rule::NormBelow(1.5),
-            Rule::NormBelow(-0.7),
-            Rule::Any(vec![Rule::LastStep(30), score(0.5)]),
-            Rule::Any(vec![Rule::LastStep(60), score(1.5), Rule::NormBelow(0.5)]),
-            Rule::All(vec![Rule::LastStep(30), score(0.5)]),
-            Rule::All(vec![Rule::LastStep(60), score(1.5)]),
+            ExpiryRule::NormBelow(0.5),
+            ExpiryRule::NormBelow(1.5),
+            ExpiryRule::NormBelow(-0.7),
+            ExpiryRule::Any(vec![ExpiryRule::LastStep(30), score(0.5)]),
+            ExpiryRule::Any(vec![ExpiryRule::LastStep(60), score(1.5), ExpiryRule::NormBelow(0.5)]),
+            ExpiryRule::All(vec![ExpiryRule::LastStep(30), score(0.5)]),
+            ExpiryRule::All(vec![ExpiryRule::LastStep(60), score(1.5)]),
         ];
-        let sweeps: Vec<Sweep> =
+        let sweeps: Vec<ExpirySweep> =
             [70, 90].iter().flat_map(|&step| rules.iter().map(move |rule| sweep(step, rule.clone()))).collect();
         let mut covered = 0;
         for (newer, older) in sweeps.iter().flat_map(|newer| sweeps.iter().map(move |older| (newer, older))) {
@@ -340,7 +346,7 @@ mod tests {
                 let weight = (number % 7) as f32 / 3.0;
                 let header = row(last_step, score, crate::types::Id::from(number));
                 assert!(
-                    !older.kills(&header, &[weight]) || newer.kills(&header, &[weight]),
+                    !older.matches(&header, &[weight]) || newer.matches(&header, &[weight]),
                     "{newer:?} {older:?} {header:?}"
                 );
             }
@@ -350,12 +356,12 @@ mod tests {
 
     #[test]
     fn a_sweep_comes_back_from_its_text() {
-        let rule = Rule::Any(vec![
-            Rule::All(vec![Rule::LastStep(u64::MAX >> 2), Rule::NormBelow(0.1)]),
-            Rule::ScoreBelow { below: 0.3, half_life: 1000 },
-            Rule::Below { cut: Standing::HIGHEST, half_life: 1000 },
+        let rule = ExpiryRule::Any(vec![
+            ExpiryRule::All(vec![ExpiryRule::LastStep(u64::MAX >> 2), ExpiryRule::NormBelow(0.1)]),
+            ExpiryRule::ScoreBelow { below: 0.3, half_life: 1000 },
+            ExpiryRule::Below { threshold: RankKey::HIGHEST, half_life: 1000 },
         ]);
         let text = serde_json::to_string(&sweep(9, rule.clone())).expect("text");
-        assert_eq!(serde_json::from_str::<Sweep>(&text).expect("a sweep"), sweep(9, rule), "{text}");
+        assert_eq!(serde_json::from_str::<ExpirySweep>(&text).expect("a sweep"), sweep(9, rule), "{text}");
     }
 }

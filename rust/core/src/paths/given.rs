@@ -3,7 +3,7 @@
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
 
-use super::refuse;
+use super::path_error;
 use crate::error::Result;
 
 /// Longest path that a user may give, in characters.
@@ -17,53 +17,53 @@ pub const MAX_ABSOLUTE_BYTES: usize = 4095 - 512;
 /// Errors: `Kind::Path` where the path is empty or has more than [`MAX_PATH_CHARS`] characters; where the absolute path has more than
 /// [`MAX_ABSOLUTE_BYTES`] bytes; where the path contains a null byte, begins with `~`, or has a scheme such as `s3://`; and where it is
 /// relative and the current directory is gone.
-pub fn given_path(field: &str, given: &Path) -> Result<PathBuf> {
-    let chars = given.to_string_lossy().chars().count();
+pub fn checked_user_path(field: &str, user_path: &Path) -> Result<PathBuf> {
+    let chars = user_path.to_string_lossy().chars().count();
     if !(1..=MAX_PATH_CHARS).contains(&chars) {
-        return Err(refuse(given, field, &format!("has {chars} characters: use 1 to {MAX_PATH_CHARS}")));
+        return Err(path_error(user_path, field, &format!("has {chars} characters: use 1 to {MAX_PATH_CHARS}")));
     }
-    absolute(given, field)
+    absolute(user_path, field)
 }
 
 /// Check as [`given_path`] does. An absolute path may be as long as the system takes it, because one that is made of a given path is longer.
-pub(super) fn absolute(given: &Path, field: &str) -> Result<PathBuf> {
-    let bytes = given.as_os_str().as_bytes();
+pub(super) fn absolute(user_path: &Path, field: &str) -> Result<PathBuf> {
+    let bytes = user_path.as_os_str().as_bytes();
     if bytes.is_empty() {
-        return Err(refuse(given, field, &format!("has 0 characters: use 1 to {MAX_PATH_CHARS}")));
+        return Err(path_error(user_path, field, &format!("has 0 characters: use 1 to {MAX_PATH_CHARS}")));
     }
     if bytes.contains(&0) {
-        return Err(refuse(given, field, "contains a null byte"));
+        return Err(path_error(user_path, field, "contains a null byte"));
     }
     if bytes.starts_with(b"~") {
         let why = "begins with '~', which only a shell replaces by a home directory: give \
                    pathlib.Path(...).expanduser() of it, or './~...' for a directory of that name";
-        return Err(refuse(given, field, why));
+        return Err(path_error(user_path, field, why));
     }
-    if let Some(scheme) = scheme(given) {
-        return Err(refuse(given, field, &local_only(&scheme)));
+    if let Some(scheme) = scheme(user_path) {
+        return Err(path_error(user_path, field, &local_only(&scheme)));
     }
-    let absolute = std::path::absolute(given).map_err(|cause| {
+    let absolute = std::path::absolute(user_path).map_err(|cause| {
         let why = format!("is relative, and the current directory is gone ({cause}): give an absolute path");
-        refuse(given, field, &why)
+        path_error(user_path, field, &why)
     })?;
     let length = absolute.as_os_str().len();
     if length > MAX_ABSOLUTE_BYTES {
         let why = format!(
             "is an absolute path of {length} bytes, and the system takes {MAX_ABSOLUTE_BYTES}: use a shorter one"
         );
-        return Err(refuse(given, field, &why));
+        return Err(path_error(user_path, field, &why));
     }
     Ok(absolute)
 }
 
 /// The scheme of a path that is the address of a storage, such as `s3` of `s3://bucket/x`. One slash is enough at the beginning of a
 /// relative path: `pathlib` leaves one of two.
-fn scheme(given: &Path) -> Option<String> {
-    let text = given.to_string_lossy();
+fn scheme(user_path: &Path) -> Option<String> {
+    let text = user_path.to_string_lossy();
     if let Some((before, _)) = text.split_once("://") {
         return Some(before.rsplit('/').next().unwrap_or(before).to_owned());
     }
-    let Some(Component::Normal(first)) = given.components().next() else { return None };
+    let Some(Component::Normal(first)) = user_path.components().next() else { return None };
     if text.starts_with("./") {
         return None;
     }

@@ -17,11 +17,11 @@ mod tests;
 mod walk;
 mod words;
 
-pub use given::{MAX_ABSOLUTE_BYTES, MAX_PATH_CHARS, given_path};
+pub use given::{MAX_ABSOLUTE_BYTES, MAX_PATH_CHARS, checked_user_path};
 pub use names::encode_name;
 
 use given::absolute;
-use walk::{Found, a_group_may_write, os, others_may_write, walk};
+use walk::{WalkedDir, a_group_may_write, os_error, others_may_write, walk};
 use words::sensitive_word;
 
 /// Permission bits that a checkpoint's directory may have, and is made with.
@@ -59,7 +59,7 @@ const TRUSTED: &str =
 /// that others may write to. To save, they also refuse a directory of another user, and a parent that a group may write to or that belongs
 /// neither to the caller nor to root.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Checks {
+pub enum PathChecks {
     /// No sensitive word, no system directory, a mode of at most [`CHECKPOINT_MODE`], and nothing opened in the directory that others may
     /// write to or that has special bits. A load asks the same as a save.
     Strict,
@@ -72,37 +72,37 @@ pub enum Checks {
 /// The rules that differ between uses of a directory.
 #[derive(Clone, Copy, Debug)]
 #[allow(clippy::struct_excessive_bools)] // each is a rule of its own
-struct Rules {
+struct PathRules {
     /// What messages call the path.
     field: &'static str,
     /// Refuse sensitive words and system directories.
-    names: bool,
+    check_words: bool,
     /// Permission bits and special bits that the directory may have.
     allowed_mode: u32,
     /// The directory must belong to the caller.
-    own: bool,
+    must_own: bool,
     /// Nobody but the caller and root may be able to replace a component of the path. Without this only directories are refused that any
     /// user may write to.
-    alone: bool,
+    no_other_writers: bool,
     /// Others may write to the directory and to its parents.
-    trusted: bool,
+    trust_writers: bool,
     /// The caller must be able to write.
     writable: bool,
     /// Make the directory and its parents when missing.
     create: bool,
 }
 
-impl Checks {
-    fn rules(self, writable: bool) -> Rules {
+impl PathChecks {
+    fn rules(self, writable: bool) -> PathRules {
         let (strict, trusted) = (self == Self::Strict, self == Self::Trusted);
         let own = strict || (writable && !trusted);
-        Rules {
+        PathRules {
             field: "path",
-            names: strict,
+            check_words: strict,
             allowed_mode: self.allowed_mode(),
-            own,
-            alone: own,
-            trusted,
+            must_own: own,
+            no_other_writers: own,
+            trust_writers: trusted,
             writable,
             create: writable,
         }
@@ -166,34 +166,34 @@ impl Checks {
 
 /// [`Checks::directory_to_save`] with strict checks.
 pub fn directory_to_save(path: &Path) -> Result<PathBuf> {
-    Checks::Strict.directory_to_save(path)
+    PathChecks::Strict.directory_to_save(path)
 }
 
 /// [`Checks::directory_to_load`] with strict checks.
 pub fn directory_to_load(path: &Path) -> Result<PathBuf> {
-    Checks::Strict.directory_to_load(path)
+    PathChecks::Strict.directory_to_load(path)
 }
 
 /// [`Checks::open_to_save`] with strict checks.
 pub fn open_to_save(path: &Path) -> Result<(PathBuf, OwnedFd)> {
-    Checks::Strict.open_to_save(path)
+    PathChecks::Strict.open_to_save(path)
 }
 
 /// [`Checks::open_to_load`] with strict checks.
 pub fn open_to_load(path: &Path) -> Result<(PathBuf, OwnedFd)> {
-    Checks::Strict.open_to_load(path)
+    PathChecks::Strict.open_to_load(path)
 }
 
 /// The rules for the directory of an SSD tier.
-fn ssd_rules(checks: Checks) -> Rules {
-    let trusted = checks == Checks::Trusted;
-    Rules {
+fn ssd_rules(checks: PathChecks) -> PathRules {
+    let trusted = checks == PathChecks::Trusted;
+    PathRules {
         field: "ssd_dir",
-        names: false,
+        check_words: false,
         allowed_mode: if trusted { MODE_BITS } else { SSD_DIR_MODE | SPECIAL_BITS },
-        own: !trusted,
-        alone: !trusted,
-        trusted,
+        must_own: !trusted,
+        no_other_writers: !trusted,
+        trust_writers: trusted,
         writable: true,
         create: false,
     }
@@ -204,70 +204,70 @@ fn ssd_rules(checks: Checks) -> Rules {
 ///
 /// Errors: `Kind::Path` (the text of the path, `..`, symbolic link, missing, not a directory), `Kind::Permission` (group or others
 /// may write, another owner, not writable, a parent in which others may exchange it).
-pub fn directory_for_ssd(path: &Path, checks: Checks) -> Result<PathBuf> {
+pub fn directory_for_ssd(path: &Path, checks: PathChecks) -> Result<PathBuf> {
     check(path, ssd_rules(checks))
 }
 
 /// Check as [`directory_for_ssd`] does, and return the directory open too, as [`Checks::open_to_save`] does.
-pub fn open_for_ssd(path: &Path, checks: Checks) -> Result<(PathBuf, OwnedFd)> {
+pub fn open_for_ssd(path: &Path, checks: PathChecks) -> Result<(PathBuf, OwnedFd)> {
     open(path, ssd_rules(checks))
 }
 
-fn check(given: &Path, rules: Rules) -> Result<PathBuf> {
-    checked(given, rules).map(|(path, _)| path)
+fn check(user_path: &Path, rules: PathRules) -> Result<PathBuf> {
+    checked(user_path, rules).map(|(path, _)| path)
 }
 
 /// Check a directory and open it for reading. What is opened is what was checked, whatever happened to the path meanwhile.
-fn open(given: &Path, rules: Rules) -> Result<(PathBuf, OwnedFd)> {
-    let (path, directory) = checked(given, rules)?;
+fn open(user_path: &Path, rules: PathRules) -> Result<(PathBuf, OwnedFd)> {
+    let (path, directory) = checked(user_path, rules)?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let readable = rustix::fs::openat(&directory, ".", flags, Mode::empty()).map_err(|e| os("open", &path, e))?;
+    let readable = rustix::fs::openat(&directory, ".", flags, Mode::empty()).map_err(|e| os_error("open", &path, e))?;
     Ok((path, readable))
 }
 
-fn refuse(given: &Path, field: &str, why: &str) -> Error {
-    Error::new(Kind::Path, format!("{field} '{}' {why}", given.display())).at(given)
+fn path_error(user_path: &Path, field: &str, why: &str) -> Error {
+    Error::new(Kind::Path, format!("{field} '{}' {why}", user_path.display())).at(user_path)
 }
 
-fn checked(given: &Path, rules: Rules) -> Result<(PathBuf, OwnedFd)> {
-    let absolute = absolute(given, rules.field)?;
-    if given.components().any(|component| component == Component::ParentDir) {
-        return Err(refuse(given, rules.field, "contains '..': name the directory itself"));
+fn checked(user_path: &Path, rules: PathRules) -> Result<(PathBuf, OwnedFd)> {
+    let absolute = absolute(user_path, rules.field)?;
+    if user_path.components().any(|component| component == Component::ParentDir) {
+        return Err(path_error(user_path, rules.field, "contains '..': name the directory itself"));
     }
     // Joining drops single dots and doubled slashes.
     let path: PathBuf = absolute.components().collect();
-    if rules.names {
+    if rules.check_words {
         if let Some(word) = path.components().find_map(sensitive_word) {
             let why = format!(
                 "contains the word {word:?}, which names a place for secrets: choose another path, or give Saver {BASIC}"
             );
-            return Err(refuse(given, rules.field, &why));
+            return Err(path_error(user_path, rules.field, &why));
         }
         if let Some(system) = system_directory(&path) {
             let why = format!("lies in the system directory {system}: choose another path, or give Saver {BASIC}");
-            return Err(refuse(given, rules.field, &why));
+            return Err(path_error(user_path, rules.field, &why));
         }
     }
-    let Found { directory, inherited } = walk(&path, rules, given)?;
-    let stat = rustix::fs::fstat(&directory).map_err(|e| os("inspect", &path, e))?;
+    let WalkedDir { directory, inherited } = walk(&path, rules, user_path)?;
+    let stat = rustix::fs::fstat(&directory).map_err(|e| os_error("inspect", &path, e))?;
     check_owner(&path, rules, &stat)?;
     check_mode(&path, rules, &stat, inherited)?;
     let access = Access::EXEC_OK | if rules.writable { Access::WRITE_OK } else { Access::READ_OK };
     rustix::fs::accessat(&directory, ".", access, AtFlags::EACCESS)
-        .map_err(|e| os(if rules.writable { "write to" } else { "read" }, &path, e).context(rules.field))?;
+        .map_err(|e| os_error(if rules.writable { "write to" } else { "read" }, &path, e).context(rules.field))?;
     Ok((path, directory))
 }
 
-fn denied(path: &Path, why: String) -> Error {
+fn permission_error(path: &Path, why: String) -> Error {
     Error::new(Kind::Permission, why).at(path)
 }
 
-fn caller() -> u32 {
+fn caller_uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-fn check_owner(path: &Path, rules: Rules, stat: &Stat) -> Result<()> {
-    if !rules.own || stat.st_uid == caller() {
+fn check_owner(path: &Path, rules: PathRules, stat: &Stat) -> Result<()> {
+    if !rules.must_own || stat.st_uid == caller_uid() {
         return Ok(());
     }
     let cure = if rules.writable {
@@ -280,13 +280,13 @@ fn check_owner(path: &Path, rules: Rules, stat: &Stat) -> Result<()> {
         rules.field,
         path.display(),
         stat.st_uid,
-        caller()
+        caller_uid()
     );
-    Err(denied(path, why))
+    Err(permission_error(path, why))
 }
 
 /// `inherited`: the special bits that the system gave to the directory because its parent has them.
-fn check_mode(path: &Path, rules: Rules, stat: &Stat, inherited: u32) -> Result<()> {
+fn check_mode(path: &Path, rules: PathRules, stat: &Stat, inherited: u32) -> Result<()> {
     let mode = stat.st_mode & MODE_BITS;
     if mode & !(rules.allowed_mode | inherited) == 0 {
         return Ok(());
@@ -297,7 +297,7 @@ fn check_mode(path: &Path, rules: Rules, stat: &Stat, inherited: u32) -> Result<
     // Users who share the directory need its mode as it is, so the message proposes another directory.
     let cure = if mode & STICKY != 0 && others_may_write(stat) {
         format!("users share it: make a directory of your own in it (mkdir -m 750 {shown}/NAME) and give that")
-    } else if stat.st_uid != caller() {
+    } else if stat.st_uid != caller_uid() {
         format!("copy what you need to a directory of your own, or, {TRUSTED}")
     } else if rules.allowed_mode == CHECKPOINT_MODE && mode & !(SSD_DIR_MODE | SPECIAL_BITS) == 0 {
         format!("give Saver {BASIC}, or chmod {} {shown}", narrowed(stat, limit))
@@ -306,7 +306,7 @@ fn check_mode(path: &Path, rules: Rules, stat: &Stat, inherited: u32) -> Result<
     } else {
         format!("chmod {} {shown}", narrowed(stat, limit))
     };
-    Err(denied(path, format!("{allows}: {cure}")))
+    Err(permission_error(path, format!("{allows}: {cure}")))
 }
 
 /// The mode that `chmod` is to be given so that an entry has no bits but those of `limit`. GNU's chmod keeps the special bits of a directory
@@ -328,7 +328,7 @@ fn check_strict_entry(path: &Path, entry: &Stat, parent: &Stat) -> Result<()> {
         return Ok(());
     }
     let (shown, cure) = (path.display(), narrowed(entry, CHECKPOINT_MODE));
-    Err(denied(
+    Err(permission_error(
         path,
         format!("{shown} has mode {mode:04o}, and others may write to it or it has special bits: chmod {cure} {shown}"),
     ))
@@ -341,7 +341,7 @@ fn check_basic_entry(path: &Path, entry: &Stat, _parent: &Stat) -> Result<()> {
     }
     let (shown, mode) = (path.display(), entry.st_mode & MODE_BITS);
     let cure = narrowed(entry, SSD_DIR_MODE);
-    Err(denied(
+    Err(permission_error(
         path,
         format!("{shown} has mode {mode:04o}, and others may write to it: chmod {cure} {shown}, or, {TRUSTED}"),
     ))

@@ -23,7 +23,7 @@ fn kind<T: std::fmt::Debug>(result: Result<T>) -> Kind {
 
 /// The strict rules for the directory of an SSD tier.
 fn check_for_ssd(path: &Path) -> Result<PathBuf> {
-    directory_for_ssd(path, Checks::Strict)
+    directory_for_ssd(path, PathChecks::Strict)
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn sensitive_words_are_found_in_plurals_in_camel_case_and_between_other_characte
         let result = directory_to_save(&root.path().join(name).join("below"));
         assert_eq!(kind(result), Kind::Path, "{name}");
         assert!(!root.path().join(name).exists(), "{name} was made");
-        assert!(Checks::Basic.directory_to_save(&root.path().join(name)).is_ok(), "{name}");
+        assert!(PathChecks::Basic.directory_to_save(&root.path().join(name)).is_ok(), "{name}");
         std::fs::remove_dir(root.path().join(name)).expect("removed");
     }
     let accepted = [
@@ -102,13 +102,13 @@ fn length_and_dots_are_checked() {
     for chars in [0, MAX_PATH_CHARS + 1] {
         // One character is two bytes, and one component at most 255.
         let text: String = "ü".repeat(chars).chars().collect();
-        let error = given_path("path", Path::new(&text)).expect_err("refused");
+        let error = checked_user_path("path", Path::new(&text)).expect_err("refused");
         assert_eq!(error.kind(), Kind::Path);
         assert!(error.to_string().contains(&format!("has {chars} characters: use 1 to 1024")), "{error}");
     }
     let given = vec!["ü".repeat(127); 8].join("/") + "/";
     assert_eq!(given.chars().count(), MAX_PATH_CHARS);
-    let long = given_path("path", Path::new(&given)).expect("taken");
+    let long = checked_user_path("path", Path::new(&given)).expect("taken");
     assert_eq!(long, std::env::current_dir().expect("there").join(&given));
     let (root, dir) = private();
     let long = dir.join(&given);
@@ -144,12 +144,12 @@ fn a_path_with_a_scheme_is_refused_and_nothing_is_made() {
     for (given, scheme) in addresses {
         let path = Path::new(given);
         let errors = [
-            given_path("path", path).expect_err("refused"),
+            checked_user_path("path", path).expect_err("refused"),
             directory_to_save(path).expect_err("refused"),
-            Checks::Basic.directory_to_load(path).expect_err("refused"),
-            Checks::Trusted.directory_to_save(path).expect_err("refused"),
-            Checks::Basic.resolve_to_save(path).expect_err("refused"),
-            directory_for_ssd(path, Checks::Trusted).expect_err("refused"),
+            PathChecks::Basic.directory_to_load(path).expect_err("refused"),
+            PathChecks::Trusted.directory_to_save(path).expect_err("refused"),
+            PathChecks::Basic.resolve_to_save(path).expect_err("refused"),
+            directory_for_ssd(path, PathChecks::Trusted).expect_err("refused"),
         ];
         for error in errors {
             assert_eq!(error.kind(), Kind::Path, "{given}: {error}");
@@ -161,7 +161,7 @@ fn a_path_with_a_scheme_is_refused_and_nothing_is_made() {
         assert!(directory_to_save(&root.path().join(name)).is_ok(), "{name}");
     }
     for name in ["./s3:/x", "a:b", "12:/x", "run:3/x"] {
-        assert!(given_path("path", Path::new(name)).is_ok(), "{name}");
+        assert!(checked_user_path("path", Path::new(name)).is_ok(), "{name}");
     }
 }
 
@@ -224,7 +224,7 @@ fn special_bits_count_in_strict_checks_unless_the_parent_has_given_them() {
             assert_eq!(error.kind(), Kind::Permission, "{mode:o}");
             assert!(error.to_string().ends_with(&format!("chmod 00{:o} {}", mode & 0o750, dir.display())), "{error}");
         }
-        assert!(Checks::Basic.directory_to_save(&dir).is_ok(), "{mode:o}");
+        assert!(PathChecks::Basic.directory_to_save(&dir).is_ok(), "{mode:o}");
         assert!(check_for_ssd(&dir).is_ok(), "{mode:o}");
     }
     // As in a directory whose files are all of its group.
@@ -241,7 +241,7 @@ fn entries_are_judged_as_the_directory_is() {
     let (_root, dir) = private();
     let file = dir.join("file");
     std::fs::write(&file, "").expect("written");
-    let judge = |checks: Checks, mode: u32| {
+    let judge = |checks: PathChecks, mode: u32| {
         chmod(&file, mode);
         let stat = |path: &Path| rustix::fs::stat(path).expect("there");
         checks.entry_check().map_or(Ok(()), |check| check(&file, &stat(&file), &stat(&dir)))
@@ -258,11 +258,11 @@ fn entries_are_judged_as_the_directory_is() {
         (0o646, false, false),
         (0o777, false, false),
     ] {
-        assert_eq!(judge(Checks::Strict, mode).is_ok(), strict, "{mode:o}");
-        assert_eq!(judge(Checks::Basic, mode).is_ok(), basic, "{mode:o}");
-        assert!(judge(Checks::Trusted, mode).is_ok(), "{mode:o}");
+        assert_eq!(judge(PathChecks::Strict, mode).is_ok(), strict, "{mode:o}");
+        assert_eq!(judge(PathChecks::Basic, mode).is_ok(), basic, "{mode:o}");
+        assert!(judge(PathChecks::Trusted, mode).is_ok(), "{mode:o}");
     }
-    let error = judge(Checks::Basic, 0o666).expect_err("refused");
+    let error = judge(PathChecks::Basic, 0o666).expect_err("refused");
     assert_eq!(error.kind(), Kind::Permission);
     let text = error.to_string();
     assert!(
@@ -280,23 +280,23 @@ fn trusted_checks_accept_every_owner_and_mode_of_the_directory_and_its_parents()
     for (parent, mode) in [(0o2775, 0o2775), (0o777, 0o777), (0o777, 0o2770), (0o755, 0o4757)] {
         chmod(root.path(), parent);
         chmod(&dir, mode);
-        assert_eq!(Checks::Trusted.directory_to_save(&dir).expect("trusted"), dir);
-        assert_eq!(Checks::Trusted.directory_to_load(&dir).expect("trusted"), dir);
-        assert_eq!(directory_for_ssd(&dir, Checks::Trusted).expect("trusted"), dir);
+        assert_eq!(PathChecks::Trusted.directory_to_save(&dir).expect("trusted"), dir);
+        assert_eq!(PathChecks::Trusted.directory_to_load(&dir).expect("trusted"), dir);
+        assert_eq!(directory_for_ssd(&dir, PathChecks::Trusted).expect("trusted"), dir);
         let link = root.path().join("link/new");
-        assert_eq!(Checks::Trusted.resolve_to_save(&link).expect("followed"), dir.join("new"));
-        for strict in [directory_to_save(&dir), check_for_ssd(&dir), Checks::Basic.directory_to_save(&dir)] {
+        assert_eq!(PathChecks::Trusted.resolve_to_save(&link).expect("followed"), dir.join("new"));
+        for strict in [directory_to_save(&dir), check_for_ssd(&dir), PathChecks::Basic.directory_to_save(&dir)] {
             assert_eq!(kind(strict), Kind::Permission, "{parent:o} {mode:o}");
         }
     }
-    assert_eq!(kind(Checks::Trusted.directory_to_load(&dir.join("file"))), Kind::Path);
-    assert_eq!(kind(Checks::Trusted.directory_to_load(&root.path().join("link"))), Kind::Path);
-    assert_eq!(kind(Checks::Trusted.directory_to_save(&dir.join("../x"))), Kind::Path);
+    assert_eq!(kind(PathChecks::Trusted.directory_to_load(&dir.join("file"))), Kind::Path);
+    assert_eq!(kind(PathChecks::Trusted.directory_to_load(&root.path().join("link"))), Kind::Path);
+    assert_eq!(kind(PathChecks::Trusted.directory_to_save(&dir.join("../x"))), Kind::Path);
     if std::os::unix::fs::chown(&dir, Some(12345), Some(12345)).is_ok() {
         std::os::unix::fs::chown(root.path(), Some(12346), None).expect("given away");
-        assert!(Checks::Trusted.directory_to_save(&dir).is_ok());
-        assert!(directory_for_ssd(&dir, Checks::Trusted).is_ok());
-        let text = Checks::Basic.directory_to_save(&dir).expect_err("refused").to_string();
+        assert!(PathChecks::Trusted.directory_to_save(&dir).is_ok());
+        assert!(directory_for_ssd(&dir, PathChecks::Trusted).is_ok());
+        let text = PathChecks::Basic.directory_to_save(&dir).expect_err("refused").to_string();
         assert!(text.contains("path_checks=\"trusted\""), "{text}");
     }
 }
@@ -304,7 +304,7 @@ fn trusted_checks_accept_every_owner_and_mode_of_the_directory_and_its_parents()
 #[test]
 fn parents_are_refused_only_when_others_may_write_and_it_is_not_sticky() {
     let (root, dir) = private();
-    let basic = |path: &Path| Checks::Basic.directory_to_save(path);
+    let basic = |path: &Path| PathChecks::Basic.directory_to_save(path);
     for (mode, allowed) in [(0o755, true), (0o1777, true), (0o1775, true), (0o777, false), (0o702, false)] {
         chmod(root.path(), mode);
         for check in [directory_to_save, directory_to_load, check_for_ssd, basic] {
@@ -352,8 +352,8 @@ fn a_directory_of_another_user_is_refused() {
 #[test]
 fn a_parent_that_a_group_may_write_to_is_refused_unless_sticky_or_the_users_own_group() {
     let (root, dir) = private();
-    let basic = |path: &Path| Checks::Basic.directory_to_save(path);
-    let (user, group) = (caller(), rustix::process::getegid().as_raw());
+    let basic = |path: &Path| PathChecks::Basic.directory_to_save(path);
+    let (user, group) = (caller_uid(), rustix::process::getegid().as_raw());
     chmod(root.path(), 0o775);
     for check in [directory_to_save, directory_to_load, check_for_ssd, basic] {
         let result = check(&dir);
@@ -365,7 +365,7 @@ fn a_parent_that_a_group_may_write_to_is_refused_unless_sticky_or_the_users_own_
             assert!(error.to_string().contains(&format!("chmod g-w {}", root.path().display())), "{error}");
         }
     }
-    assert!(Checks::Basic.directory_to_load(&dir).is_ok(), "who only reads is not told how others share");
+    assert!(PathChecks::Basic.directory_to_load(&dir).is_ok(), "who only reads is not told how others share");
     if std::os::unix::fs::chown(root.path(), None, Some(12345)).is_ok() {
         chmod(root.path(), 0o775);
         assert_eq!(kind(check_for_ssd(&dir)), Kind::Permission);
@@ -380,7 +380,7 @@ fn a_parent_of_another_user_is_refused_however_narrow_its_mode() {
     if std::os::unix::fs::chown(root.path(), Some(12345), None).is_err() {
         return; // only root may give a directory away
     }
-    let basic = |path: &Path| Checks::Basic.directory_to_save(path);
+    let basic = |path: &Path| PathChecks::Basic.directory_to_save(path);
     for mode in [0o755, 0o700, 0o1777] {
         chmod(root.path(), mode);
         for check in [directory_to_save, directory_to_load, check_for_ssd, basic] {
@@ -388,7 +388,7 @@ fn a_parent_of_another_user_is_refused_however_narrow_its_mode() {
             assert_eq!(error.kind(), Kind::Permission);
             assert!(error.to_string().contains("user 12345 owns"), "{error}");
         }
-        assert!(Checks::Basic.directory_to_load(&dir).is_ok(), "{mode:o}");
+        assert!(PathChecks::Basic.directory_to_load(&dir).is_ok(), "{mode:o}");
     }
 }
 
@@ -398,8 +398,8 @@ fn basic_checks_refuse_only_what_others_can_write_to() {
     for (mode, allowed) in [(0o755, true), (0o750, true), (0o711, true), (0o775, false), (0o757, false), (0o777, false)]
     {
         chmod(&dir, mode);
-        for check in [Checks::directory_to_save, Checks::directory_to_load] {
-            let result = check(Checks::Basic, &dir);
+        for check in [PathChecks::directory_to_save, PathChecks::directory_to_load] {
+            let result = check(PathChecks::Basic, &dir);
             assert_eq!(result.is_ok(), allowed, "{mode:o}: {result:?}");
             if !allowed {
                 let error = result.expect_err("refused");
@@ -409,12 +409,12 @@ fn basic_checks_refuse_only_what_others_can_write_to() {
         }
     }
     for name in ["api_key", "my.password"] {
-        assert!(Checks::Basic.directory_to_save(&root.path().join(name)).is_ok(), "{name}");
+        assert!(PathChecks::Basic.directory_to_save(&root.path().join(name)).is_ok(), "{name}");
     }
     chmod(&dir, 0o750);
     if std::os::unix::fs::chown(&dir, Some(12345), None).is_ok() {
-        assert!(Checks::Basic.directory_to_load(&dir).is_ok(), "a checkpoint of another user is there to read");
-        assert_eq!(kind(Checks::Basic.directory_to_save(&dir)), Kind::Permission);
+        assert!(PathChecks::Basic.directory_to_load(&dir).is_ok(), "a checkpoint of another user is there to read");
+        assert_eq!(kind(PathChecks::Basic.directory_to_save(&dir)), Kind::Permission);
     }
 }
 
@@ -443,7 +443,7 @@ fn a_leading_tilde_is_refused_with_what_replaces_it() {
             assert_eq!(error.kind(), Kind::Path, "{path}");
             assert!(error.to_string().contains("expanduser"), "{error}");
         }
-        assert_eq!(kind(Checks::Basic.resolve_to_load(Path::new(path))), Kind::Path);
+        assert_eq!(kind(PathChecks::Basic.resolve_to_load(Path::new(path))), Kind::Path);
     }
     let (root, _) = private();
     assert!(directory_to_save(&root.path().join("~x")).is_ok());
@@ -469,13 +469,13 @@ fn a_path_is_resolved_through_links_and_dots_to_one_without() {
         ("both/../a", "a"),
         ("new", "new"),
     ] {
-        for resolve in [Checks::resolve_to_save, Checks::resolve_to_load] {
-            let resolved = resolve(Checks::Basic, &base.join(given)).expect("resolved");
+        for resolve in [PathChecks::resolve_to_save, PathChecks::resolve_to_load] {
+            let resolved = resolve(PathChecks::Basic, &base.join(given)).expect("resolved");
             assert_eq!(resolved, base.join(expected), "{given}");
         }
     }
     for given in ["round", "file", "file/x", "new/../x"] {
-        assert_eq!(kind(Checks::Basic.resolve_to_load(&base.join(given))), Kind::Path, "{given}");
+        assert_eq!(kind(PathChecks::Basic.resolve_to_load(&base.join(given))), Kind::Path, "{given}");
     }
 }
 
@@ -485,17 +485,17 @@ fn a_link_that_others_may_point_elsewhere_is_not_followed() {
     let link = root.path().join("link");
     std::os::unix::fs::symlink(&dir, &link).expect("linked");
     chmod(root.path(), 0o777);
-    for resolve in [Checks::resolve_to_save, Checks::resolve_to_load] {
-        assert_eq!(kind(resolve(Checks::Basic, &link)), Kind::Permission);
+    for resolve in [PathChecks::resolve_to_save, PathChecks::resolve_to_load] {
+        assert_eq!(kind(resolve(PathChecks::Basic, &link)), Kind::Permission);
     }
     chmod(root.path(), 0o1777);
-    assert_eq!(Checks::Basic.resolve_to_save(&link).expect("of the caller's own"), dir);
+    assert_eq!(PathChecks::Basic.resolve_to_save(&link).expect("of the caller's own"), dir);
     if std::os::unix::fs::lchown(&link, Some(12345), None).is_ok() {
-        for resolve in [Checks::resolve_to_save, Checks::resolve_to_load] {
-            assert_eq!(kind(resolve(Checks::Basic, &link)), Kind::Permission);
+        for resolve in [PathChecks::resolve_to_save, PathChecks::resolve_to_load] {
+            assert_eq!(kind(resolve(PathChecks::Basic, &link)), Kind::Permission);
         }
         std::os::unix::fs::chown(root.path(), Some(12345), None).expect("given away");
-        assert_eq!(Checks::Basic.resolve_to_load(&link).expect("all of one user's"), dir);
-        assert_eq!(kind(Checks::Basic.resolve_to_save(&link)), Kind::Permission);
+        assert_eq!(PathChecks::Basic.resolve_to_load(&link).expect("all of one user's"), dir);
+        assert_eq!(kind(PathChecks::Basic.resolve_to_save(&link)), Kind::Permission);
     }
 }

@@ -10,38 +10,38 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use super::given::absolute;
-use super::{BASIC, CHECKPOINT_MODE, Rules, STICKY, TRUSTED, caller, denied, inherited, refuse};
+use super::{BASIC, CHECKPOINT_MODE, PathRules, STICKY, TRUSTED, caller_uid, inherited, path_error, permission_error};
 use crate::error::{Error, Result};
 
 /// How many links one path may pass: as many as the kernel allows.
 const MOST_LINKS: u32 = 40;
 
 /// Directories that all users share. No message proposes to change their modes.
-const SHARED: [&str; 4] = ["/", "/tmp", "/var/tmp", "/dev/shm"];
+const SHARED_DIRS: [&str; 4] = ["/", "/tmp", "/var/tmp", "/dev/shm"];
 
-const STEP: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+const STEP_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-pub(super) fn os(what: &str, path: &Path, errno: Errno) -> Error {
-    Error::io(what, path, &errno.into())
+pub(super) fn os_error(operation: &str, path: &Path, errno: Errno) -> Error {
+    Error::io(operation, path, &errno.into())
 }
 
 fn file_system_root() -> Result<OwnedFd> {
-    rustix::fs::openat(CWD, "/", STEP, Mode::empty()).map_err(|e| os("open", Path::new("/"), e))
+    rustix::fs::openat(CWD, "/", STEP_FLAGS, Mode::empty()).map_err(|e| os_error("open", Path::new("/"), e))
 }
 
 fn stat_of(directory: &OwnedFd, path: &Path) -> Result<Stat> {
-    rustix::fs::fstat(directory).map_err(|e| os("inspect", path, e))
+    rustix::fs::fstat(directory).map_err(|e| os_error("inspect", path, e))
 }
 
 /// A directory that a walk has led to.
-pub(super) struct Found {
+pub(super) struct WalkedDir {
     pub(super) directory: OwnedFd,
     /// The special bits that it has only because its parent has them.
     pub(super) inherited: u32,
 }
 
-/// Open `path`, which is absolute and has no dots or links. Messages name it as it was `given`.
-pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<Found> {
+/// Open `path`, which is absolute and has no dots or links. Messages name it as it was `user_path`.
+pub(super) fn walk(path: &Path, rules: PathRules, user_path: &Path) -> Result<WalkedDir> {
     let mut here = PathBuf::from("/");
     let (mut directory, mut from_parent) = (file_system_root()?, 0);
     for component in path.components() {
@@ -50,10 +50,10 @@ pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<Found> {
         check_parent(&parent, &here, rules)?;
         from_parent = inherited(&parent);
         here.push(name);
-        let found = match rustix::fs::openat(&directory, name, STEP, Mode::empty()) {
+        let found = match rustix::fs::openat(&directory, name, STEP_FLAGS, Mode::empty()) {
             Err(Errno::NOENT) if rules.create => {
                 make(&directory, name, &here)?;
-                rustix::fs::openat(&directory, name, STEP, Mode::empty())
+                rustix::fs::openat(&directory, name, STEP_FLAGS, Mode::empty())
             }
             Err(Errno::NOENT) => {
                 let cure = if rules.writable {
@@ -62,45 +62,45 @@ pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<Found> {
                     "check the path".into()
                 };
                 let why = format!("is missing: there is no directory {}: {cure}", here.display());
-                return Err(refuse(given, rules.field, &why));
+                return Err(path_error(user_path, rules.field, &why));
             }
             found => found,
         };
-        directory = found.map_err(|errno| cannot_open(errno, &here, rules, given))?;
+        directory = found.map_err(|errno| cannot_open(errno, &here, rules, user_path))?;
         match FileType::from_raw_mode(stat_of(&directory, &here)?.st_mode) {
             FileType::Directory => {}
             FileType::Symlink => {
-                let or = if rules.names { format!(", or give Saver {BASIC}") } else { String::new() };
+                let or = if rules.check_words { format!(", or give Saver {BASIC}") } else { String::new() };
                 let why = format!("passes the symbolic link {}: name its target{or}", here.display());
-                return Err(refuse(given, rules.field, &why));
+                return Err(path_error(user_path, rules.field, &why));
             }
             _ => {
-                return Err(refuse(
-                    given,
+                return Err(path_error(
+                    user_path,
                     rules.field,
                     &format!("is no directory: {} is a file: give another path", here.display()),
                 ));
             }
         }
     }
-    Ok(Found { directory, inherited: from_parent })
+    Ok(WalkedDir { directory, inherited: from_parent })
 }
 
-fn cannot_open(errno: Errno, here: &Path, rules: Rules, given: &Path) -> Error {
+fn cannot_open(errno: Errno, reached: &Path, rules: PathRules, user_path: &Path) -> Error {
     if errno != Errno::NAMETOOLONG {
-        return os("open", here, errno);
+        return os_error("open", reached, errno);
     }
-    let shortened: String = here.display().to_string().chars().take(200).collect();
-    refuse(given, rules.field, &format!("has a component that no file system takes: {shortened}"))
+    let shortened: String = reached.display().to_string().chars().take(200).collect();
+    path_error(user_path, rules.field, &format!("has a component that no file system takes: {shortened}"))
 }
 
 /// The directories from the root to where a path has led so far.
-struct Trail {
+struct PathTrail {
     root: OwnedFd,
     below: Vec<(OsString, OwnedFd)>,
 }
 
-impl Trail {
+impl PathTrail {
     fn last(&self) -> &OwnedFd {
         self.below.last().map_or(&self.root, |(_, directory)| directory)
     }
@@ -111,9 +111,9 @@ impl Trail {
 }
 
 /// See [`super::Checks::resolve_to_save`].
-pub(super) fn resolve(given: &Path, rules: Rules) -> Result<PathBuf> {
-    let mut trail = Trail { root: file_system_root()?, below: Vec::new() };
-    let mut todo = components(&absolute(given, rules.field)?);
+pub(super) fn resolve(user_path: &Path, rules: PathRules) -> Result<PathBuf> {
+    let mut trail = PathTrail { root: file_system_root()?, below: Vec::new() };
+    let mut todo = components(&absolute(user_path, rules.field)?);
     let mut links = 0;
     while let Some(name) = todo.pop_front() {
         if name == ".." {
@@ -121,9 +121,9 @@ pub(super) fn resolve(given: &Path, rules: Rules) -> Result<PathBuf> {
             continue;
         }
         let here = trail.path().join(&name);
-        let next = match rustix::fs::openat(trail.last(), &name, STEP, Mode::empty()) {
-            Err(Errno::NOENT) => return missing(&here, &todo, rules, given),
-            found => found.map_err(|errno| cannot_open(errno, &here, rules, given))?,
+        let next = match rustix::fs::openat(trail.last(), &name, STEP_FLAGS, Mode::empty()) {
+            Err(Errno::NOENT) => return missing(&here, &todo, rules, user_path),
+            found => found.map_err(|errno| cannot_open(errno, &here, rules, user_path))?,
         };
         let stat = stat_of(&next, &here)?;
         match FileType::from_raw_mode(stat.st_mode) {
@@ -131,10 +131,14 @@ pub(super) fn resolve(given: &Path, rules: Rules) -> Result<PathBuf> {
             FileType::Symlink => {
                 links += 1;
                 if links > MOST_LINKS {
-                    return Err(refuse(given, rules.field, &format!("passes more than {MOST_LINKS} symbolic links")));
+                    return Err(path_error(
+                        user_path,
+                        rules.field,
+                        &format!("passes more than {MOST_LINKS} symbolic links"),
+                    ));
                 }
                 check_link(&stat, &stat_of(trail.last(), &trail.path())?, &here, rules)?;
-                let target = rustix::fs::readlinkat(&next, "", Vec::new()).map_err(|e| os("read", &here, e))?;
+                let target = rustix::fs::readlinkat(&next, "", Vec::new()).map_err(|e| os_error("read", &here, e))?;
                 let target = Path::new(OsStr::from_bytes(target.as_bytes()));
                 if target.is_absolute() {
                     trail.below.clear();
@@ -144,8 +148,8 @@ pub(super) fn resolve(given: &Path, rules: Rules) -> Result<PathBuf> {
                 todo = first;
             }
             _ => {
-                return Err(refuse(
-                    given,
+                return Err(path_error(
+                    user_path,
                     rules.field,
                     &format!("is no directory: {} is a file: give another path", here.display()),
                 ));
@@ -160,28 +164,28 @@ fn components(path: &Path) -> VecDeque<OsString> {
     kept.map(|part| part.as_os_str().to_owned()).collect()
 }
 
-/// The whole path where `here` is missing, and so all below it.
-fn missing(here: &Path, below: &VecDeque<OsString>, rules: Rules, given: &Path) -> Result<PathBuf> {
+/// The whole path where `reached` is missing, and so all below it.
+fn missing(reached: &Path, below: &VecDeque<OsString>, rules: PathRules, user_path: &Path) -> Result<PathBuf> {
     if below.iter().any(|name| name == "..") {
-        let why = format!("goes up by '..' from {}, which is missing", here.display());
-        return Err(refuse(given, rules.field, &why));
+        let why = format!("goes up by '..' from {}, which is missing", reached.display());
+        return Err(path_error(user_path, rules.field, &why));
     }
-    Ok(below.iter().fold(here.to_owned(), |path, name| path.join(name)))
+    Ok(below.iter().fold(reached.to_owned(), |path, name| path.join(name)))
 }
 
 /// Refuse a link that somebody else may point elsewhere: one that belongs neither to the caller, nor to root, nor to the owner of its
 /// directory.
-fn check_link(link: &Stat, parent: &Stat, here: &Path, rules: Rules) -> Result<()> {
-    check_parent(parent, here.parent().unwrap_or(here), rules)?;
-    if rules.trusted || [0, caller(), parent.st_uid].contains(&link.st_uid) {
+fn check_link(link: &Stat, parent: &Stat, reached: &Path, rules: PathRules) -> Result<()> {
+    check_parent(parent, reached.parent().unwrap_or(reached), rules)?;
+    if rules.trust_writers || [0, caller_uid(), parent.st_uid].contains(&link.st_uid) {
         return Ok(());
     }
     let why = format!(
         "the symbolic link {} belongs to user {}, who may point it elsewhere: name its target",
-        here.display(),
+        reached.display(),
         link.st_uid
     );
-    Err(denied(here, why))
+    Err(permission_error(reached, why))
 }
 
 pub(super) fn others_may_write(stat: &Stat) -> bool {
@@ -192,49 +196,52 @@ pub(super) fn others_may_write(stat: &Stat) -> bool {
 /// not count: systems make such a group for each user alone.
 pub(super) fn a_group_may_write(stat: &Stat) -> bool {
     let group = stat.st_gid;
-    let own = group != 0 && group == caller() && group == rustix::process::getegid().as_raw();
+    let own = group != 0 && group == caller_uid() && group == rustix::process::getegid().as_raw();
     stat.st_mode & 0o020 != 0 && !own
 }
 
 /// Refuse a directory in which others may replace what a path leads through. In one with the sticky bit others may replace only what is
 /// theirs, and that is refused as the next component.
-fn check_parent(stat: &Stat, path: &Path, rules: Rules) -> Result<()> {
-    if rules.trusted {
+fn check_parent(stat: &Stat, path: &Path, rules: PathRules) -> Result<()> {
+    if rules.trust_writers {
         return Ok(());
     }
     let sticky = stat.st_mode & STICKY != 0;
     let shown = path.display();
     let (who, take) = if !sticky && others_may_write(stat) {
         ("any user".to_owned(), "o-w")
-    } else if rules.alone && !sticky && a_group_may_write(stat) {
+    } else if rules.no_other_writers && !sticky && a_group_may_write(stat) {
         (format!("group {}", stat.st_gid), "g-w")
-    } else if rules.alone && stat.st_uid != 0 && stat.st_uid != caller() {
+    } else if rules.no_other_writers && stat.st_uid != 0 && stat.st_uid != caller_uid() {
         let why = format!(
             "user {} owns {shown} and may exchange what lies in it: use a directory whose parents are all yours or root's; or, \
              {TRUSTED}",
             stat.st_uid
         );
-        return Err(denied(path, why));
+        return Err(permission_error(path, why));
     } else {
         return Ok(());
     };
     let take = if take == "o-w" && a_group_may_write(stat) { "o-w,g-w" } else { take };
-    let cure = if stat.st_uid == caller() && !SHARED.iter().any(|shared| path == Path::new(shared)) {
+    let cure = if stat.st_uid == caller_uid() && !SHARED_DIRS.iter().any(|shared| path == Path::new(shared)) {
         format!("chmod {take} {shown}, or make a directory of your own elsewhere")
     } else {
         "make a directory of your own elsewhere".to_owned()
     };
     let mode = stat.st_mode & 0o7777;
-    Err(denied(path, format!("{who} may exchange what lies in {shown} (mode {mode:04o}): {cure}; or, {TRUSTED}")))
+    Err(permission_error(
+        path,
+        format!("{who} may exchange what lies in {shown} (mode {mode:04o}): {cure}; or, {TRUSTED}"),
+    ))
 }
 
 /// Make the directory `name` in `parent`, durably. Another rank may make it at the same time.
 fn make(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<()> {
     match rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(CHECKPOINT_MODE)) {
         Ok(()) | Err(Errno::EXIST) => {}
-        Err(e) => return Err(os("make", path, e)),
+        Err(e) => return Err(os_error("make", path, e)),
     }
     rustix::fs::openat(parent, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
         .and_then(rustix::fs::fsync)
-        .map_err(|e| os("sync the parent of", path, e))
+        .map_err(|e| os_error("sync the parent of", path, e))
 }

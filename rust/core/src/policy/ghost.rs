@@ -8,14 +8,14 @@ const BUCKET: usize = 8;
 /// Remembers about the last `length` ids that were given to it. When a bucket overflows its oldest id is forgotten early. Two ids
 /// in the same bucket look the same with a probability of 2⁻³². Only the choice of victims depends on this.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Ghost {
+pub(super) struct GhostTable {
     /// The number of the departure (0 for a free entry) in the upper half, and a fingerprint of the id in the lower.
     entries: Vec<u64>,
     length: u32,
     now: u32,
 }
 
-impl Ghost {
+impl GhostTable {
     /// Bytes for each slot of the tier: 8 bytes an entry, 0.9 ids remembered a slot, 5/4 entries an id, and a fifth more.
     pub(super) const BYTES_PER_ID: usize = 11;
 

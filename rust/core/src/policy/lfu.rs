@@ -4,8 +4,8 @@
 
 use std::collections::TryReserveError;
 
-use super::list::{Links, List, PerSlot};
-use super::{AHEAD, Policy, RECHECKED};
+use super::list::{PerSlot, SlotLinks, SlotList};
+use super::{AHEAD, RECHECKED, ReplacementPolicy};
 use crate::types::{CacheSlot, Id};
 
 const NO_LEVEL: u32 = u32::MAX;
@@ -13,10 +13,10 @@ const NO_LEVEL: u32 = u32::MAX;
 /// The levels, lowest count first, and for each slot its level. Slots that were in use when their turn came are parked in their
 /// level.
 #[derive(Clone, Debug)]
-pub(super) struct Lfu {
-    links: Links,
-    homes: PerSlot<Home>,
-    levels: Vec<Level>,
+pub(super) struct LfuPolicy {
+    links: SlotLinks,
+    positions: PerSlot<LfuPosition>,
+    levels: Vec<LfuLevel>,
     /// Indexes of `levels` that are not in use.
     free: Vec<u32>,
     /// The level with the lowest count.
@@ -25,32 +25,32 @@ pub(super) struct Lfu {
 
 /// The slots whose rows were used `count` times. No level is empty.
 #[derive(Clone, Debug)]
-struct Level {
+struct LfuLevel {
     count: u32,
     above: u32,
     below: u32,
-    ready: List,
-    parked: List,
+    ready: SlotList,
+    parked: SlotList,
 }
 
 /// The level of a slot, and whether it is parked there.
 #[derive(Clone, Copy, Debug)]
-struct Home {
+struct LfuPosition {
     level: u32,
     parked: bool,
 }
 
-impl Default for Home {
+impl Default for LfuPosition {
     fn default() -> Self {
         Self { level: NO_LEVEL, parked: false }
     }
 }
 
-impl Lfu {
+impl LfuPolicy {
     pub(super) fn new(capacity: u32) -> Self {
         Self {
-            links: Links::with_capacity(capacity),
-            homes: PerSlot::with_capacity(capacity),
+            links: SlotLinks::with_capacity(capacity),
+            positions: PerSlot::with_capacity(capacity),
             levels: Vec::new(),
             free: Vec::new(),
             lowest: NO_LEVEL,
@@ -64,7 +64,7 @@ impl Lfu {
         if above != NO_LEVEL && self.levels[above as usize].count == count {
             return above;
         }
-        let level = Level { count, above, below, ready: List::default(), parked: List::default() };
+        let level = LfuLevel { count, above, below, ready: SlotList::default(), parked: SlotList::default() };
         let made = if let Some(free) = self.free.pop() {
             self.levels[free as usize] = level;
             free
@@ -89,20 +89,20 @@ impl Lfu {
         }
     }
 
-    fn put(&mut self, slot: CacheSlot, home: Home) {
-        let level = &mut self.levels[home.level as usize];
-        let list = if home.parked { &mut level.parked } else { &mut level.ready };
+    fn put(&mut self, slot: CacheSlot, position: LfuPosition) {
+        let level = &mut self.levels[position.level as usize];
+        let list = if position.parked { &mut level.parked } else { &mut level.ready };
         self.links.push_front(list, slot);
-        self.homes.set(slot, home);
+        self.positions.set(slot, position);
     }
 
     /// Take a slot out of its list. Its level stays, even if it is empty.
-    fn take_out(&mut self, slot: CacheSlot) -> Home {
-        let home = self.homes.get(slot);
+    fn take_out(&mut self, slot: CacheSlot) -> LfuPosition {
+        let home = self.positions.get(slot);
         if home.level != NO_LEVEL {
             let level = &mut self.levels[home.level as usize];
             self.links.unlink(if home.parked { &mut level.parked } else { &mut level.ready }, slot);
-            self.homes.set(slot, Home::default());
+            self.positions.set(slot, LfuPosition::default());
         }
         home
     }
@@ -132,17 +132,17 @@ impl Lfu {
     }
 }
 
-impl Policy for Lfu {
+impl ReplacementPolicy for LfuPolicy {
     fn inserted(&mut self, slot: CacheSlot, id: Id) {
         self.removed(slot, id, false);
         let level = self.level_above(NO_LEVEL, 1);
-        self.put(slot, Home { level, parked: false });
+        self.put(slot, LfuPosition { level, parked: false });
     }
 
     fn accessed(&mut self, slots: &[CacheSlot]) {
         for (at, &slot) in slots.iter().enumerate() {
             if let Some(&ahead) = slots.get(at + AHEAD) {
-                self.homes.prefetch(ahead);
+                self.positions.prefetch(ahead);
                 self.links.prefetch(ahead);
             }
             let home = self.take_out(slot);
@@ -151,7 +151,7 @@ impl Policy for Lfu {
             }
             let count = self.levels[home.level as usize].count;
             let level = if count == u32::MAX { home.level } else { self.level_above(home.level, count + 1) };
-            self.put(slot, Home { level, parked: false });
+            self.put(slot, LfuPosition { level, parked: false });
             self.drop_if_empty(home.level);
         }
     }
@@ -167,7 +167,7 @@ impl Policy for Lfu {
                     return Some(slot);
                 }
                 self.take_out(slot);
-                self.put(slot, Home { level, parked: true });
+                self.put(slot, LfuPosition { level, parked: true });
             }
             level = self.levels[level as usize].above;
         }
@@ -183,7 +183,7 @@ impl Policy for Lfu {
 
     fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
         self.links.reserve(slots)?;
-        self.homes.reserve(slots)
+        self.positions.reserve(slots)
     }
 
     fn removed(&mut self, slot: CacheSlot, _id: Id, _evicted: bool) {
@@ -194,7 +194,7 @@ impl Policy for Lfu {
     fn all_removed(&mut self, slots: &[CacheSlot]) {
         for (at, &slot) in slots.iter().enumerate() {
             if let Some(&ahead) = slots.get(at + AHEAD) {
-                self.homes.prefetch(ahead);
+                self.positions.prefetch(ahead);
                 self.links.prefetch_neighbours(ahead);
             }
             let home = self.take_out(slot);
@@ -204,10 +204,10 @@ impl Policy for Lfu {
 
     fn bytes_per_slot(&self) -> usize {
         // Levels are not counted: they are few beside the slots, because d different counts take at least d²/2 uses.
-        Links::BYTES_PER_SLOT + size_of::<Home>()
+        SlotLinks::BYTES_PER_SLOT + size_of::<LfuPosition>()
     }
 
-    fn boxed_clone(&self) -> Box<dyn Policy> {
+    fn boxed_clone(&self) -> Box<dyn ReplacementPolicy> {
         Box::new(self.clone())
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::TryReserveError;
 
 use crate::mapping::ask_for_huge_pages;
-use crate::memory::room_for;
+use crate::memory::vec_with_capacity;
 use crate::prefetch::prefetch;
 use crate::types::CacheSlot;
 
@@ -12,23 +12,23 @@ const END: CacheSlot = CacheSlot::MAX;
 
 /// The links of all slots of a policy: for each slot its newer and its older neighbour.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Links(Vec<[CacheSlot; 2]>);
+pub(super) struct SlotLinks(Vec<[CacheSlot; 2]>);
 
 /// A list of slots. Its newest slot is in front, its oldest at the back.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct List {
+pub(super) struct SlotList {
     front: CacheSlot,
     back: CacheSlot,
     len: u32,
 }
 
-impl Default for List {
+impl Default for SlotList {
     fn default() -> Self {
         Self { front: END, back: END, len: 0 }
     }
 }
 
-impl List {
+impl SlotList {
     pub(super) fn len(&self) -> u32 {
         self.len
     }
@@ -43,12 +43,12 @@ impl List {
     }
 }
 
-impl Links {
+impl SlotLinks {
     pub(super) const BYTES_PER_SLOT: usize = size_of::<[CacheSlot; 2]>();
 
     /// Links with memory for `slots`, unless the system refuses to give that much at once.
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(room_for_slots(slots))
+        Self(vec_for_slots(slots))
     }
 
     /// Reserve memory, so that slots below `slots` need no more.
@@ -76,7 +76,7 @@ impl Links {
     }
 
     /// Put a slot that is in no list at the front of `list`.
-    pub(super) fn push_front(&mut self, list: &mut List, slot: CacheSlot) {
+    pub(super) fn push_front(&mut self, list: &mut SlotList, slot: CacheSlot) {
         self.cover(slot);
         self.0[slot as usize] = [END, list.front];
         match list.front {
@@ -89,7 +89,7 @@ impl Links {
 
     /// Put slots that are in no list at the front of `list`, one after the other: as [`Links::push_front`] for each, in their order. There are
     /// links for all of them.
-    pub(super) fn push_all_front(&mut self, list: &mut List, slots: &[CacheSlot]) {
+    pub(super) fn push_all_front(&mut self, list: &mut SlotList, slots: &[CacheSlot]) {
         let (Some(&first), Some(&last)) = (slots.first(), slots.last()) else { return };
         match list.front {
             END => list.back = first,
@@ -105,7 +105,7 @@ impl Links {
     }
 
     /// Put a slot that is in no list at the back of `list`.
-    pub(super) fn push_back(&mut self, list: &mut List, slot: CacheSlot) {
+    pub(super) fn push_back(&mut self, list: &mut SlotList, slot: CacheSlot) {
         self.cover(slot);
         self.0[slot as usize] = [list.back, END];
         match list.back {
@@ -117,7 +117,7 @@ impl Links {
     }
 
     /// Take a slot out of `list`, in which it is.
-    pub(super) fn unlink(&mut self, list: &mut List, slot: CacheSlot) {
+    pub(super) fn unlink(&mut self, list: &mut SlotList, slot: CacheSlot) {
         let [newer, older] = self.0[slot as usize];
         match newer {
             END => list.front = older,
@@ -131,7 +131,7 @@ impl Links {
     }
 
     /// Move a slot of `list` to its front.
-    pub(super) fn move_to_front(&mut self, list: &mut List, slot: CacheSlot) {
+    pub(super) fn move_to_front(&mut self, list: &mut SlotList, slot: CacheSlot) {
         self.unlink(list, slot);
         self.push_front(list, slot);
     }
@@ -144,7 +144,7 @@ pub(super) struct PerSlot<T>(Vec<T>);
 impl<T: Copy + Default> PerSlot<T> {
     /// See [`Links::with_capacity`].
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(room_for_slots(slots))
+        Self(vec_for_slots(slots))
     }
 
     /// See [`Links::reserve`].
@@ -176,8 +176,8 @@ impl<T: Copy + Default> PerSlot<T> {
 
 /// An empty vector with room for `slots` elements, unless the system refuses. Slots are used from the first one on, so large room is in huge
 /// pages: filling it takes few page faults.
-fn room_for_slots<T>(slots: u32) -> Vec<T> {
-    let mut all = room_for(slots as usize);
+fn vec_for_slots<T>(slots: u32) -> Vec<T> {
+    let mut all = vec_with_capacity(slots as usize);
     ask_for_huge_pages(all.spare_capacity_mut());
     all
 }

@@ -2,44 +2,44 @@
 
 use std::collections::TryReserveError;
 
-use super::list::{Links, List, PerSlot};
-use super::{AHEAD, Policy, RECHECKED};
+use super::list::{PerSlot, SlotLinks, SlotList};
+use super::{AHEAD, RECHECKED, ReplacementPolicy};
 use crate::types::{CacheSlot, Id};
 
 /// A queue in the order of last use. Slots that were in use when their turn came are parked, and go first once they are free.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Lru {
-    links: Links,
-    lists: PerSlot<InList>,
-    queue: List,
-    parked: List,
+pub(super) struct LruPolicy {
+    links: SlotLinks,
+    lists: PerSlot<LruList>,
+    queue: SlotList,
+    parked: SlotList,
 }
 
 /// The list that a slot is in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum InList {
+enum LruList {
     #[default]
     Neither,
     Queue,
     Parked,
 }
 
-impl Lru {
+impl LruPolicy {
     pub(super) fn new(capacity: u32) -> Self {
-        Self { links: Links::with_capacity(capacity), lists: PerSlot::with_capacity(capacity), ..Self::default() }
+        Self { links: SlotLinks::with_capacity(capacity), lists: PerSlot::with_capacity(capacity), ..Self::default() }
     }
 
     fn take_out(&mut self, slot: CacheSlot) {
         match self.lists.get(slot) {
-            InList::Neither => {}
-            InList::Queue => self.links.unlink(&mut self.queue, slot),
-            InList::Parked => self.links.unlink(&mut self.parked, slot),
+            LruList::Neither => {}
+            LruList::Queue => self.links.unlink(&mut self.queue, slot),
+            LruList::Parked => self.links.unlink(&mut self.parked, slot),
         }
-        self.lists.set(slot, InList::Neither);
+        self.lists.set(slot, LruList::Neither);
     }
 
-    fn put(&mut self, slot: CacheSlot, which: InList) {
-        let list = if which == InList::Parked { &mut self.parked } else { &mut self.queue };
+    fn put(&mut self, slot: CacheSlot, which: LruList) {
+        let list = if which == LruList::Parked { &mut self.parked } else { &mut self.queue };
         self.links.push_front(list, slot);
         self.lists.set(slot, which);
     }
@@ -57,10 +57,10 @@ impl Lru {
     }
 }
 
-impl Policy for Lru {
+impl ReplacementPolicy for LruPolicy {
     fn inserted(&mut self, slot: CacheSlot, _id: Id) {
         self.take_out(slot);
-        self.put(slot, InList::Queue);
+        self.put(slot, LruList::Queue);
     }
 
     fn all_inserted(&mut self, slots: &[CacheSlot], _ids: &[Id]) {
@@ -69,7 +69,7 @@ impl Policy for Lru {
         self.lists.cover(highest);
         for &slot in slots {
             self.take_out(slot);
-            self.lists.set(slot, InList::Queue);
+            self.lists.set(slot, LruList::Queue);
         }
         self.links.push_all_front(&mut self.queue, slots);
     }
@@ -80,9 +80,9 @@ impl Policy for Lru {
                 self.lists.prefetch(ahead);
                 self.links.prefetch(ahead);
             }
-            if self.lists.get(slot) != InList::Neither {
+            if self.lists.get(slot) != LruList::Neither {
                 self.take_out(slot);
-                self.put(slot, InList::Queue);
+                self.put(slot, LruList::Queue);
             }
         }
     }
@@ -96,7 +96,7 @@ impl Policy for Lru {
                 return Some(slot);
             }
             self.take_out(slot);
-            self.put(slot, InList::Parked);
+            self.put(slot, LruList::Parked);
         }
         self.recheck(u32::MAX, evictable)
     }
@@ -121,10 +121,10 @@ impl Policy for Lru {
     }
 
     fn bytes_per_slot(&self) -> usize {
-        Links::BYTES_PER_SLOT + size_of::<InList>()
+        SlotLinks::BYTES_PER_SLOT + size_of::<LruList>()
     }
 
-    fn boxed_clone(&self) -> Box<dyn Policy> {
+    fn boxed_clone(&self) -> Box<dyn ReplacementPolicy> {
         Box::new(self.clone())
     }
 }

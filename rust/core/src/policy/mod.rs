@@ -21,7 +21,7 @@ use crate::types::{CacheSlot, Id};
 /// A row that moves to another slot is told as `removed` (not evicted) and `inserted`. So is a victim that stays after all, because it
 /// could not be written to SSD, as evicted and inserted. Both lose their place in the order. A device and a host tier have a policy each,
 /// so a row that changes the tier comes anew.
-pub trait Policy: Send + std::fmt::Debug {
+pub trait ReplacementPolicy: Send + std::fmt::Debug {
     /// A row took `slot`.
     fn inserted(&mut self, slot: CacheSlot, id: Id);
     /// Start to load what `inserted` will look at for `id` into the processor's cache.
@@ -44,19 +44,19 @@ pub trait Policy: Send + std::fmt::Debug {
     /// proposed later than its turn. On average over many calls, `evictable` is asked a few times a call, whatever share of the
     /// slots is in use. A call that returns `None` has asked for all slots.
     fn victim(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot>;
-    /// The slots to evict next, `wanted` of them or as many as there are: as `victim`, each followed by `removed`. Follow with `remember`.
-    fn victims(&mut self, wanted: usize, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Vec<Victim> {
-        let mut victims = Vec::with_capacity(wanted);
-        while victims.len() < wanted
+    /// The slots to evict next, `requested` of them or as many as there are: as `victim`, each followed by `removed`. Follow with `remember`.
+    fn victims(&mut self, requested: usize, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Vec<PolicyVictim> {
+        let mut victims = Vec::with_capacity(requested);
+        while victims.len() < requested
             && let Some(slot) = self.victim(evictable)
         {
             self.all_removed(&[slot]);
-            victims.push(Victim { slot, departures: 0 });
+            victims.push(PolicyVictim { slot, departures: 0 });
         }
         victims
     }
     /// Remember the ids of rows that left. `victims`, as `victims` gave them, and `ids` are `[n]`.
-    fn remember(&mut self, _victims: &[Victim], _ids: &[Id]) {}
+    fn remember(&mut self, _victims: &[PolicyVictim], _ids: &[Id]) {}
     /// Reserve memory, so that rows in slots below `slots` need no more.
     fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError>;
     /// The row in `slot` left.
@@ -66,12 +66,12 @@ pub trait Policy: Send + std::fmt::Debug {
     /// Bytes of RAM that this policy takes for each slot, for the table's budget.
     fn bytes_per_slot(&self) -> usize;
     /// A copy, which knows the same of every slot.
-    fn boxed_clone(&self) -> Box<dyn Policy>;
+    fn boxed_clone(&self) -> Box<dyn ReplacementPolicy>;
 }
 
 /// A slot whose row a policy has chosen to leave, and forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Victim {
+pub struct PolicyVictim {
     /// The slot.
     pub slot: CacheSlot,
     /// The policy remembers the row's id for so many departures.
@@ -87,11 +87,11 @@ const RECHECKED: u32 = 2;
 const AHEAD: usize = 16;
 
 /// The policy of `kind` for a tier of `capacity` slots. Overflow slots past the capacity may be used too.
-pub fn new_policy(kind: PolicyKind, capacity: u32) -> Box<dyn Policy> {
+pub fn new_policy(kind: PolicyKind, capacity: u32) -> Box<dyn ReplacementPolicy> {
     match kind {
-        PolicyKind::Lru => Box::new(lru::Lru::new(capacity)),
-        PolicyKind::Lfu => Box::new(lfu::Lfu::new(capacity)),
-        PolicyKind::S3Fifo => Box::new(s3fifo::S3Fifo::new(capacity)),
+        PolicyKind::Lru => Box::new(lru::LruPolicy::new(capacity)),
+        PolicyKind::Lfu => Box::new(lfu::LfuPolicy::new(capacity)),
+        PolicyKind::S3Fifo => Box::new(s3fifo::S3FifoPolicy::new(capacity)),
     }
 }
 

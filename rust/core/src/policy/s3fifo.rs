@@ -8,36 +8,36 @@
 
 use std::collections::TryReserveError;
 
-use super::ghost::Ghost;
-use super::list::{Links, List, PerSlot};
-use super::{AHEAD, Policy, RECHECKED, Victim};
+use super::ghost::GhostTable;
+use super::list::{PerSlot, SlotLinks, SlotList};
+use super::{AHEAD, PolicyVictim, RECHECKED, ReplacementPolicy};
 use crate::types::{CacheSlot, Id};
 
 /// The queues of the module's description. Slots that were in use when their turn came are parked, and return to the end of their
 /// queue once they are free.
 #[derive(Clone, Debug, Default)]
-pub(super) struct S3Fifo {
-    links: Links,
+pub(super) struct S3FifoPolicy {
+    links: SlotLinks,
     /// A packed `Mark` for each slot. One byte is little to touch for each row of a plan.
     marks: PerSlot<u8>,
-    small: List,
-    main: List,
-    parked: List,
-    ghost: Ghost,
+    small: SlotList,
+    main: SlotList,
+    parked: SlotList,
+    ghost: GhostTable,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Mark {
-    queue: Queue,
+struct S3FifoMark {
+    queue: S3FifoQueue,
     parked: bool,
     /// Uses since the row entered the queue or went round in it. The paper counts up to three, and so does this.
     uses: u8,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Queue {
+enum S3FifoQueue {
     #[default]
-    Nowhere,
+    Neither,
     Small,
     Main,
 }
@@ -48,21 +48,21 @@ const PARKED: u8 = 4;
 const SMALL: u8 = 8;
 const MAIN: u8 = 16;
 
-impl Mark {
+impl S3FifoMark {
     fn pack(self) -> u8 {
         let queue = match self.queue {
-            Queue::Nowhere => 0,
-            Queue::Small => SMALL,
-            Queue::Main => MAIN,
+            S3FifoQueue::Neither => 0,
+            S3FifoQueue::Small => SMALL,
+            S3FifoQueue::Main => MAIN,
         };
         queue | if self.parked { PARKED } else { 0 } | self.uses
     }
 
     fn unpack(bits: u8) -> Self {
         let queue = match bits & (SMALL | MAIN) {
-            SMALL => Queue::Small,
-            MAIN => Queue::Main,
-            _ => Queue::Nowhere,
+            SMALL => S3FifoQueue::Small,
+            MAIN => S3FifoQueue::Main,
+            _ => S3FifoQueue::Neither,
         };
         Self { queue, parked: bits & PARKED != 0, uses: bits & USES }
     }
@@ -73,29 +73,29 @@ const USES_TO_STAY: u8 = 2;
 /// One slot in this many belongs to the small queue.
 const SMALL_SHARE: u32 = 10;
 
-impl S3Fifo {
+impl S3FifoPolicy {
     pub(super) fn new(capacity: u32) -> Self {
-        Self { links: Links::with_capacity(capacity), marks: PerSlot::with_capacity(capacity), ..Self::default() }
+        Self { links: SlotLinks::with_capacity(capacity), marks: PerSlot::with_capacity(capacity), ..Self::default() }
     }
 
-    fn list(&mut self, mark: Mark) -> (&mut Links, &mut List) {
+    fn list(&mut self, mark: S3FifoMark) -> (&mut SlotLinks, &mut SlotList) {
         let list = match mark {
-            Mark { parked: true, .. } => &mut self.parked,
-            Mark { queue: Queue::Small, .. } => &mut self.small,
-            Mark { .. } => &mut self.main,
+            S3FifoMark { parked: true, .. } => &mut self.parked,
+            S3FifoMark { queue: S3FifoQueue::Small, .. } => &mut self.small,
+            S3FifoMark { .. } => &mut self.main,
         };
         (&mut self.links, list)
     }
 
-    fn put_front(&mut self, slot: CacheSlot, mark: Mark) {
+    fn put_front(&mut self, slot: CacheSlot, mark: S3FifoMark) {
         let (links, list) = self.list(mark);
         links.push_front(list, slot);
         self.marks.set(slot, mark.pack());
     }
 
-    fn take_out(&mut self, slot: CacheSlot) -> Mark {
-        let mark = Mark::unpack(self.marks.get(slot));
-        if mark.queue != Queue::Nowhere {
+    fn take_out(&mut self, slot: CacheSlot) -> S3FifoMark {
+        let mark = S3FifoMark::unpack(self.marks.get(slot));
+        if mark.queue != S3FifoQueue::Neither {
             let (links, list) = self.list(mark);
             links.unlink(list, slot);
             self.marks.set(slot, 0);
@@ -106,7 +106,7 @@ impl S3Fifo {
     /// Take a slot out whose row leaves to make room. Returns for how many departures the ghost is to remember the row's id.
     fn take_out_evicted(&mut self, slot: CacheSlot) -> u32 {
         let resident = self.small.len() + self.main.len() + self.parked.len();
-        let is_small = self.take_out(slot).queue == Queue::Small;
+        let is_small = self.take_out(slot).queue == S3FifoQueue::Small;
         if is_small { resident - resident / SMALL_SHARE } else { 0 }
     }
 
@@ -115,7 +115,7 @@ impl S3Fifo {
         for _ in 0..count.min(self.parked.len()) {
             let Some(slot) = self.parked.back() else { return };
             if evictable(slot) {
-                let mark = Mark { parked: false, ..self.take_out(slot) };
+                let mark = S3FifoMark { parked: false, ..self.take_out(slot) };
                 let (links, list) = self.list(mark);
                 links.push_back(list, slot);
                 self.marks.set(slot, mark.pack());
@@ -127,12 +127,14 @@ impl S3Fifo {
 
     /// Handle the slot at the end of a queue. It is returned if it is to leave, and moves elsewhere otherwise.
     fn step(&mut self, slot: CacheSlot, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
-        let mark = Mark::unpack(self.marks.get(slot));
+        let mark = S3FifoMark::unpack(self.marks.get(slot));
         let moved = match mark.queue {
-            Queue::Small if mark.uses >= USES_TO_STAY => Mark { queue: Queue::Main, uses: 0, parked: false },
-            Queue::Main if mark.uses > 0 => Mark { uses: mark.uses - 1, ..mark },
+            S3FifoQueue::Small if mark.uses >= USES_TO_STAY => {
+                S3FifoMark { queue: S3FifoQueue::Main, uses: 0, parked: false }
+            }
+            S3FifoQueue::Main if mark.uses > 0 => S3FifoMark { uses: mark.uses - 1, ..mark },
             _ if evictable(slot) => return Some(slot),
-            _ => Mark { parked: true, ..mark },
+            _ => S3FifoMark { parked: true, ..mark },
         };
         self.take_out(slot);
         self.put_front(slot, moved);
@@ -156,11 +158,11 @@ impl S3Fifo {
     }
 }
 
-impl Policy for S3Fifo {
+impl ReplacementPolicy for S3FifoPolicy {
     fn inserted(&mut self, slot: CacheSlot, id: Id) {
         self.take_out(slot);
-        let queue = if self.ghost.take(id) { Queue::Main } else { Queue::Small };
-        self.put_front(slot, Mark { queue, parked: false, uses: 0 });
+        let queue = if self.ghost.take(id) { S3FifoQueue::Main } else { S3FifoQueue::Small };
+        self.put_front(slot, S3FifoMark { queue, parked: false, uses: 0 });
     }
 
     fn prefetch_insert(&self, id: Id) {
@@ -177,9 +179,10 @@ impl Policy for S3Fifo {
                 self.ghost.prefetch(later);
             }
             self.take_out(slot);
-            let (queue, list) = if self.ghost.take(id) { (Queue::Main, &mut main) } else { (Queue::Small, &mut small) };
+            let (queue, list) =
+                if self.ghost.take(id) { (S3FifoQueue::Main, &mut main) } else { (S3FifoQueue::Small, &mut small) };
             list.push(slot);
-            self.marks.set(slot, Mark { queue, parked: false, uses: 0 }.pack());
+            self.marks.set(slot, S3FifoMark { queue, parked: false, uses: 0 }.pack());
         }
         self.links.push_all_front(&mut self.small, &small);
         self.links.push_all_front(&mut self.main, &main);
@@ -205,18 +208,18 @@ impl Policy for S3Fifo {
         })
     }
 
-    fn victims(&mut self, wanted: usize, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Vec<Victim> {
-        let mut victims = Vec::with_capacity(wanted);
-        while victims.len() < wanted
+    fn victims(&mut self, requested: usize, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Vec<PolicyVictim> {
+        let mut victims = Vec::with_capacity(requested);
+        while victims.len() < requested
             && let Some(slot) = self.victim(evictable)
         {
             let departures = self.take_out_evicted(slot);
-            victims.push(Victim { slot, departures });
+            victims.push(PolicyVictim { slot, departures });
         }
         victims
     }
 
-    fn remember(&mut self, victims: &[Victim], ids: &[Id]) {
+    fn remember(&mut self, victims: &[PolicyVictim], ids: &[Id]) {
         for (at, (victim, &id)) in victims.iter().zip(ids).enumerate() {
             if let Some(&later) = ids.get(at + AHEAD) {
                 self.ghost.prefetch(later);
@@ -254,10 +257,10 @@ impl Policy for S3Fifo {
     }
 
     fn bytes_per_slot(&self) -> usize {
-        Links::BYTES_PER_SLOT + size_of::<u8>() + Ghost::BYTES_PER_ID
+        SlotLinks::BYTES_PER_SLOT + size_of::<u8>() + GhostTable::BYTES_PER_ID
     }
 
-    fn boxed_clone(&self) -> Box<dyn Policy> {
+    fn boxed_clone(&self) -> Box<dyn ReplacementPolicy> {
         Box::new(self.clone())
     }
 }

@@ -7,13 +7,13 @@ use super::*;
 const KINDS: [PolicyKind; 3] = PolicyKind::ALL;
 
 /// A tier that evicts by a policy when it is full, as the cache does.
-struct Tier {
-    policy: Box<dyn Policy>,
+struct PolicyTier {
+    policy: Box<dyn ReplacementPolicy>,
     slots: BTreeMap<Id, CacheSlot>,
     ids: Vec<Option<Id>>,
 }
 
-impl Tier {
+impl PolicyTier {
     fn new(kind: PolicyKind, capacity: u32) -> Self {
         Self { policy: new_policy(kind, capacity), slots: BTreeMap::new(), ids: vec![None; capacity as usize] }
     }
@@ -40,7 +40,7 @@ impl Tier {
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum PolicyStep {
     Touch(CacheSlot),
     TouchMany(CacheSlot),
     Remove(CacheSlot),
@@ -50,28 +50,28 @@ enum Step {
     Propose,
 }
 
-fn steps(pins: bool) -> impl Strategy<Value = Vec<Step>> {
+fn steps(pins: bool) -> impl Strategy<Value = Vec<PolicyStep>> {
     let slot = 0_u32..24;
     let pins = u32::from(pins) * 4;
     let step = prop_oneof![
-        8 => slot.clone().prop_map(Step::Touch),
-        1 => slot.clone().prop_map(Step::TouchMany),
-        1 => slot.clone().prop_map(Step::Remove),
-        pins => slot.clone().prop_map(Step::Pin),
-        pins => slot.prop_map(Step::Unpin),
-        4 => Just(Step::Evict),
-        1 => Just(Step::Propose),
+        8 => slot.clone().prop_map(PolicyStep::Touch),
+        1 => slot.clone().prop_map(PolicyStep::TouchMany),
+        1 => slot.clone().prop_map(PolicyStep::Remove),
+        pins => slot.clone().prop_map(PolicyStep::Pin),
+        pins => slot.prop_map(PolicyStep::Unpin),
+        4 => Just(PolicyStep::Evict),
+        1 => Just(PolicyStep::Propose),
     ];
     prop::collection::vec(step, 0..400)
 }
 
 /// What is known of each slot with a row: the number of uses, and the time of the last one.
-type Resident = BTreeMap<CacheSlot, (u32, usize)>;
+type ResidentSlots = BTreeMap<CacheSlot, (u32, usize)>;
 
 /// A policy, and what it must know.
-struct Checked<E> {
-    policy: Box<dyn Policy>,
-    resident: Resident,
+struct CheckedPolicy<E> {
+    policy: Box<dyn ReplacementPolicy>,
+    resident: ResidentSlots,
     pinned: BTreeSet<CacheSlot>,
     now: usize,
     /// The victim that must be proposed, where only one will do.
@@ -82,7 +82,7 @@ fn id_of(slot: CacheSlot) -> Id {
     i64::from(slot) - 5
 }
 
-impl<E: Fn(&Resident) -> Option<CacheSlot>> Checked<E> {
+impl<E: Fn(&ResidentSlots) -> Option<CacheSlot>> CheckedPolicy<E> {
     fn touch(&mut self, slot: CacheSlot) {
         if let Some((uses, last)) = self.resident.get_mut(&slot) {
             self.policy.accessed(&[slot]);
@@ -125,31 +125,31 @@ impl<E: Fn(&Resident) -> Option<CacheSlot>> Checked<E> {
         self.policy.removed(victim, id_of(victim), true);
     }
 
-    fn step(&mut self, step: &Step) -> Result<(), TestCaseError> {
+    fn step(&mut self, step: &PolicyStep) -> Result<(), TestCaseError> {
         self.now += 1;
         match *step {
-            Step::Touch(slot) => self.touch(slot),
-            Step::TouchMany(first) => self.touch_all_from(first),
-            Step::Remove(slot) => {
+            PolicyStep::Touch(slot) => self.touch(slot),
+            PolicyStep::TouchMany(first) => self.touch_all_from(first),
+            PolicyStep::Remove(slot) => {
                 if self.resident.remove(&slot).is_some() {
                     self.policy.removed(slot, id_of(slot), false);
                     self.pinned.remove(&slot);
                 }
             }
-            Step::Pin(slot) => {
+            PolicyStep::Pin(slot) => {
                 if self.resident.contains_key(&slot) {
                     self.pinned.insert(slot);
                 }
             }
-            Step::Unpin(slot) => {
+            PolicyStep::Unpin(slot) => {
                 self.pinned.remove(&slot);
             }
-            Step::Evict => {
+            PolicyStep::Evict => {
                 if let Some(victim) = self.propose()? {
                     self.evict(victim);
                 }
             }
-            Step::Propose => drop(self.propose()?),
+            PolicyStep::Propose => drop(self.propose()?),
         }
         Ok(())
     }
@@ -158,14 +158,14 @@ impl<E: Fn(&Resident) -> Option<CacheSlot>> Checked<E> {
 /// Run the steps. `expected` names the victim that must be proposed, where only one will do.
 fn run(
     kind: PolicyKind,
-    steps: &[Step],
-    expected: impl Fn(&Resident) -> Option<CacheSlot>,
+    steps: &[PolicyStep],
+    expected: impl Fn(&ResidentSlots) -> Option<CacheSlot>,
 ) -> Result<(), TestCaseError> {
     let (policy, pinned) = (new_policy(kind, 8), BTreeSet::new());
-    let mut checked = Checked { policy, resident: Resident::new(), pinned, now: 0, expected };
+    let mut checked = CheckedPolicy { policy, resident: ResidentSlots::new(), pinned, now: 0, expected };
     steps.iter().try_for_each(|step| checked.step(step))?;
     // No slot was lost: all leave once none is in use.
-    let Checked { mut policy, mut resident, .. } = checked;
+    let CheckedPolicy { mut policy, mut resident, .. } = checked;
     while !resident.is_empty() {
         let victim = policy.victim(&mut |_| true).expect("some are left");
         prop_assert!(resident.remove(&victim).is_some());
@@ -195,7 +195,7 @@ proptest! {
 }
 
 /// Take the next victim out, if there is one.
-fn evict(policy: &mut dyn Policy, ids: &mut BTreeMap<CacheSlot, Id>) -> Option<(CacheSlot, Id)> {
+fn evict(policy: &mut dyn ReplacementPolicy, ids: &mut BTreeMap<CacheSlot, Id>) -> Option<(CacheSlot, Id)> {
     let slot = policy.victim(&mut |_| true)?;
     let id = ids.remove(&slot).expect("victims are resident");
     policy.removed(slot, id, true);
@@ -272,7 +272,7 @@ fn lru_evicts_slots_released_after_their_turn_first() {
 
 /// Use hot rows several times, then scan rows that are used once each. The result is how many hot rows are left.
 fn hot_rows_after_a_scan(kind: PolicyKind) -> usize {
-    let mut tier = Tier::new(kind, 100);
+    let mut tier = PolicyTier::new(kind, 100);
     for _ in 0..4 {
         for hot in 0..50 {
             tier.touch(hot);
@@ -292,7 +292,7 @@ fn a_scan_leaves_the_hot_rows_in_s3_fifo_and_not_in_lru() {
 
 #[test]
 fn s3_fifo_lets_a_row_that_comes_back_soon_into_main_and_one_that_comes_back_late_not() {
-    let mut tier = Tier::new(PolicyKind::S3Fifo, 100);
+    let mut tier = PolicyTier::new(PolicyKind::S3Fifo, 100);
     (0..150).for_each(|id| {
         tier.touch(id);
     });
@@ -336,7 +336,7 @@ fn s3_fifo_gives_each_use_in_main_one_round_more() {
 
 #[test]
 fn the_ghost_forgets_after_as_many_departures_as_it_is_long() {
-    let mut ghost = ghost::Ghost::default();
+    let mut ghost = ghost::GhostTable::default();
     for id in -500..500 {
         ghost.remember(id, 100);
     }

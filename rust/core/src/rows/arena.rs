@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::layout::{RowAddress, RowHeader, RowLayout};
 use crate::error::{Error, Kind, Result};
-use crate::mapping::{Mapping, page_bytes};
+use crate::mapping::{AnonymousMapping, page_bytes};
 use crate::sync::lock;
 
 /// Bytes of a cache line. Both parts of a mapping (vector parts, headers) start on one.
@@ -22,7 +22,7 @@ const CHUNKS: usize = 23;
 /// in overflow chunks. A row that was never written costs no memory and reads as zeros. The arena only gives addresses: its users
 /// agree by pins and locks on who reads and writes which row.
 #[derive(Debug)]
-pub struct Arena {
+pub struct RowArena {
     vectors: *mut u8,
     headers: *mut RowHeader,
     stride: usize,
@@ -31,20 +31,20 @@ pub struct Arena {
     chunks: [AtomicPtr<u8>; CHUNKS],
     /// Held to add or remove chunks.
     growth: Mutex<()>,
-    mapping: Mapping,
+    mapping: AnonymousMapping,
 }
 
 // SAFETY: the arena owns its mappings until it is dropped, hands out addresses in them, and dereferences none.
-unsafe impl Send for Arena {}
+unsafe impl Send for RowArena {}
 // SAFETY: every shared method computes addresses, reads atomics, or changes chunks under the lock `growth`.
-unsafe impl Sync for Arena {}
+unsafe impl Sync for RowArena {}
 
-impl Arena {
+impl RowArena {
     /// An arena of `capacity` rows. `Kind::Memory` where the system refuses the mapping.
     pub fn new(layout: RowLayout, capacity: u32) -> Result<Self> {
         let stride = layout.stride_bytes();
         let vector_bytes = part_bytes(stride, capacity as usize);
-        let mapping = Mapping::new(vector_bytes + part_bytes(size_of::<RowHeader>(), capacity as usize))?;
+        let mapping = AnonymousMapping::new(vector_bytes + part_bytes(size_of::<RowHeader>(), capacity as usize))?;
         let vectors = mapping.start();
         Ok(Self {
             vectors,
@@ -100,7 +100,7 @@ impl Arena {
         let _growing = lock(&self.growth);
         for chunk in 0..=chunk_of(rows as usize - 1).0 {
             if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
-                let mapping = Mapping::new(self.chunk_bytes(chunk))?;
+                let mapping = AnonymousMapping::new(self.chunk_bytes(chunk))?;
                 // Release pairs with the Acquire in `overflow_row`: a thread that got a slot of this chunk from another thread sees
                 // its address.
                 self.chunks[chunk].store(mapping.start(), Ordering::Release);
@@ -126,7 +126,7 @@ impl Arena {
             let start = self.chunks[chunk].swap(ptr::null_mut(), Ordering::AcqRel);
             if !start.is_null() {
                 // SAFETY: `reserve_overflow` made and forgot a mapping of this size, and the swap gave its address to this call alone.
-                drop(unsafe { Mapping::from_start(start, self.chunk_bytes(chunk)) });
+                drop(unsafe { AnonymousMapping::from_start(start, self.chunk_bytes(chunk)) });
             }
         }
     }
@@ -195,7 +195,7 @@ impl Arena {
     }
 }
 
-impl Drop for Arena {
+impl Drop for RowArena {
     fn drop(&mut self) {
         // This does not take the lock. Nobody else uses the arena now, and in a forked child another thread may hold the lock for
         // ever.
@@ -204,7 +204,7 @@ impl Drop for Arena {
     }
 }
 
-/// The chunk of an overflow row, and the row's index there. Chunk `k` holds rows `FIRST × (2^k − 1)` to `FIRST × (2^(k+1) − 1)`.
+/// The chunk of an overflow row, and the row's index there. Chunk `k` holds rows `INITIAL_CLASS × (2^k − 1)` to `INITIAL_CLASS × (2^(k+1) − 1)`.
 fn chunk_of(row: usize) -> (usize, usize) {
     let chunk = (row / FIRST_CHUNK_ROWS + 1).ilog2() as usize;
     (chunk, row - FIRST_CHUNK_ROWS * ((1 << chunk) - 1))
@@ -224,7 +224,7 @@ mod tests {
     }
 
     /// Write every float and the id of a row.
-    fn write(arena: &Arena, layout: &RowLayout, slot: u32, value: f32) {
+    fn write(arena: &RowArena, layout: &RowLayout, slot: u32, value: f32) {
         let row = arena.row(slot);
         // SAFETY: the test is the only user of the arena's rows.
         unsafe {
@@ -233,7 +233,7 @@ mod tests {
         }
     }
 
-    fn read(arena: &Arena, layout: &RowLayout, slot: u32) -> (Vec<f32>, i64) {
+    fn read(arena: &RowArena, layout: &RowLayout, slot: u32) -> (Vec<f32>, i64) {
         let row = arena.row(slot);
         // SAFETY: the test is the only user of the arena's rows, and the slot is valid.
         unsafe { (std::slice::from_raw_parts(row.vector, layout.vector_floats()).to_vec(), (*row.header).id) }
@@ -242,7 +242,7 @@ mod tests {
     #[test]
     fn rows_do_not_overlap_and_start_aligned() {
         let layout = layout(3);
-        let arena = Arena::new(layout, 100).expect("the system maps it");
+        let arena = RowArena::new(layout, 100).expect("the system maps it");
         arena.reserve_overflow(3000).expect("the system maps it");
         assert_eq!(arena.row(0).vector.addr() % 64, 0);
         assert_eq!(arena.row(0).header.addr() % 64, 0);
@@ -257,7 +257,7 @@ mod tests {
     #[test]
     fn overflow_rows_keep_their_address_and_value_while_growing() {
         let layout = layout(16);
-        let arena = Arena::new(layout, 4).expect("the system maps it");
+        let arena = RowArena::new(layout, 4).expect("the system maps it");
         arena.reserve_overflow(1).expect("the system maps it");
         write(&arena, &layout, 4, 7.0);
         let address = arena.row(4).vector;
@@ -269,7 +269,7 @@ mod tests {
     #[test]
     fn shrinking_gives_back_whole_chunks_past_the_kept_rows() {
         let layout = layout(4);
-        let arena = Arena::new(layout, 1).expect("the system maps it");
+        let arena = RowArena::new(layout, 1).expect("the system maps it");
         arena.reserve_overflow(5000).expect("the system maps it");
         write(&arena, &layout, 1, 1.0);
         write(&arena, &layout, 1024, 2.0);
@@ -296,7 +296,7 @@ mod tests {
     #[test]
     fn discard_zeroes_whole_pages_and_spares_the_neighbours() {
         let layout = layout(64);
-        let arena = Arena::new(layout, 1000).expect("the system maps it");
+        let arena = RowArena::new(layout, 1000).expect("the system maps it");
         for slot in 0..1000 {
             write(&arena, &layout, slot, 1.0 + slot as f32);
         }
@@ -313,14 +313,14 @@ mod tests {
     fn a_large_arena_costs_only_the_rows_it_touches() {
         let layout = layout(64);
         // 2 TB of rows.
-        let arena = Arena::new(layout, 4_000_000_000).expect("the system maps it");
+        let arena = RowArena::new(layout, 4_000_000_000).expect("the system maps it");
         write(&arena, &layout, 3_999_999_999, 5.0);
         assert_eq!(read(&arena, &layout, 3_999_999_999).0, vec![5.0; 128]);
     }
 
     #[test]
     fn a_refused_mapping_is_a_memory_error_that_says_how_much() {
-        let error = Arena::new(RowLayout { dim: 65_536, vector_slots: 2, scalar_slot: false }, 4_000_000_000)
+        let error = RowArena::new(RowLayout { dim: 65_536, vector_slots: 2, scalar_slot: false }, 4_000_000_000)
             .expect_err("must be refused");
         assert_eq!(error.kind(), Kind::Memory);
         assert_eq!(error.errno(), Some(libc::ENOMEM));
@@ -329,14 +329,14 @@ mod tests {
 
     #[test]
     fn slots_past_u32_are_refused() {
-        let arena = Arena::new(layout(1), 10).expect("the system maps it");
+        let arena = RowArena::new(layout(1), 10).expect("the system maps it");
         assert_eq!(arena.reserve_overflow(u32::MAX - 5).expect_err("must be refused").kind(), Kind::Capacity);
     }
 
     #[test]
     fn an_empty_arena_still_takes_overflow() {
         let layout = layout(2);
-        let arena = Arena::new(layout, 0).expect("the system maps it");
+        let arena = RowArena::new(layout, 0).expect("the system maps it");
         arena.reserve_overflow(1).expect("the system maps it");
         write(&arena, &layout, 0, 3.0);
         assert_eq!(read(&arena, &layout, 0).0, vec![3.0; 4]);

@@ -35,18 +35,18 @@ static FACTORS: LazyLock<[f64; PARTS as usize]> = LazyLock::new(|| {
 
 /// How fast scores decay.
 #[derive(Clone, Copy, Debug)]
-pub struct Decay {
+pub struct ScoreDecay {
     half_life: u64,
     factors: &'static [f64; PARTS as usize],
 }
 
-impl Decay {
+impl ScoreDecay {
     /// The longest half life, in steps.
     pub const LONGEST: u64 = 1 << 53;
 
     /// Scores that halve every `half_life` steps.
     ///
-    /// Errors: `Config` where that is 0 or more than [`Decay::LONGEST`].
+    /// Errors: `Config` where that is 0 or more than [`ScoreDecay::LONGEST`].
     pub fn new(half_life: u64) -> Result<Self> {
         if !(1..=Self::LONGEST).contains(&half_life) {
             let message = format!("score_half_life_steps={half_life} is out of range: give 1 to 2^53 steps");
@@ -89,16 +89,16 @@ impl Decay {
 /// Decays scores up to one step. Rows that follow each other in a batch often have the same last step, so the factor of the row before is kept.
 /// A new row has the score 0, which needs no factor.
 #[derive(Clone, Debug)]
-pub struct DecayTo {
-    decay: Decay,
+pub struct ScoreDecayTo {
+    decay: ScoreDecay,
     step: u64,
     from: u64,
     factor: f64,
 }
 
-impl DecayTo {
+impl ScoreDecayTo {
     /// Up to `step`.
-    pub fn new(decay: Decay, step: u64) -> Self {
+    pub fn new(decay: ScoreDecay, step: u64) -> Self {
         Self { decay, step, from: step, factor: 1.0 }
     }
 
@@ -108,7 +108,7 @@ impl DecayTo {
         self.step
     }
 
-    /// As [`Decay::of`], with the same bits.
+    /// As [`ScoreDecay::of`], with the same bits.
     #[inline]
     pub fn of(&mut self, score: f32, from: u64) -> f32 {
         if self.step <= from || score == 0.0 {
@@ -125,8 +125,8 @@ impl DecayTo {
 mod tests {
     use super::*;
 
-    fn decay(half_life: u64) -> Decay {
-        Decay::new(half_life).expect("in range")
+    fn decay(half_life: u64) -> ScoreDecay {
+        ScoreDecay::new(half_life).expect("in range")
     }
 
     fn assert_same(left: f32, right: f32, what: &str) {
@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_score_halves_over_each_half_life_wherever_it_begins() {
-        for half_life in [1, 3, 1000, 1024, Decay::LONGEST] {
+        for half_life in [1, 3, 1000, 1024, ScoreDecay::LONGEST] {
             for (from, halvings) in
                 (0..100).flat_map(|halvings| [(0, halvings), (half_life / 3, halvings), (half_life, halvings)])
             {
@@ -147,14 +147,14 @@ mod tests {
 
     #[test]
     fn what_is_kept_of_the_row_before_changes_no_bit() {
-        for half_life in [1, 7, 1000, Decay::LONGEST] {
-            let mut to = DecayTo::new(decay(half_life), 1000);
+        for half_life in [1, 7, 1000, ScoreDecay::LONGEST] {
+            let mut to = ScoreDecayTo::new(decay(half_life), 1000);
             for from in [0, 0, 3, 3, 0, 999, 999, 1000, 1000, 2000, 999, 3] {
                 for score in [0.0, -0.0, 1.0, -3.5, f32::MAX, f32::MIN_POSITIVE, f32::INFINITY, f32::NAN] {
                     assert_same(to.of(score, from), decay(half_life).of(score, from, 1000), "the same");
                 }
             }
-            assert_same(DecayTo::new(decay(half_life), 0).of(5.0, 0), 5.0, "step 0");
+            assert_same(ScoreDecayTo::new(decay(half_life), 0).of(5.0, 0), 5.0, "step 0");
         }
     }
 
@@ -208,8 +208,8 @@ mod tests {
 
     #[test]
     fn half_lives_out_of_range_are_refused() {
-        for half_life in [0, Decay::LONGEST + 1, u64::MAX] {
-            let error = Decay::new(half_life).expect_err("out of range");
+        for half_life in [0, ScoreDecay::LONGEST + 1, u64::MAX] {
+            let error = ScoreDecay::new(half_life).expect_err("out of range");
             assert!(error.kind() == Kind::Config && error.to_string().contains("score_half_life_steps"), "{error}");
         }
     }

@@ -7,12 +7,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::philox::{BLOCKS, Block, blocks_of};
+use super::philox::{BLOCKS, PhiloxBlock, blocks_of};
 #[cfg(target_arch = "x86_64")]
 use super::philox::{avx2, wide};
 use super::quantile::{NORMAL_CDF_AT_TWO, normal_quantile};
 use crate::error::{Error, Kind, Result};
-use crate::simd::{Isa, Job};
+use crate::simd::{InstructionSet, SimdJob};
 use crate::types::{Id, hash_id};
 
 /// The distribution of initial weights. Optimizer slots are born as zeros.
@@ -20,7 +20,7 @@ use crate::types::{Id, hash_id};
 /// Its serde form is part of a checkpoint's manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "name", deny_unknown_fields)]
-pub enum Initializer {
+pub enum InitializerSpec {
     /// Every weight is `value`.
     Constant {
         /// The value.
@@ -56,58 +56,58 @@ pub enum Initializer {
     },
 }
 
-impl Initializer {
+impl InitializerSpec {
     fn check(&self) -> Result<()> {
         match *self {
-            Self::Constant { value } => finite("value", value),
+            Self::Constant { value } => check_finite("value", value),
             Self::Uniform { low, high } => {
-                finite("low", low)?;
-                finite("high", high)?;
+                check_finite("low", low)?;
+                check_finite("high", high)?;
                 if low > high {
-                    return Err(refused("low", low, &format!("must not be above high, which is {high}")));
+                    return Err(value_error("low", low, &format!("must not be above high, which is {high}")));
                 }
-                spread(low, high)
+                check_ordered(low, high)
             }
             Self::Normal { mean, std } | Self::TruncatedNormal { mean, std } => {
-                finite("mean", mean)?;
-                finite("std", std)?;
+                check_finite("mean", mean)?;
+                check_finite("std", std)?;
                 if std < 0.0 {
-                    return Err(refused("std", std, "must not be negative"));
+                    return Err(value_error("std", std, "must not be negative"));
                 }
                 if !(mean.abs() + 7.0 * std).is_finite() {
-                    return Err(refused("std", std, "makes weights past the range of float32: use a smaller one"));
+                    return Err(value_error("std", std, "makes weights past the range of float32: use a smaller one"));
                 }
                 Ok(())
             }
             Self::Linear { low, high } => {
-                finite("low", low)?;
-                finite("high", high)?;
-                spread(low, high)
+                check_finite("low", low)?;
+                check_finite("high", high)?;
+                check_ordered(low, high)
             }
         }
     }
 }
 
-fn refused(field: &str, value: f32, why: &str) -> Error {
-    Error::new(Kind::Config, format!("initializer.{field} is {value}: it {why}"))
+fn value_error(field: &str, value: f32, problem: &str) -> Error {
+    Error::new(Kind::Config, format!("initializer.{field} is {value}: it {problem}"))
 }
 
-fn finite(field: &str, value: f32) -> Result<()> {
-    if value.is_finite() { Ok(()) } else { Err(refused(field, value, "must be finite")) }
+fn check_finite(field: &str, value: f32) -> Result<()> {
+    if value.is_finite() { Ok(()) } else { Err(value_error(field, value, "must be finite")) }
 }
 
-fn spread(low: f32, high: f32) -> Result<()> {
+fn check_ordered(low: f32, high: f32) -> Result<()> {
     if (high - low).is_finite() {
         Ok(())
     } else {
-        Err(refused("high", high, &format!("is further from low ({low}) than float32 can hold: bring them closer")))
+        Err(value_error("high", high, &format!("is further from low ({low}) than float32 can hold: bring them closer")))
     }
 }
 
 /// Makes the initial weights of one table's rows.
 #[derive(Clone, Copy, Debug)]
-pub struct RowBirth {
-    initializer: Initializer,
+pub struct RowInitializer {
+    initializer: InitializerSpec,
     /// The key of Philox, made of the seed and the table key.
     key: [u32; 2],
 }
@@ -115,10 +115,10 @@ pub struct RowBirth {
 /// The columns whose weights are computed at once.
 const COLUMNS: usize = 4 * BLOCKS;
 
-impl RowBirth {
+impl RowInitializer {
     /// The births of a table with this initializer, seed and table key. `Kind::Config` where a number of the initializer is not
     /// finite or out of order.
-    pub fn new(initializer: Initializer, seed: u64, key: u64) -> Result<Self> {
+    pub fn new(initializer: InitializerSpec, seed: u64, key: u64) -> Result<Self> {
         initializer.check()?;
         // Philox takes 64 bits of key, and seed and table key have 128. The table key is hashed before it is combined with the
         // seed, so that tables with neighbouring keys under neighbouring seeds do not share a random stream.
@@ -133,47 +133,47 @@ impl RowBirth {
         self.fill_all(std::iter::once((id, weights)));
     }
 
-    /// As [`RowBirth::fill`], of many rows. The instruction set is chosen once for all of them.
+    /// As [`RowInitializer::fill`], of many rows. The instruction set is chosen once for all of them.
     pub fn fill_all<'a>(&self, rows: impl Iterator<Item = (Id, &'a mut [f32])>) {
-        self.fill_all_on(Isa::best(), rows);
+        self.fill_all_on(InstructionSet::best(), rows);
     }
 
-    fn fill_all_on<'a>(&self, isa: Isa, rows: impl Iterator<Item = (Id, &'a mut [f32])>) {
+    fn fill_all_on<'a>(&self, isa: InstructionSet, rows: impl Iterator<Item = (Id, &'a mut [f32])>) {
         #[cfg(target_arch = "x86_64")]
-        if isa == Isa::Avx512 {
+        if isa == InstructionSet::Avx512 {
             // SAFETY: `isa` says that the processor has AVX-512 F.
             let blocks_of = |first, id, key| unsafe { wide::blocks_of(first, id, key) };
-            return isa.run(Fill { birth: self, rows, blocks_of });
+            return isa.run(InitializeJob { initializer: self, rows, blocks_of });
         }
         #[cfg(target_arch = "x86_64")]
-        if isa == Isa::Avx2 {
+        if isa == InstructionSet::Avx2 {
             // SAFETY: `isa` says that the processor has AVX2.
             let blocks_of = |first, id, key| unsafe { avx2::blocks_of(first, id, key) };
-            return isa.run(Fill { birth: self, rows, blocks_of });
+            return isa.run(InitializeJob { initializer: self, rows, blocks_of });
         }
-        isa.run(Fill { birth: self, rows, blocks_of });
+        isa.run(InitializeJob { initializer: self, rows, blocks_of });
     }
 }
 
 /// Fills the rows of ids. `blocks_of` is [`philox::blocks_of`](super::philox::blocks_of).
-struct Fill<'a, R, B> {
-    birth: &'a RowBirth,
+struct InitializeJob<'a, R, B> {
+    initializer: &'a RowInitializer,
     rows: R,
     blocks_of: B,
 }
 
-impl<'w, R, B> Job for Fill<'_, R, B>
+impl<'w, R, B> SimdJob for InitializeJob<'_, R, B>
 where
     R: Iterator<Item = (Id, &'w mut [f32])>,
-    B: Fn(u32, u64, [u32; 2]) -> [Block; BLOCKS],
+    B: Fn(u32, u64, [u32; 2]) -> [PhiloxBlock; BLOCKS],
 {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        match self.birth.initializer {
-            Initializer::Constant { value } => self.rows.for_each(|(_, weights)| weights.fill(value)),
-            Initializer::Uniform { low, high } => {
+        match self.initializer.initializer {
+            InitializerSpec::Constant { value } => self.rows.for_each(|(_, weights)| weights.fill(value)),
+            InitializerSpec::Uniform { low, high } => {
                 let width = high - low;
                 // The sum may round up to `high`, which is outside the interval.
                 let last = if low < high { high.next_down() } else { low };
@@ -183,11 +183,11 @@ where
                     (low + width * unit).min(last)
                 });
             }
-            Initializer::Normal { mean, std } => {
+            InitializerSpec::Normal { mean, std } => {
                 let (mean, std) = (f64::from(mean), f64::from(std));
                 self.each(|word| (mean + std * normal_quantile(open_unit(word))) as f32);
             }
-            Initializer::TruncatedNormal { mean, std } => {
+            InitializerSpec::TruncatedNormal { mean, std } => {
                 let (mean, std) = (f64::from(mean), f64::from(std));
                 let from = 1.0 - NORMAL_CDF_AT_TWO;
                 let width = NORMAL_CDF_AT_TWO - from;
@@ -196,7 +196,7 @@ where
                     (mean + std * standard) as f32
                 });
             }
-            Initializer::Linear { low, high } => {
+            InitializerSpec::Linear { low, high } => {
                 let (low, width) = (f64::from(low), f64::from(high) - f64::from(low));
                 self.rows.for_each(|(_, weights)| {
                     let last = weights.len().saturating_sub(1).max(1) as f64;
@@ -209,17 +209,17 @@ where
     }
 }
 
-impl<'w, R, B> Fill<'_, R, B>
+impl<'w, R, B> InitializeJob<'_, R, B>
 where
     R: Iterator<Item = (Id, &'w mut [f32])>,
-    B: Fn(u32, u64, [u32; 2]) -> [Block; BLOCKS],
+    B: Fn(u32, u64, [u32; 2]) -> [PhiloxBlock; BLOCKS],
 {
     /// Turn the random word of each column of each row into the column's weight.
     #[inline(always)]
     fn each(self, weight_of: impl Fn(u32) -> f32) {
         for (id, weights) in self.rows {
             for (chunk, weights) in weights.chunks_mut(COLUMNS).enumerate() {
-                let blocks = (self.blocks_of)((chunk * BLOCKS) as u32, id as u64, self.birth.key);
+                let blocks = (self.blocks_of)((chunk * BLOCKS) as u32, id as u64, self.initializer.key);
                 for (weight, &word) in weights.iter_mut().zip(blocks.as_flattened()) {
                     *weight = weight_of(word);
                 }
@@ -238,8 +238,8 @@ fn open_unit(word: u32) -> f64 {
 mod tests {
     use super::*;
 
-    fn rejects(initializer: Initializer, words: &[&str]) {
-        let error = RowBirth::new(initializer, 0, 0).expect_err("a bad initializer must be refused");
+    fn rejects(initializer: InitializerSpec, words: &[&str]) {
+        let error = RowInitializer::new(initializer, 0, 0).expect_err("a bad initializer must be refused");
         assert_eq!(error.kind(), Kind::Config);
         for word in words {
             assert!(error.to_string().contains(word), "{error} should say {word}");
@@ -248,27 +248,27 @@ mod tests {
 
     #[test]
     fn bad_numbers_are_refused_by_field_and_value() {
-        rejects(Initializer::Constant { value: f32::NAN }, &["value", "NaN"]);
-        rejects(Initializer::Uniform { low: 0.5, high: 0.25 }, &["low", "0.5", "0.25"]);
-        rejects(Initializer::Uniform { low: f32::MIN, high: f32::MAX }, &["high"]);
-        rejects(Initializer::Uniform { low: 0.0, high: f32::INFINITY }, &["high", "inf"]);
-        rejects(Initializer::Normal { mean: 0.0, std: -1.0 }, &["std", "-1"]);
-        rejects(Initializer::Normal { mean: 0.0, std: 1e38 }, &["std"]);
-        rejects(Initializer::TruncatedNormal { mean: f32::NEG_INFINITY, std: 1.0 }, &["mean", "-inf"]);
-        rejects(Initializer::Linear { low: 0.0, high: f32::NAN }, &["high", "NaN"]);
+        rejects(InitializerSpec::Constant { value: f32::NAN }, &["value", "NaN"]);
+        rejects(InitializerSpec::Uniform { low: 0.5, high: 0.25 }, &["low", "0.5", "0.25"]);
+        rejects(InitializerSpec::Uniform { low: f32::MIN, high: f32::MAX }, &["high"]);
+        rejects(InitializerSpec::Uniform { low: 0.0, high: f32::INFINITY }, &["high", "inf"]);
+        rejects(InitializerSpec::Normal { mean: 0.0, std: -1.0 }, &["std", "-1"]);
+        rejects(InitializerSpec::Normal { mean: 0.0, std: 1e38 }, &["std"]);
+        rejects(InitializerSpec::TruncatedNormal { mean: f32::NEG_INFINITY, std: 1.0 }, &["mean", "-inf"]);
+        rejects(InitializerSpec::Linear { low: 0.0, high: f32::NAN }, &["high", "NaN"]);
     }
 
     #[test]
     fn births_are_the_same_bits_on_every_instruction_set() {
         for initializer in [
-            Initializer::Uniform { low: -0.3, high: 0.7 },
-            Initializer::Normal { mean: 0.1, std: 0.3 },
-            Initializer::TruncatedNormal { mean: 0.1, std: 0.3 },
-            Initializer::Linear { low: 0.1, high: 0.7 },
+            InitializerSpec::Uniform { low: -0.3, high: 0.7 },
+            InitializerSpec::Normal { mean: 0.1, std: 0.3 },
+            InitializerSpec::TruncatedNormal { mean: 0.1, std: 0.3 },
+            InitializerSpec::Linear { low: 0.1, high: 0.7 },
         ] {
-            let birth = RowBirth::new(initializer, 1, 2).expect("valid");
+            let birth = RowInitializer::new(initializer, 1, 2).expect("valid");
             for id in -500..500 {
-                let rows = Isa::all().into_iter().map(|isa| {
+                let rows = InstructionSet::all().into_iter().map(|isa| {
                     let mut weights = [0.0; 77];
                     birth.fill_all_on(isa, std::iter::once((id, &mut weights[..])));
                     weights.map(f32::to_bits)
@@ -282,13 +282,13 @@ mod tests {
     #[test]
     fn rows_that_are_born_together_have_the_bits_of_rows_that_are_born_alone() {
         for initializer in [
-            Initializer::Constant { value: 0.5 },
-            Initializer::Uniform { low: -0.3, high: 0.7 },
-            Initializer::Normal { mean: 0.1, std: 0.3 },
-            Initializer::TruncatedNormal { mean: 0.1, std: 0.3 },
-            Initializer::Linear { low: 0.1, high: 0.7 },
+            InitializerSpec::Constant { value: 0.5 },
+            InitializerSpec::Uniform { low: -0.3, high: 0.7 },
+            InitializerSpec::Normal { mean: 0.1, std: 0.3 },
+            InitializerSpec::TruncatedNormal { mean: 0.1, std: 0.3 },
+            InitializerSpec::Linear { low: 0.1, high: 0.7 },
         ] {
-            let birth = RowBirth::new(initializer, 1, 2).expect("valid");
+            let birth = RowInitializer::new(initializer, 1, 2).expect("valid");
             for dim in [1, 16, 64, 77, 130] {
                 let ids = [-5, 7, i64::MAX, 0, i64::MIN];
                 let (mut together, mut alone) = (vec![f32::NAN; ids.len() * dim], vec![f32::NAN; ids.len() * dim]);
@@ -304,7 +304,7 @@ mod tests {
     fn a_uniform_weight_never_reaches_the_upper_bound() {
         // Float32 just above 1 is coarser than 24 bits of this interval, so half of the topmost words would round up to the bound.
         let (low, high) = (1.0, 1.000_000_2);
-        let birth = RowBirth::new(Initializer::Uniform { low, high }, 1, 2).expect("valid");
+        let birth = RowInitializer::new(InitializerSpec::Uniform { low, high }, 1, 2).expect("valid");
         let mut weights = vec![0.0; 10_000];
         birth.fill(5, &mut weights);
         assert!(weights.iter().all(|&weight| (low..high).contains(&weight)));

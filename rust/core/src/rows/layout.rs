@@ -1,6 +1,6 @@
 //! How a row lies in memory.
 
-use super::decay::DecayTo;
+use super::decay::ScoreDecayTo;
 use crate::types::{Id, RowMeta};
 
 /// The values that a row has. Its vector part is `[D × (1 + vector_slots)]` float32 with `D` = `dim`, weights first.
@@ -66,7 +66,7 @@ impl RowHeader {
     /// Record the training step of `decay`, which used the row `occurrences` times. What is left of the score since the row's last step grows by
     /// `occurrences`. A step that is not after the last one, as where the step counter was set back, decays nothing.
     #[inline]
-    pub fn touch(&mut self, occurrences: u32, epoch: u32, decay: &mut DecayTo) {
+    pub fn touch(&mut self, occurrences: u32, epoch: u32, decay: &mut ScoreDecayTo) {
         let decayed = decay.of(self.score, self.last_step);
         self.score = decayed + occurrences as f32;
         self.count = self.count.saturating_add(occurrences);
@@ -124,14 +124,14 @@ unsafe impl Sync for RowMut {}
 
 #[cfg(test)]
 mod tests {
-    use super::super::decay::Decay;
+    use super::super::decay::ScoreDecay;
     use super::*;
 
     #[test]
     fn a_score_decays_since_the_last_step_and_grows_by_the_occurrences() {
         let after = |last_step, step| {
             let mut row = RowHeader { score: 8.0, last_step, ..RowHeader::default() };
-            row.touch(1, 0, &mut DecayTo::new(Decay::new(100).expect("in range"), step));
+            row.touch(1, 0, &mut ScoreDecayTo::new(ScoreDecay::new(100).expect("in range"), step));
             row.score
         };
         assert_eq!(after(7, 7).to_bits(), 9.0_f32.to_bits());

@@ -3,20 +3,20 @@
 
 use std::ops::Range;
 
-use super::arena::Arena;
+use super::arena::RowArena;
 use super::layout::{RowHeader, RowRef};
 use crate::types::CacheSlot;
 
 /// Some rows, by index. They lie in slots of an arena, or one behind the other. A list is two slices, whatever the rows' size.
 #[derive(Clone, Copy, Debug)]
 pub struct RowList<'a> {
-    rows: Rows<'a>,
+    rows: ListedRows<'a>,
     floats: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Rows<'a> {
-    Slots(&'a Arena, &'a [CacheSlot]),
+enum ListedRows<'a> {
+    Slots(&'a RowArena, &'a [CacheSlot]),
     Block(&'a [RowHeader], &'a [f32]),
 }
 
@@ -27,23 +27,23 @@ impl<'a> RowList<'a> {
     /// Panics when `vectors` has another length than that.
     pub fn block(headers: &'a [RowHeader], vectors: &'a [f32], floats: usize) -> Self {
         assert_eq!(vectors.len(), headers.len() * floats, "vectors must have floats for each header");
-        Self { rows: Rows::Block(headers, vectors), floats }
+        Self { rows: ListedRows::Block(headers, vectors), floats }
     }
 
     /// Rows in the slots of an arena, with vector parts of `floats` floats.
     ///
     /// # Safety
     /// The slots are valid in the arena, whose rows have vector parts of `floats` floats, and nobody writes these rows during `'a`.
-    pub(crate) unsafe fn in_slots(arena: &'a Arena, slots: &'a [CacheSlot], floats: usize) -> Self {
-        Self { rows: Rows::Slots(arena, slots), floats }
+    pub(crate) unsafe fn in_slots(arena: &'a RowArena, slots: &'a [CacheSlot], floats: usize) -> Self {
+        Self { rows: ListedRows::Slots(arena, slots), floats }
     }
 
     /// The number of rows.
     #[inline]
     pub fn len(&self) -> usize {
         match self.rows {
-            Rows::Slots(_, slots) => slots.len(),
-            Rows::Block(headers, _) => headers.len(),
+            ListedRows::Slots(_, slots) => slots.len(),
+            ListedRows::Block(headers, _) => headers.len(),
         }
     }
 
@@ -66,12 +66,12 @@ impl<'a> RowList<'a> {
     #[inline(always)]
     pub fn get(&self, row: usize) -> RowRef<'a> {
         match self.rows {
-            Rows::Slots(arena, slots) => {
+            ListedRows::Slots(arena, slots) => {
                 let row = arena.row(slots[row]);
                 // SAFETY: who called `in_slots` promised that the slot is valid and that nobody writes the row during `'a`.
                 unsafe { RowRef { header: &*row.header, vector: std::slice::from_raw_parts(row.vector, self.floats) } }
             }
-            Rows::Block(headers, vectors) => {
+            ListedRows::Block(headers, vectors) => {
                 RowRef { header: &headers[row], vector: &vectors[row * self.floats..][..self.floats] }
             }
         }
@@ -84,10 +84,10 @@ impl<'a> RowList<'a> {
     #[must_use]
     pub fn range(&self, rows: Range<usize>) -> Self {
         let rows = match self.rows {
-            Rows::Slots(arena, slots) => Rows::Slots(arena, &slots[rows]),
-            Rows::Block(headers, vectors) => {
+            ListedRows::Slots(arena, slots) => ListedRows::Slots(arena, &slots[rows]),
+            ListedRows::Block(headers, vectors) => {
                 let floats = rows.start * self.floats..rows.end * self.floats;
-                Rows::Block(&headers[rows], &vectors[floats])
+                ListedRows::Block(&headers[rows], &vectors[floats])
             }
         };
         Self { rows, ..*self }
@@ -108,7 +108,7 @@ mod tests {
     #[test]
     fn rows_in_slots_and_one_behind_the_other_are_the_same_rows() {
         let layout = RowLayout { dim: 3, vector_slots: 0, scalar_slot: true };
-        let arena = Arena::new(layout, 8).unwrap();
+        let arena = RowArena::new(layout, 8).unwrap();
         arena.reserve_overflow(2).unwrap();
         let slots = [7, 0, 9, 3];
         let headers: Vec<RowHeader> = (0..4).map(|id| RowHeader { id, ..RowHeader::default() }).collect();

@@ -12,9 +12,9 @@ pub(crate) mod philox;
 mod precision;
 mod quantile;
 
-pub use arena::Arena;
-pub use decay::{Decay, DecayTo};
-pub use init::{Initializer, RowBirth};
+pub use arena::RowArena;
+pub use decay::{ScoreDecay, ScoreDecayTo};
+pub use init::{InitializerSpec, RowInitializer};
 pub use layout::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
 pub use list::RowList;
-pub use precision::Precision;
+pub use precision::WeightPrecision;

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 /// A counter, or the four random words that it is turned into.
-pub(crate) type Block = [u32; 4];
+pub(crate) type PhiloxBlock = [u32; 4];
 
 /// The number of blocks that are computed at once, in the lanes of vector registers.
 pub(super) const BLOCKS: usize = 16;
@@ -15,7 +15,7 @@ const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 /// The random blocks of the counters `(first, 0, low half of id, high half of id)`, and of those whose first word is one more each.
 #[inline(always)]
 #[allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
-pub(super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [Block; BLOCKS] {
+pub(super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [PhiloxBlock; BLOCKS] {
     let mut counters = [[0, 0, id as u32, (id >> 32) as u32]; BLOCKS];
     for (block, counter) in (0..).zip(&mut counters) {
         counter[0] = first.wrapping_add(block);
@@ -26,7 +26,7 @@ pub(super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [Block; BLOCKS] {
 /// The random blocks of `BLOCKS` counters under one key.
 #[inline(always)]
 #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for every instruction set; see `simd`.
-fn philox4x32_10(counters: &[Block; BLOCKS], key: [u32; 2]) -> [Block; BLOCKS] {
+fn philox4x32_10(counters: &[PhiloxBlock; BLOCKS], key: [u32; 2]) -> [PhiloxBlock; BLOCKS] {
     // The words are regrouped by their position in the block, so that each array fills vector lanes.
     let mut words = [[0_u32; BLOCKS]; 4];
     for block in 0..BLOCKS {
@@ -66,7 +66,7 @@ pub(super) mod avx2 {
         _mm256_xor_si256,
     };
 
-    use super::{BLOCKS, Block, TIMES, WEYL};
+    use super::{BLOCKS, PhiloxBlock, TIMES, WEYL};
 
     /// The numbers of the blocks that a register has, each in 64 bits, so that [`by_block`] leaves them in order.
     const ORDER: [i64; 4] = [0, 2, 1, 3];
@@ -76,7 +76,7 @@ pub(super) mod avx2 {
     /// As [`super::blocks_of`].
     #[inline]
     #[target_feature(enable = "avx2")]
-    pub(in super::super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [Block; BLOCKS] {
+    pub(in super::super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [PhiloxBlock; BLOCKS] {
         let mut blocks = [[_mm256_setzero_si256(); 2]; REGISTERS];
         for (number, blocks) in blocks.iter_mut().enumerate() {
             let [a, b, c, d] = ORDER;
@@ -91,7 +91,7 @@ pub(super) mod avx2 {
             *blocks = by_block(rounds(counters, key));
         }
         // SAFETY: both are 256 bytes, of which any are valid.
-        unsafe { std::mem::transmute::<[[__m256i; 2]; REGISTERS], [Block; BLOCKS]>(blocks) }
+        unsafe { std::mem::transmute::<[[__m256i; 2]; REGISTERS], [PhiloxBlock; BLOCKS]>(blocks) }
     }
 
     /// The words after ten rounds. A word is in the lower half of its 64 bits, because products read that half alone. The upper half has
@@ -143,7 +143,7 @@ pub(super) mod wide {
         _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
     };
 
-    use super::{BLOCKS, Block, TIMES, WEYL};
+    use super::{BLOCKS, PhiloxBlock, TIMES, WEYL};
 
     /// The lanes of odd numbers.
     const ODD: u16 = 0xaaaa;
@@ -153,7 +153,7 @@ pub(super) mod wide {
     /// As [`super::blocks_of`].
     #[inline]
     #[target_feature(enable = "avx512f")]
-    pub(in super::super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [Block; BLOCKS] {
+    pub(in super::super) fn blocks_of(first: u32, id: u64, key: [u32; 2]) -> [PhiloxBlock; BLOCKS] {
         let numbers = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
         // Each register has one word of all blocks.
         let mut words = [
@@ -193,7 +193,7 @@ pub(super) mod wide {
     /// The blocks, whose words were by their positions in the block.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn by_block([a, b, c, d]: [__m512i; 4]) -> [Block; BLOCKS] {
+    fn by_block([a, b, c, d]: [__m512i; 4]) -> [PhiloxBlock; BLOCKS] {
         let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
         let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
         // Register i has blocks i, i + 4, i + 8 and i + 12.
@@ -223,12 +223,12 @@ pub(super) mod wide {
             _mm512_permutex2var_epi64(pairs[2], second, pairs[3]),
         ];
         // SAFETY: both are 256 bytes, of which any are valid.
-        unsafe { std::mem::transmute::<[__m512i; 4], [Block; BLOCKS]>(ordered) }
+        unsafe { std::mem::transmute::<[__m512i; 4], [PhiloxBlock; BLOCKS]>(ordered) }
     }
 }
 
 /// The first random word of one counter.
-pub(crate) fn word(counter: Block, key: [u32; 2]) -> u32 {
+pub(crate) fn word(counter: PhiloxBlock, key: [u32; 2]) -> u32 {
     let [mut a, mut b, mut c, mut d] = counter;
     for round in 0..10_u32 {
         let key_0 = key[0].wrapping_add(round.wrapping_mul(WEYL[0]));
@@ -266,7 +266,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn registers_have_the_same_blocks() {
-        use crate::simd::Isa;
+        use crate::simd::InstructionSet;
 
         let mut word = 1_u64;
         for first in [0, 7, 1 << 31, u32::MAX - 16, u32::MAX - 7, u32::MAX] {
@@ -274,11 +274,11 @@ mod tests {
                 word = crate::types::hash_id(word as i64);
                 let (id, key) = (word, [(word >> 7) as u32, (word >> 29) as u32]);
                 let expected = blocks_of(first, id, key);
-                if Isa::all().contains(&Isa::Avx2) {
+                if InstructionSet::all().contains(&InstructionSet::Avx2) {
                     // SAFETY: the processor has AVX2.
                     assert_eq!(unsafe { avx2::blocks_of(first, id, key) }, expected, "{first} {id} {key:?}");
                 }
-                if Isa::all().contains(&Isa::Avx512) {
+                if InstructionSet::all().contains(&InstructionSet::Avx512) {
                     // SAFETY: the processor has AVX-512 F.
                     assert_eq!(unsafe { wide::blocks_of(first, id, key) }, expected, "{first} {id} {key:?}");
                 }

@@ -15,12 +15,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::simd::{Isa, Job};
+use crate::simd::{InstructionSet, SimdJob};
 
 /// How the weights of a row are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Precision {
+pub enum WeightPrecision {
     /// Float32, as in training.
     Fp32,
     /// IEEE 754 binary16.
@@ -38,7 +38,7 @@ const SMALL_ROW: usize = 1024;
 /// The greatest code.
 const MAX_CODE: f32 = 255.0;
 
-impl Precision {
+impl WeightPrecision {
     /// Every precision.
     pub const ALL: [Self; 4] = [Self::Fp32, Self::Fp16, Self::Bf16, Self::Int8];
 
@@ -52,7 +52,7 @@ impl Precision {
         }
     }
 
-    /// The inverse of [`Precision::name`].
+    /// The inverse of [`WeightPrecision::name`].
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|precision| precision.name() == name)
     }
@@ -81,7 +81,7 @@ impl Precision {
         }
     }
 
-    /// Store rows of `dim` weights: `weights` is `[n, dim]`, and `into` has [`Precision::row_bytes`] for each of them.
+    /// Store rows of `dim` weights: `weights` is `[n, dim]`, and `into` has [`WeightPrecision::row_bytes`] for each of them.
     ///
     /// The error is the number of the first row that this precision cannot hold: of fp16 and bf16 one with a finite weight that would become
     /// infinite; of int8 one with a weight that is not finite, or whose bias or scale fp16 would make infinite. Other rows may have been stored.
@@ -91,8 +91,8 @@ impl Precision {
     pub fn store(self, weights: &[f32], dim: usize, into: &mut [u8]) -> Result<(), usize> {
         assert_eq!(weights.len() / dim * self.row_bytes(dim), into.len(), "as many rows as there is room for");
         let mut rows = weights.chunks_exact(dim).zip(into.chunks_exact_mut(self.row_bytes(dim)));
-        let isa = Isa::best();
-        match rows.position(|(row, into)| !isa.run(Store { precision: self, row, into })) {
+        let isa = InstructionSet::best();
+        match rows.position(|(row, into)| !isa.run(StoreJob { precision: self, row, into })) {
             Some(number) => Err(number),
             None => Ok(()),
         }
@@ -116,38 +116,38 @@ impl Precision {
     /// Read a stored row of as many weights as `into` has room for.
     ///
     /// # Panics
-    /// When `stored` does not have [`Precision::row_bytes`].
+    /// When `stored` does not have [`WeightPrecision::row_bytes`].
     #[inline]
     pub fn load(self, stored: &[u8], into: &mut [f32]) {
         assert_eq!(stored.len(), self.row_bytes(into.len()), "the bytes of one row");
         match self {
             // A copy needs no instruction set of its own.
             Self::Fp32 => bytemuck::cast_slice_mut(into).copy_from_slice(stored),
-            _ => Isa::best().run(Load { precision: self, stored, into }),
+            _ => InstructionSet::best().run(LoadJob { precision: self, stored, into }),
         }
     }
 }
 
-struct Store<'a> {
-    precision: Precision,
+struct StoreJob<'a> {
+    precision: WeightPrecision,
     row: &'a [f32],
     into: &'a mut [u8],
 }
 
-impl Job for Store<'_> {
+impl SimdJob for StoreJob<'_> {
     /// Whether the row can be held.
     type Output = bool;
 
     #[inline(always)]
     fn run(self) -> bool {
         match self.precision {
-            Precision::Fp32 => {
+            WeightPrecision::Fp32 => {
                 self.into.copy_from_slice(bytemuck::cast_slice(self.row));
                 true
             }
-            Precision::Fp16 => store_halves(self.row, self.into, f32_to_f16, 0x7c00),
-            Precision::Bf16 => store_halves(self.row, self.into, f32_to_bf16, 0x7f80),
-            Precision::Int8 => store_codes(self.row, self.into),
+            WeightPrecision::Fp16 => store_halves(self.row, self.into, f32_to_f16, 0x7c00),
+            WeightPrecision::Bf16 => store_halves(self.row, self.into, f32_to_bf16, 0x7f80),
+            WeightPrecision::Int8 => store_codes(self.row, self.into),
         }
     }
 }
@@ -194,31 +194,31 @@ fn store_codes(row: &[f32], into: &mut [u8]) -> bool {
     finite && lowest.is_finite() && scale.is_finite()
 }
 
-struct Load<'a> {
-    precision: Precision,
+struct LoadJob<'a> {
+    precision: WeightPrecision,
     stored: &'a [u8],
     into: &'a mut [f32],
 }
 
-impl Job for Load<'_> {
+impl SimdJob for LoadJob<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
         let (pairs, _) = self.stored.as_chunks::<2>();
         match self.precision {
-            Precision::Fp32 => bytemuck::cast_slice_mut(self.into).copy_from_slice(self.stored),
-            Precision::Fp16 => {
+            WeightPrecision::Fp32 => bytemuck::cast_slice_mut(self.into).copy_from_slice(self.stored),
+            WeightPrecision::Fp16 => {
                 for (stored, into) in pairs.iter().zip(self.into) {
                     *into = f16_to_f32(u16::from_le_bytes(*stored));
                 }
             }
-            Precision::Bf16 => {
+            WeightPrecision::Bf16 => {
                 for (stored, into) in pairs.iter().zip(self.into) {
                     *into = f32::from_bits(u32::from(u16::from_le_bytes(*stored)) << 16);
                 }
             }
-            Precision::Int8 => {
+            WeightPrecision::Int8 => {
                 let (codes, numbers) = self.stored.split_at(self.into.len());
                 let scale = f16_to_f32(u16::from_le_bytes([numbers[0], numbers[1]]));
                 let bias = f16_to_f32(u16::from_le_bytes([numbers[2], numbers[3]]));
@@ -402,12 +402,15 @@ mod tests {
         for row in rows() {
             let dim = row.len();
             let expected = plain(&row);
-            for isa in Isa::all() {
-                let mut stored = vec![0; Precision::Int8.row_bytes(dim)];
-                assert!(isa.run(Store { precision: Precision::Int8, row: &row, into: &mut stored }), "{row:?}");
+            for isa in InstructionSet::all() {
+                let mut stored = vec![0; WeightPrecision::Int8.row_bytes(dim)];
+                assert!(
+                    isa.run(StoreJob { precision: WeightPrecision::Int8, row: &row, into: &mut stored }),
+                    "{row:?}"
+                );
                 assert_eq!(stored, expected, "{isa:?} {row:?}");
                 let mut read = vec![0.0; dim];
-                isa.run(Load { precision: Precision::Int8, stored: &stored, into: &mut read });
+                isa.run(LoadJob { precision: WeightPrecision::Int8, stored: &stored, into: &mut read });
                 let [scale, bias] =
                     [0, 2].map(|at| f16_value(u16::from_le_bytes([stored[dim + at], stored[dim + at + 1]])));
                 for ((value, code), read) in row.iter().zip(&stored).zip(read) {
@@ -422,18 +425,20 @@ mod tests {
 
     #[test]
     fn rows_of_halves_are_stored_and_read_alike_by_every_instruction_set() {
-        for (precision, store) in [(Precision::Fp16, f32_to_f16 as fn(f32) -> u16), (Precision::Bf16, f32_to_bf16)] {
+        for (precision, store) in
+            [(WeightPrecision::Fp16, f32_to_f16 as fn(f32) -> u16), (WeightPrecision::Bf16, f32_to_bf16)]
+        {
             for row in rows().into_iter().filter(|row| row.iter().all(|value| value.abs() < 65_000.0)) {
                 let expected: Vec<u8> = row.iter().flat_map(|&value| store(value).to_le_bytes()).collect();
-                for isa in Isa::all() {
+                for isa in InstructionSet::all() {
                     let mut stored = vec![0; precision.row_bytes(row.len())];
-                    assert!(isa.run(Store { precision, row: &row, into: &mut stored }));
+                    assert!(isa.run(StoreJob { precision, row: &row, into: &mut stored }));
                     assert_eq!(stored, expected, "{isa:?}");
                     let mut read = vec![0.0; row.len()];
-                    isa.run(Load { precision, stored: &stored, into: &mut read });
+                    isa.run(LoadJob { precision, stored: &stored, into: &mut read });
                     for (read, stored) in read.iter().zip(stored.as_chunks().0) {
                         let half = u16::from_le_bytes(*stored);
-                        let value = if precision == Precision::Fp16 {
+                        let value = if precision == WeightPrecision::Fp16 {
                             f16_to_f32(half)
                         } else {
                             f32::from_bits(u32::from(half) << 16)
@@ -447,8 +452,8 @@ mod tests {
 
     #[test]
     fn what_a_precision_cannot_hold_is_said_and_special_values_are_kept_where_there_is_a_place_for_them() {
-        use Precision::{Bf16, Fp16, Fp32, Int8};
-        let stored = |precision: Precision, weights: &[f32], dim: usize| {
+        use WeightPrecision::{Bf16, Fp16, Fp32, Int8};
+        let stored = |precision: WeightPrecision, weights: &[f32], dim: usize| {
             let mut bytes = vec![0; weights.len() / dim * precision.row_bytes(dim)];
             precision.store(weights, dim, &mut bytes).map(|()| {
                 let mut read = vec![0.0; weights.len()];

@@ -2,20 +2,20 @@
 
 use std::collections::HashSet;
 
-use super::files::{Files, LinkOfFiles, Place};
-use super::index::RowIndex;
+use super::files::{RowFileLink, RowFileLocation, RowFileSet};
+use super::index::ServeIndex;
 use crate::cache::RowColumns;
-use crate::checkpoint::{Checkpoint, CheckpointKind, TableReader, Wait};
+use crate::checkpoint::{CheckpointKind, OpenCheckpoint, TableReader, WaitCallback};
 use crate::error::{Error, Result};
 use crate::index::IdHash;
-use crate::io::{Access, IoEngine};
-use crate::lifecycle::Sweep;
+use crate::io::{IoEngine, MappingAccess};
+use crate::lifecycle::ExpirySweep;
 use crate::memory;
-use crate::rows::Precision;
+use crate::rows::WeightPrecision;
 use crate::types::Id;
 
 /// Check the files of a table in one checkpoint, and get ready to read all of its rows.
-pub(super) fn reader_of(link: &Checkpoint, module: &str, table: &str) -> Result<TableReader> {
+pub(super) fn reader_of(link: &OpenCheckpoint, module: &str, table: &str) -> Result<TableReader> {
     if link.manifest().kind == CheckpointKind::Linked {
         return Err(link.only_for_same_ranks("a server reads files of rows"));
     }
@@ -24,17 +24,21 @@ pub(super) fn reader_of(link: &Checkpoint, module: &str, table: &str) -> Result<
 }
 
 /// A checkpoint, as the files of a table name it.
-pub(super) fn link_of(link: &Checkpoint) -> LinkOfFiles {
+pub(super) fn link_of(link: &OpenCheckpoint) -> RowFileLink {
     let identity = link.identity();
-    LinkOfFiles { name: identity.name, manifest_xxh3: identity.manifest_xxh3, files_end: 0 }
+    RowFileLink { name: identity.name, manifest_xxh3: identity.manifest_xxh3, files_end: 0 }
 }
 
 /// Map the files of a table in a chain, whose checkpoints and readers are given with the oldest first.
-pub(super) fn map_files(engine: &dyn IoEngine, links: &[(&Checkpoint, &TableReader)], access: Access) -> Result<Files> {
-    let most = links.iter().map(|(_, reader)| reader.most_rows_of_a_file()).max().unwrap_or(1);
+pub(super) fn map_files(
+    engine: &dyn IoEngine,
+    links: &[(&OpenCheckpoint, &TableReader)],
+    access: MappingAccess,
+) -> Result<RowFileSet> {
+    let most = links.iter().map(|(_, reader)| reader.max_rows_per_file()).max().unwrap_or(1);
     let spec = links.last().expect("a chain has a checkpoint").1.spec();
-    let precision = spec.precision.unwrap_or(Precision::Fp32);
-    let mut files = Files::new(most, precision, spec.dim as usize, access);
+    let precision = spec.precision.unwrap_or(WeightPrecision::Fp32);
+    let mut files = RowFileSet::new(most, precision, spec.dim as usize, access);
     for (link, reader) in links {
         files.push(engine, link_of(link), reader)?;
     }
@@ -44,23 +48,28 @@ pub(super) fn map_files(engine: &dyn IoEngine, links: &[(&Checkpoint, &TableRead
 /// Read and verify every row of a chain, and index those that the newest checkpoint has. Checkpoints come with the oldest first, each with
 /// its sweeps. `wait` is called for each file, and its error ends the work.
 pub(super) fn build_index(
-    files: &Files,
-    links: &[(&TableReader, &[Sweep])],
+    files: &RowFileSet,
+    links: &[(&TableReader, &[ExpirySweep])],
     rows: u64,
     path: &std::path::Path,
-    wait: &mut Wait<'_>,
-) -> Result<RowIndex> {
+    wait: &mut WaitCallback<'_>,
+) -> Result<ServeIndex> {
     let wrong = |got: u64| Error::corruption(path, 0, "the rows of a table", rows, got);
     let stored = links.iter().fold(0_u64, |stored, (reader, _)| stored.saturating_add(reader.rows()));
     if rows > stored {
         return Err(wrong(stored));
     }
-    let mut building =
-        Building { files, link: 0, index: RowIndex::with_room_for(rows)?, left: HashSet::default(), rows };
+    let mut building = ServeIndexBuilder {
+        files,
+        link: 0,
+        index: ServeIndex::with_room_for(rows)?,
+        tombstones: HashSet::default(),
+        rows,
+    };
     for (number, (reader, _)) in links.iter().enumerate().rev() {
-        let newer: Vec<&Sweep> = links[number + 1..].iter().flat_map(|(_, sweeps)| sweeps.iter()).collect();
+        let newer: Vec<&ExpirySweep> = links[number + 1..].iter().flat_map(|(_, sweeps)| sweeps.iter()).collect();
         building.link = number;
-        let (mut file, mut dead) = (files.first_of(number), Vec::new());
+        let (mut file, mut dead) = (files.first_file_of(number), Vec::new());
         reader.read_columns(&mut |rows| {
             wait()?;
             if !building.add(file, rows, &newer, &mut dead)? {
@@ -69,30 +78,30 @@ pub(super) fn build_index(
             file += 1;
             // A row that died replaced the one of an older checkpoint, which must not come back.
             if number > 0 {
-                building.leave(&dead)?;
+                building.mark_removed(&dead)?;
             }
             dead.clear();
             Ok(())
         })?;
-        reader.read_tombstones(&mut |ids| building.leave(ids))?;
+        reader.read_tombstones(&mut |ids| building.mark_removed(ids))?;
     }
     let index = building.index;
     if index.len() == rows { Ok(index) } else { Err(wrong(index.len())) }
 }
 
-struct Building<'a> {
-    files: &'a Files,
+struct ServeIndexBuilder<'a> {
+    files: &'a RowFileSet,
     /// The number of the checkpoint that is read.
     link: usize,
-    index: RowIndex,
+    index: ServeIndex,
     /// Ids that left since the checkpoints that are still to be read.
-    left: HashSet<Id, IdHash>,
+    tombstones: HashSet<Id, IdHash>,
     /// How many rows there are to be.
     rows: u64,
 }
 
 /// `Corruption` where an id that a checkpoint of the chain has, by its number, has another place in the same checkpoint.
-pub(super) fn check_is_once(files: &Files, link: usize, place: Place, id: Id) -> Result<()> {
+pub(super) fn check_unique(files: &RowFileSet, link: usize, place: RowFileLocation, id: Id) -> Result<()> {
     match files.find(place) {
         Some((file, number, _)) if files.link_of(number) == link => {
             let what = format!("how often id {id} is in the checkpoint");
@@ -105,43 +114,43 @@ pub(super) fn check_is_once(files: &Files, link: usize, place: Place, id: Id) ->
 /// How many ids ahead the line of an id is asked for.
 const AHEAD: usize = 24;
 
-impl Building<'_> {
+impl ServeIndexBuilder<'_> {
     /// Add the rows of a file that no newer checkpoint has or took, and the ids of those that a newer sweep took to `dead`. `false` where there
     /// are more rows than there are to be.
     ///
     /// Errors: `Corruption` where the checkpoint has an id twice.
-    fn add(&mut self, file: usize, rows: &RowColumns<'_>, newer: &[&Sweep], dead: &mut Vec<Id>) -> Result<bool> {
+    fn add(&mut self, file: usize, rows: &RowColumns<'_>, newer: &[&ExpirySweep], dead: &mut Vec<Id>) -> Result<bool> {
         let dim = rows.parts[0].len() / rows.len().max(1);
         for (row, &id) in rows.ids.iter().enumerate() {
             if let Some(&later) = rows.ids.get(row + AHEAD) {
                 self.index.prefetch(later);
             }
             let weights = &rows.parts[0][row * dim..][..dim];
-            if !self.left.is_empty() && self.left.contains(&id) {
+            if !self.tombstones.is_empty() && self.tombstones.contains(&id) {
                 continue;
             }
-            if newer.iter().any(|sweep| sweep.kills(&rows.header(row), weights)) {
+            if newer.iter().any(|sweep| sweep.matches(&rows.header(row), weights)) {
                 dead.push(id);
                 continue;
             }
             let has_room = self.index.len() < self.rows;
-            if has_room && self.index.insert_new(id, self.files.place(file, row)) {
+            if has_room && self.index.insert_new(id, self.files.location(file, row)) {
                 continue;
             }
             // A newer checkpoint has the row, or so does this one in another file.
             match self.index.get(id) {
-                Place::NONE => return Ok(false),
-                place => check_is_once(self.files, self.link, place, id)?,
+                RowFileLocation::NONE => return Ok(false),
+                place => check_unique(self.files, self.link, place, id)?,
             }
         }
         Ok(true)
     }
 
     /// These ids have no row, whatever older checkpoints have.
-    fn leave(&mut self, ids: &[Id]) -> Result<()> {
-        let refused = |_| memory::refused("keep the ids that left", 2 * size_of_val(ids));
-        self.left.try_reserve(ids.len()).map_err(refused)?;
-        self.left.extend(ids);
+    fn mark_removed(&mut self, ids: &[Id]) -> Result<()> {
+        let refused = |_| memory::refused_error("keep the ids that left", 2 * size_of_val(ids));
+        self.tombstones.try_reserve(ids.len()).map_err(refused)?;
+        self.tombstones.extend(ids);
         Ok(())
     }
 }

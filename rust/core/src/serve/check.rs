@@ -1,12 +1,12 @@
 //! Holds the index file of a checkpoint against the checkpoint.
 
-use super::files::{Files, Place};
-use super::index::{INDEX_FILE, RowIndex, read_index};
-use super::opening::{name_of, opened};
+use super::files::{RowFileLocation, RowFileSet};
+use super::index::{INDEX_FILE, ServeIndex, read_index};
+use super::opening::{open_readers, resolve_name};
 use super::version::{build_indexes, files_of, indexes_of_file};
-use crate::checkpoint::{Chain, Directory, Latest, Wait};
+use crate::checkpoint::{CheckpointChain, CheckpointDirectory, LatestCheckpoint, WaitCallback};
 use crate::error::{Error, Result};
-use crate::io::Access;
+use crate::io::MappingAccess;
 use crate::types::Id;
 
 /// How many ids are looked up together.
@@ -18,13 +18,13 @@ const IDS_AT_ONCE: usize = 4096;
 ///
 /// Errors: those of [`Serving::open`](super::Serving::open), `Corruption` where the file is damaged or says something else than the rows; that of
 /// `wait`.
-pub fn check_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> Result<Option<u64>> {
-    let name = name_of(root, at)?;
-    let directory = root.below(name);
+pub fn check_index(root: &CheckpointDirectory, at: Option<&str>, wait: &mut WaitCallback<'_>) -> Result<Option<u64>> {
+    let name = resolve_name(root, at)?;
+    let directory = root.subdirectory(name);
     let Some(found) = read_index(&directory)? else { return Ok(None) };
-    let chain = Chain::open(root, Latest { name })?;
-    let opened = opened(chain.links().iter().rev())?;
-    let files = files_of(&opened, Access::Scattered)?;
+    let chain = CheckpointChain::open(root, LatestCheckpoint { name })?;
+    let opened = open_readers(chain.links().iter().rev())?;
+    let files = files_of(&opened, MappingAccess::Scattered)?;
     let Some(found) = indexes_of_file(found, &opened, &files) else { return Ok(None) };
     let right = build_indexes(&opened, &files, wait)?;
     let mut rows = 0;
@@ -43,11 +43,16 @@ pub fn check_index(root: &Directory, at: Option<&str>, wait: &mut Wait<'_>) -> R
 }
 
 /// An id that one of two indexes has at another place than the other one. `wait` is called for some ids each time.
-fn first_difference(found: &RowIndex, right: &RowIndex, files: &Files, wait: &mut Wait<'_>) -> Result<Option<Id>> {
+fn first_difference(
+    found: &ServeIndex,
+    right: &ServeIndex,
+    files: &RowFileSet,
+    wait: &mut WaitCallback<'_>,
+) -> Result<Option<Id>> {
     let (mut of_found, mut of_right) = (vec![0; IDS_AT_ONCE], vec![0; IDS_AT_ONCE]);
     for file in files.all() {
         // What the mapping does not have in memory would be read page by page, and a file that was cut would end the process.
-        file.mapping().bring_in(&(file.ids..file.ids + file.rows * size_of::<Id>()))?;
+        file.mapping().populate(&(file.ids..file.ids + file.rows * size_of::<Id>()))?;
         let ids: Vec<Id> = (0..file.rows).map(|row| file.id(row)).collect();
         for ids in ids.chunks(IDS_AT_ONCE) {
             wait()?;
@@ -61,5 +66,5 @@ fn first_difference(found: &RowIndex, right: &RowIndex, files: &Files, wait: &mu
         }
     }
     // What the files do not have at all must not be in the index either.
-    Ok(found.ids().find(|&id| right.get(id) == Place::NONE))
+    Ok(found.ids().find(|&id| right.get(id) == RowFileLocation::NONE))
 }

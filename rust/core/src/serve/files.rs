@@ -8,19 +8,19 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use super::pages::{PAGE_BITS, Pages};
-use crate::checkpoint::{FileOfRows, Parent, TableReader, Wait};
+use super::pages::{PAGE_BITS, ResidentPages};
+use crate::checkpoint::{CheckpointId, RowFileOffsets, TableReader, WaitCallback};
 use crate::error::{Error, Kind, Result};
-use crate::io::{Access, FileMapping, IoEngine, Open};
+use crate::io::{FileMapping, IoEngine, IoOpenMode, MappingAccess};
 use crate::prefetch::prefetch_address;
-use crate::rows::{Precision, RowHeader};
+use crate::rows::{RowHeader, WeightPrecision};
 use crate::types::Id;
 
 /// Where a row lies: the number of its file, then the number of the row in the file, in as many bits as the table's files need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place(pub(super) u32);
+pub(super) struct RowFileLocation(pub(super) u32);
 
-impl Place {
+impl RowFileLocation {
     /// No row.
     pub(super) const NONE: Self = Self(u32::MAX);
     /// The id left the table. Only overlays have this.
@@ -38,17 +38,17 @@ pub(super) struct RowFile {
     scores: usize,
     /// Bytes of the weights of a row.
     row_bytes: usize,
-    pub(super) pages: Pages,
+    pub(super) pages: ResidentPages,
 }
 
 impl RowFile {
-    fn open(engine: &dyn IoEngine, file: &FileOfRows, row_bytes: usize, access: Access) -> Result<Self> {
-        let mapping = engine.open(&file.path, Open::Read)?.map(access)?;
+    fn open(engine: &dyn IoEngine, file: &RowFileOffsets, row_bytes: usize, access: MappingAccess) -> Result<Self> {
+        let mapping = engine.open(&file.path, IoOpenMode::Read)?.map(access)?;
         let length = mapping.bytes().len();
         if length as u64 != file.bytes {
             return Err(Error::corruption(&file.path, 0, "the file's length", file.bytes, length));
         }
-        let FileOfRows { rows, ids, last_steps, weights, scores, .. } = *file;
+        let RowFileOffsets { rows, ids, last_steps, weights, scores, .. } = *file;
         // The header of the file says that they fit. Lookups rely on it without looking again.
         let ends = [(ids, 8), (last_steps, 8), (weights, row_bytes), (scores, 4)];
         let fits =
@@ -56,12 +56,12 @@ impl RowFile {
         if ends.into_iter().any(|column| fits(column).is_none()) {
             return Err(Error::corruption(&file.path, 0, "the columns", format!("within {length} bytes"), "longer"));
         }
-        let pages = Pages::new(length, &(weights..weights + rows * row_bytes), mapping.is_copy());
+        let pages = ResidentPages::new(length, &(weights..weights + rows * row_bytes), mapping.is_copy());
         Ok(Self { mapping, rows, ids, last_steps, weights, scores, row_bytes, pages })
     }
 
     #[inline]
-    fn eight(&self, start: usize, row: usize) -> [u8; 8] {
+    fn read_eight_bytes(&self, start: usize, row: usize) -> [u8; 8] {
         let bytes = &self.mapping.bytes()[start + row * 8..][..8];
         bytes.try_into().expect("eight bytes are eight bytes")
     }
@@ -69,7 +69,7 @@ impl RowFile {
     /// The id of a row.
     #[inline]
     pub(super) fn id(&self, row: usize) -> Id {
-        Id::from_le_bytes(self.eight(self.ids, row))
+        Id::from_le_bytes(self.read_eight_bytes(self.ids, row))
     }
 
     /// The bytes of the weights of a row.
@@ -83,25 +83,25 @@ impl RowFile {
         let score: [u8; 4] = self.mapping.bytes()[self.scores + row * 4..][..4].try_into().expect("four bytes");
         RowHeader {
             id: self.id(row),
-            last_step: u64::from_le_bytes(self.eight(self.last_steps, row)),
+            last_step: u64::from_le_bytes(self.read_eight_bytes(self.last_steps, row)),
             score: f32::from_le_bytes(score),
             ..RowHeader::default()
         }
     }
 
-    /// The byte ranges that a lookup of a row reads. With `rules`, those too that rules of eviction look at.
-    pub(super) fn ranges(&self, row: usize, rules: bool) -> impl Iterator<Item = Range<usize>> + use<> {
+    /// The byte ranges that a lookup of a row reads. With `has_rules`, those too that rules of eviction look at.
+    pub(super) fn ranges(&self, row: usize, has_rules: bool) -> impl Iterator<Item = Range<usize>> + use<> {
         let cell = |start: usize, width: usize| start + row * width..start + (row + 1) * width;
-        let ruled = rules.then(|| [cell(self.ids, 8), cell(self.last_steps, 8), cell(self.scores, 4)]);
+        let ruled = has_rules.then(|| [cell(self.ids, 8), cell(self.last_steps, 8), cell(self.scores, 4)]);
         [cell(self.weights, self.row_bytes)].into_iter().chain(ruled.into_iter().flatten())
     }
 
     /// Whether all that a lookup of a row reads was seen in memory lately.
     #[inline]
-    pub(super) fn is_near(&self, row: usize, rules: bool, generation: usize) -> bool {
-        let near = |start: usize, width: usize| self.pages.are_near(start + row * width, width, generation);
+    pub(super) fn is_resident(&self, row: usize, has_rules: bool, generation: usize) -> bool {
+        let near = |start: usize, width: usize| self.pages.are_resident(start + row * width, width, generation);
         near(self.weights, self.row_bytes)
-            && (!rules || near(self.ids, 8) && near(self.last_steps, 8) && near(self.scores, 4))
+            && (!has_rules || near(self.ids, 8) && near(self.last_steps, 8) && near(self.scores, 4))
     }
 
     /// The bytes of the weights of all rows.
@@ -110,10 +110,10 @@ impl RowFile {
     }
 
     /// Wait until the weights of all rows are in memory.
-    fn bring_in(&self, generation: usize) -> Result<()> {
+    fn load_weights(&self, generation: usize) -> Result<()> {
         let range = self.all_weights();
-        self.mapping.bring_in(&range)?;
-        self.pages.see(range.start, range.len(), generation);
+        self.mapping.populate(&range)?;
+        self.pages.mark_resident(range.start, range.len(), generation);
         Ok(())
     }
 
@@ -124,7 +124,7 @@ impl RowFile {
 
 /// What a lookup needs of a file, close together: a table has hundreds of files, and lookups need all of them.
 #[derive(Clone, Copy, Debug)]
-struct View {
+struct RowFileView {
     start: *const u8,
     weights: usize,
     rows: usize,
@@ -134,11 +134,11 @@ struct View {
 }
 
 // SAFETY: these are addresses in a `RowFile`, which may be shared between threads, and which whoever has the view holds.
-unsafe impl Send for View {}
+unsafe impl Send for RowFileView {}
 // SAFETY: as above; the bytes are only read, and the words are atomic.
-unsafe impl Sync for View {}
+unsafe impl Sync for RowFileView {}
 
-impl View {
+impl RowFileView {
     fn of(file: &RowFile) -> Self {
         let (start, seen) = (file.mapping.bytes().as_ptr(), file.pages.words());
         Self { start, weights: file.weights, rows: file.rows, row_bytes: file.row_bytes as u32, seen }
@@ -147,7 +147,7 @@ impl View {
 
 /// Where the weights of a row lie in memory, which may have to be read from the disk first.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Spot {
+pub(super) struct RowFilePointer {
     weights: *const u8,
     /// The number of the file.
     pub(super) file: u32,
@@ -155,7 +155,7 @@ pub(super) struct Spot {
     bytes: u32,
 }
 
-impl Spot {
+impl RowFilePointer {
     /// No row.
     pub(super) const NONE: Self = Self { weights: ptr::null(), file: 0, bytes: 0 };
 
@@ -174,7 +174,7 @@ impl Spot {
 /// What one checkpoint of a chain adds to the files of a table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct LinkOfFiles {
+pub(super) struct RowFileLink {
     /// The checkpoint.
     pub(super) name: String,
     /// XXH3 of its manifest.
@@ -183,37 +183,37 @@ pub(super) struct LinkOfFiles {
     pub(super) files_end: usize,
 }
 
-impl LinkOfFiles {
+impl RowFileLink {
     /// The checkpoint.
-    pub(super) fn identity(&self) -> Parent {
-        Parent { name: self.name.clone(), manifest_xxh3: self.manifest_xxh3 }
+    pub(super) fn identity(&self) -> CheckpointId {
+        CheckpointId { name: self.name.clone(), manifest_xxh3: self.manifest_xxh3 }
     }
 }
 
 /// The files of a table in a chain, the oldest checkpoint first.
 #[derive(Clone, Debug)]
-pub(super) struct Files {
+pub(super) struct RowFileSet {
     all: Vec<Arc<RowFile>>,
     /// A view of each file.
-    views: Vec<View>,
-    links: Vec<LinkOfFiles>,
+    views: Vec<RowFileView>,
+    links: Vec<RowFileLink>,
     /// Bits of a place that are the number of a row.
     row_bits: u32,
     /// How weights are stored. A trainer's deltas of a serving checkpoint have them in float32, and are rounded as they are read.
-    precision: Precision,
+    precision: WeightPrecision,
     /// Bytes of the weights of a row, in files that are not such deltas.
     row_bytes: usize,
     /// Columns of a row.
     dim: usize,
     /// How files are mapped.
-    access: Access,
+    access: MappingAccess,
     /// The last generation of pages in which all of these files were near, plus one.
-    all_near_in: Arc<AtomicUsize>,
+    all_resident_in: Arc<AtomicUsize>,
 }
 
-impl Files {
+impl RowFileSet {
     /// No files, of a table of width `dim` whose files have at most so many rows.
-    pub(super) fn new(most_rows: usize, precision: Precision, dim: usize, access: Access) -> Self {
+    pub(super) fn new(most_rows: usize, precision: WeightPrecision, dim: usize, access: MappingAccess) -> Self {
         let row_bits = usize::BITS - most_rows.saturating_sub(1).leading_zeros();
         let (all, views, links) = (Vec::new(), Vec::new(), Vec::new());
         let row_bytes = precision.row_bytes(dim);
@@ -226,14 +226,14 @@ impl Files {
             row_bytes,
             dim,
             access,
-            all_near_in: Arc::default(),
+            all_resident_in: Arc::default(),
         }
     }
 
     /// Map the files of one more checkpoint of the chain. With an error nothing was added.
-    pub(super) fn push(&mut self, engine: &dyn IoEngine, link: LinkOfFiles, reader: &TableReader) -> Result<()> {
-        let stored = reader.spec().precision.unwrap_or(Precision::Fp32);
-        let is_rounded = stored == Precision::Fp32 && !self.links.is_empty();
+    pub(super) fn push(&mut self, engine: &dyn IoEngine, link: RowFileLink, reader: &TableReader) -> Result<()> {
+        let stored = reader.spec().precision.unwrap_or(WeightPrecision::Fp32);
+        let is_rounded = stored == WeightPrecision::Fp32 && !self.links.is_empty();
         if stored != self.precision && !is_rounded {
             let what = format!(
                 "checkpoint {} has weights in {} and the one before it in {}: serve the trainer's own checkpoints, or convert the newest one",
@@ -243,7 +243,7 @@ impl Files {
             );
             return Err(Error::new(Kind::Mismatch, what));
         }
-        let files = reader.files_of_rows();
+        let files = reader.row_file_offsets();
         let end = self.all.len() + files.len();
         if let Some(file) = files.iter().find(|file| file.rows > 1 << self.row_bits) {
             let most = 1_u64 << self.row_bits;
@@ -261,35 +261,35 @@ impl Files {
         let open = |file| RowFile::open(engine, file, stored.row_bytes(self.dim), self.access);
         let files = files.iter().map(|file| open(file).map(Arc::new));
         let files = files.collect::<Result<Vec<_>>>()?;
-        self.views.extend(files.iter().map(|file| View::of(file)));
+        self.views.extend(files.iter().map(|file| RowFileView::of(file)));
         self.all.extend(files);
-        self.links.push(LinkOfFiles { files_end: end, ..link });
-        self.all_near_in = Arc::default();
+        self.links.push(RowFileLink { files_end: end, ..link });
+        self.all_resident_in = Arc::default();
         Ok(())
     }
 
     /// Read the weights of the newest checkpoint's files into memory, so that no lookup waits for them.
     ///
     /// Errors: `Corruption`, `Storage` where they cannot be read.
-    pub(super) fn bring_newest_in(&self, generation: usize) -> Result<()> {
-        let newest = &self.all[self.first_of(self.links.len() - 1)..];
+    pub(super) fn preload_newest(&self, generation: usize) -> Result<()> {
+        let newest = &self.all[self.first_file_of(self.links.len() - 1)..];
         // What is asked for ahead comes in small pages.
-        if self.access == Access::Scattered {
+        if self.access == MappingAccess::Scattered {
             for file in newest {
-                file.mapping.ask_for(&file.all_weights());
+                file.mapping.prefetch(&file.all_weights());
             }
         }
-        newest.iter().try_for_each(|file| file.bring_in(generation))
+        newest.iter().try_for_each(|file| file.load_weights(generation))
     }
 
     /// Read the weights of all files into memory. They are not asked for ahead, so that the system reads them in huge pages where it can. `wait` is
     /// called for each file, and its error ends the work.
     ///
     /// Errors: `Corruption`, `Storage` where they cannot be read; that of `wait`.
-    pub(super) fn bring_all_in(&self, generation: usize, wait: &mut Wait<'_>) -> Result<()> {
+    pub(super) fn preload_all(&self, generation: usize, wait: &mut WaitCallback<'_>) -> Result<()> {
         self.all.iter().try_for_each(|file| {
             wait()?;
-            file.bring_in(generation)
+            file.load_weights(generation)
         })
     }
 
@@ -297,7 +297,7 @@ impl Files {
     pub(super) fn truncated(&self, links: usize) -> Self {
         let mut kept = self.clone();
         kept.links.truncate(links);
-        kept.all_near_in = Arc::default();
+        kept.all_resident_in = Arc::default();
         let files = kept.links.last().map_or(0, |link| link.files_end);
         kept.all.truncate(files);
         kept.views.truncate(files);
@@ -305,7 +305,7 @@ impl Files {
     }
 
     /// The checkpoints, the oldest first.
-    pub(super) fn links(&self) -> &[LinkOfFiles] {
+    pub(super) fn links(&self) -> &[RowFileLink] {
         &self.links
     }
 
@@ -314,7 +314,7 @@ impl Files {
     }
 
     /// How weights are stored.
-    pub(super) fn precision(&self) -> Precision {
+    pub(super) fn precision(&self) -> WeightPrecision {
         self.precision
     }
 
@@ -333,13 +333,13 @@ impl Files {
     /// The weights of a row of a trainer's delta, as they would be if the delta had been converted.
     #[cold]
     fn read_rounded(&self, row: &[u8], into: &mut [f32]) {
-        Precision::Fp32.load(row, into);
+        WeightPrecision::Fp32.load(row, into);
         self.precision.round(into);
     }
 
     /// Whether all rows of weights, `[n, D]`, can be stored as these files store them. The error is the number of the first that cannot.
     pub(super) fn check_weights(&self, weights: &[f32]) -> Result<(), usize> {
-        if self.precision == Precision::Fp32 {
+        if self.precision == WeightPrecision::Fp32 {
             return Ok(());
         }
         let mut stored = vec![0; self.row_bytes];
@@ -357,13 +357,13 @@ impl Files {
     }
 
     /// The place of a row of a file.
-    pub(super) fn place(&self, file: usize, row: usize) -> Place {
-        Place((file as u32) << self.row_bits | row as u32)
+    pub(super) fn location(&self, file: usize, row: usize) -> RowFileLocation {
+        RowFileLocation((file as u32) << self.row_bits | row as u32)
     }
 
     /// The file of a place, its number, and the row in it; `None` where a place is none, or was damaged.
     #[inline]
-    pub(super) fn find(&self, place: Place) -> Option<(&RowFile, usize, usize)> {
+    pub(super) fn find(&self, place: RowFileLocation) -> Option<(&RowFile, usize, usize)> {
         let number = (place.0 >> self.row_bits) as usize;
         let row = (place.0 & ((1 << self.row_bits) - 1)) as usize;
         let file = self.all.get(number)?;
@@ -373,36 +373,36 @@ impl Files {
     /// Where the row of a place lies; [`Spot::NONE`] where a place is none, or was damaged.
     #[inline(always)]
     #[allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
-    pub(super) fn spot(&self, place: Place) -> Spot {
+    pub(super) fn pointer(&self, place: RowFileLocation) -> RowFilePointer {
         let (file, row) = (place.0 >> self.row_bits, (place.0 & ((1 << self.row_bits) - 1)) as usize);
         match self.views.get(file as usize) {
             Some(view) if row < view.rows => {
                 let weights = view.start.wrapping_add(view.weights + row * view.row_bytes as usize);
-                Spot { weights, file, bytes: view.row_bytes }
+                RowFilePointer { weights, file, bytes: view.row_bytes }
             }
-            _ => Spot::NONE,
+            _ => RowFilePointer::NONE,
         }
     }
 
     /// Whether the weights of all rows are served in float32.
     pub(super) fn are_float32(&self) -> bool {
-        self.precision == Precision::Fp32
+        self.precision == WeightPrecision::Fp32
     }
 
-    /// Whether [`Files::which_are_near`] has found all files near in this generation. That holds until it ends, and to ask hundreds of files takes
+    /// Whether [`Files::resident_files`] has found all files near in this generation. That holds until it ends, and to ask hundreds of files takes
     /// longer.
-    pub(super) fn are_known_near(&self, generation: usize) -> bool {
-        self.all_near_in.load(Ordering::Relaxed) == generation.wrapping_add(1)
+    pub(super) fn are_known_resident(&self, generation: usize) -> bool {
+        self.all_resident_in.load(Ordering::Relaxed) == generation.wrapping_add(1)
     }
 
     /// Of each file, whether the pages of all its weights were seen in memory in this generation; `None` where those of all files were.
-    pub(super) fn which_are_near(&self, generation: usize) -> Option<Vec<bool>> {
-        if self.are_known_near(generation) {
+    pub(super) fn resident_files(&self, generation: usize) -> Option<Vec<bool>> {
+        if self.are_known_resident(generation) {
             return None;
         }
         let which: Vec<bool> = self.all.iter().map(|file| file.pages.have_all_weights(generation)).collect();
         if which.iter().all(|near| *near) {
-            self.all_near_in.store(generation.wrapping_add(1), Ordering::Relaxed);
+            self.all_resident_in.store(generation.wrapping_add(1), Ordering::Relaxed);
             return None;
         }
         Some(which)
@@ -410,7 +410,7 @@ impl Files {
 
     /// Whether the pages of a row were seen in memory in this generation. It may say no where [`RowFile::is_near`] knows better.
     #[inline]
-    pub(super) fn is_near(&self, spot: &Spot, generation: usize) -> bool {
+    pub(super) fn is_resident(&self, spot: &RowFilePointer, generation: usize) -> bool {
         let view = &self.views[spot.file as usize];
         let seen = view.seen[generation & 1];
         if seen.is_null() {
@@ -430,7 +430,7 @@ impl Files {
 
     /// The bytes of the weights at a spot that is not none.
     #[inline]
-    pub(super) fn at(&self, spot: &Spot) -> &[u8] {
+    pub(super) fn row_at(&self, spot: &RowFilePointer) -> &[u8] {
         assert!(!spot.is_none() && (spot.file as usize) < self.views.len(), "a row of these files");
         // SAFETY: the spot came from a view of one of these files, which are held as long as `self`, with a row that the file has.
         // `RowFile::open` checked that the columns of all rows lie in the mapping.
@@ -438,7 +438,7 @@ impl Files {
     }
 
     /// The number of the first file of a checkpoint.
-    pub(super) fn first_of(&self, link: usize) -> usize {
+    pub(super) fn first_file_of(&self, link: usize) -> usize {
         link.checked_sub(1).map_or(0, |before| self.links[before].files_end)
     }
 

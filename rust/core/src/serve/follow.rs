@@ -5,83 +5,83 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
-use super::serving::{Newest, Serving};
+use super::serving::{NewestCheckpoints, TableServer};
 use crate::error::{Error, Kind, Result};
-use crate::process::give_way;
+use crate::process::lower_priority;
 use crate::sync::lock;
 
 /// The most looks that are left out after a failed one.
-const MOST_LEFT_OUT: u32 = 15;
+const MAX_SKIPPED_POLLS: u32 = 15;
 
 /// Leaves looks out that would find what could not be served when it was looked at last. Each look reads and verifies it anew.
 #[derive(Debug, Default)]
-struct BackOff {
-    failed: Option<Newest>,
+struct PollBackoff {
+    failed: Option<NewestCheckpoints>,
     /// How many looks are left out after a failed one: 1, 3, 7 and so on.
-    after_one: u32,
+    skips_after_failure: u32,
     /// How many are still to be left out.
-    left: u32,
+    remaining_skips: u32,
 }
 
-impl BackOff {
+impl PollBackoff {
     /// Whether to look now, where this is the newest.
-    fn is_due(&mut self, newest: Option<Newest>) -> bool {
+    fn is_due(&mut self, newest: Option<NewestCheckpoints>) -> bool {
         if newest.is_none() || newest != self.failed {
             return true;
         }
-        let is_due = self.left == 0;
-        self.left = self.left.saturating_sub(1);
+        let is_due = self.remaining_skips == 0;
+        self.remaining_skips = self.remaining_skips.saturating_sub(1);
         is_due
     }
 
     /// A look at this is over.
-    fn note(&mut self, newest: Option<Newest>, has_failed: bool) {
+    fn record(&mut self, newest: Option<NewestCheckpoints>, has_failed: bool) {
         let again = has_failed && newest == self.failed;
         self.failed = newest.filter(|_| has_failed);
-        self.after_one = if again { (2 * self.after_one + 1).min(MOST_LEFT_OUT) } else { 1 };
-        self.left = self.after_one;
+        self.skips_after_failure = if again { (2 * self.skips_after_failure + 1).min(MAX_SKIPPED_POLLS) } else { 1 };
+        self.remaining_skips = self.skips_after_failure;
     }
 }
 
 #[derive(Debug, Default)]
-struct Stop {
-    asked: Mutex<bool>,
+struct FollowerStop {
+    is_requested: Mutex<bool>,
     changed: Condvar,
 }
 
 /// Looks for newer checkpoints until it is stopped or dropped.
 #[derive(Debug)]
-pub struct Follower {
-    stop: Arc<Stop>,
+pub struct ServingFollower {
+    stop: Arc<FollowerStop>,
     thread: Option<JoinHandle<()>>,
     process: u32,
 }
 
-impl Serving {
+impl TableServer {
     /// Look for a newer checkpoint every so often, on a thread of its own. Looks that fail are counted and logged, and repeated: ever more
     /// seldom, down to every sixteenth time, for as long as the newest checkpoint is the same.
     ///
     /// Errors: `Config` where the time is 0; `Storage` where the system has no room for a thread.
-    pub fn follow(self: &Arc<Self>, every: Duration) -> Result<Follower> {
+    pub fn follow(self: &Arc<Self>, every: Duration) -> Result<ServingFollower> {
         if every.is_zero() {
             return Err(Error::new(
                 Kind::Config,
                 "the time between two looks for a newer checkpoint must be more than 0",
             ));
         }
-        let (stop, serving) = (Arc::new(Stop::default()), Arc::downgrade(self));
+        let (stop, serving) = (Arc::new(FollowerStop::default()), Arc::downgrade(self));
         let theirs = Arc::clone(&stop);
         let thread = Builder::new().name("embcache-follow".into()).spawn(move || run(&theirs, &serving, every));
         let thread = thread.map_err(|error| Error::new(Kind::Storage, format!("cannot start a thread: {error}")))?;
-        Ok(Follower { stop, thread: Some(thread), process: std::process::id() })
+        Ok(ServingFollower { stop, thread: Some(thread), process: std::process::id() })
     }
 }
 
-fn run(stop: &Stop, serving: &Weak<Serving>, every: Duration) {
+fn run(stop: &FollowerStop, serving: &Weak<TableServer>, every: Duration) {
     // Requests come first.
-    give_way();
-    let mut back_off = BackOff::default();
-    let mut asked = lock(&stop.asked);
+    lower_priority();
+    let mut back_off = PollBackoff::default();
+    let mut asked = lock(&stop.is_requested);
     loop {
         let waited = stop.changed.wait_timeout_while(asked, every, |asked| !*asked);
         (asked, _) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -90,17 +90,17 @@ fn run(stop: &Stop, serving: &Weak<Serving>, every: Duration) {
         }
         drop(asked);
         let Some(serving) = serving.upgrade() else { return };
-        look(stop, &serving, &mut back_off);
+        poll_once(stop, &serving, &mut back_off);
         drop(serving);
-        asked = lock(&stop.asked);
+        asked = lock(&stop.is_requested);
     }
 }
 
 /// Look once, unless this look is left out. A failed look is counted and logged where it fails, and the next one may succeed.
-fn look(stop: &Stop, serving: &Serving, back_off: &mut BackOff) {
+fn poll_once(stop: &FollowerStop, serving: &TableServer, back_off: &mut PollBackoff) {
     let mut wait = || {
         let ended = || Error::new(Kind::State, "the follower was ended");
-        if *lock(&stop.asked) { Err(ended()) } else { Ok(()) }
+        if *lock(&stop.is_requested) { Err(ended()) } else { Ok(()) }
     };
     let mut newest = None;
     // What a panic interrupts was not served yet. Without this the thread would end, and what is served would grow old in silence.
@@ -110,15 +110,15 @@ fn look(stop: &Stop, serving: &Serving, back_off: &mut BackOff) {
     }));
     let has_failed = has_failed.unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-        serving.note_panic(text.unwrap_or("no message"));
+        serving.record_panic(text.unwrap_or("no message"));
         Some(true)
     });
     if let Some(has_failed) = has_failed {
-        back_off.note(newest, has_failed);
+        back_off.record(newest, has_failed);
     }
 }
 
-impl Follower {
+impl ServingFollower {
     /// End the thread. An index that it makes, or waits for, is given up.
     pub fn stop(&mut self) {
         let thread = self.thread.take();
@@ -127,7 +127,7 @@ impl Follower {
             std::mem::forget(thread);
             return;
         }
-        *lock(&self.stop.asked) = true;
+        *lock(&self.stop.is_requested) = true;
         self.stop.changed.notify_all();
         if let Some(thread) = thread {
             // A panic of the thread was reported when it happened.
@@ -136,7 +136,7 @@ impl Follower {
     }
 }
 
-impl Drop for Follower {
+impl Drop for ServingFollower {
     fn drop(&mut self) {
         self.stop();
     }
@@ -147,18 +147,18 @@ mod tests {
     use super::*;
     use crate::checkpoint::CheckpointName;
 
-    fn newest(followed: u64, served: u64) -> Newest {
+    fn newest(followed: u64, served: u64) -> NewestCheckpoints {
         let name = |seq| CheckpointName { seq, random: 7 };
-        Newest { followed: name(followed), served: Some(name(served)) }
+        NewestCheckpoints { followed: name(followed), served: Some(name(served)) }
     }
 
     /// Which of the next looks are made where the newest checkpoint cannot be served.
-    fn looks(back_off: &mut BackOff, newest: Option<Newest>, times: usize) -> Vec<usize> {
+    fn looks(back_off: &mut PollBackoff, newest: Option<NewestCheckpoints>, times: usize) -> Vec<usize> {
         let mut looked = Vec::new();
         for time in 0..times {
             if back_off.is_due(newest) {
                 looked.push(time);
-                back_off.note(newest, true);
+                back_off.record(newest, true);
             }
         }
         looked
@@ -166,14 +166,14 @@ mod tests {
 
     #[test]
     fn a_checkpoint_that_cannot_be_served_is_looked_at_ever_more_seldom_and_a_newer_one_at_once() {
-        let mut back_off = BackOff::default();
+        let mut back_off = PollBackoff::default();
         assert_eq!(looks(&mut back_off, Some(newest(1, 1)), 60), [0, 2, 6, 14, 30, 46]);
         assert_eq!(looks(&mut back_off, Some(newest(2, 1)), 10), [0, 2, 6]);
         // What was converted meanwhile may be what the trainer's checkpoint lacked.
         assert_eq!(looks(&mut back_off, Some(newest(2, 2)), 4), [0, 2]);
         // The directory cannot be read, which takes no time.
         assert_eq!(looks(&mut back_off, None, 4), [0, 1, 2, 3]);
-        back_off.note(Some(newest(3, 3)), false);
+        back_off.record(Some(newest(3, 3)), false);
         assert!(back_off.is_due(Some(newest(3, 3))) && back_off.is_due(Some(newest(3, 3))), "it was served");
     }
 }

@@ -2,13 +2,13 @@
 
 #![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
 
-use super::answer::{Answer, Output};
+use super::answer::{LookupWriter, RowOutput};
 use super::faults::major_faults;
-use super::files::{Files, Place, RowFile, Spot};
-use super::index::RowIndex;
-use super::overlay::Overlay;
+use super::files::{RowFile, RowFileLocation, RowFilePointer, RowFileSet};
+use super::index::ServeIndex;
+use super::overlay::DeltaOverlay;
 use crate::error::Result;
-use crate::simd::{Isa, Job};
+use crate::simd::{InstructionSet, SimdJob};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Ids whose places are looked up together.
@@ -19,53 +19,53 @@ const BLOCK: usize = 64;
 const LINE_BYTES: usize = 64;
 
 /// The row of an id whose pages were not seen in memory lately.
-pub(super) struct Far {
+pub(super) struct ColdRow {
     position: usize,
-    place: Place,
+    place: RowFileLocation,
 }
 
 /// Says whether the system has taken pages back since a lookup began. Of a short one that is not asked.
-enum Faults {
-    NotAsked,
-    Before(u64),
-    Risen,
+enum PageFaultProbe {
+    Unmeasured,
+    Baseline(u64),
+    Increased,
 }
 
-impl Faults {
+impl PageFaultProbe {
     fn of(ids: &[Id]) -> Self {
-        if ids.len() > IDS_AT_ONCE { Self::Before(major_faults()) } else { Self::NotAsked }
+        if ids.len() > IDS_AT_ONCE { Self::Baseline(major_faults()) } else { Self::Unmeasured }
     }
 
-    fn have_risen(&mut self) -> bool {
-        if matches!(*self, Self::Before(before) if major_faults() != before) {
-            *self = Self::Risen;
+    fn has_increased(&mut self) -> bool {
+        if matches!(*self, Self::Baseline(before) if major_faults() != before) {
+            *self = Self::Increased;
         }
-        matches!(self, Self::Risen)
+        matches!(self, Self::Increased)
     }
 }
 
 /// Copies the float32 rows of places, of positions from `first` on, all of which are near.
-struct CopyRows<'a, 'b, O, N> {
-    gather: &'a Gather<'a>,
+struct CopyRowsJob<'a, 'b, O, N> {
+    gather: &'a ServeLookup<'a>,
     first: usize,
     slots: &'a [CacheSlot],
-    answer: &'a mut Answer<'b, O, N>,
+    answer: &'a mut LookupWriter<'b, O, N>,
 }
 
-impl<O: Output, N: FnMut(usize, bool)> Job for CopyRows<'_, '_, O, N> {
+impl<O: RowOutput, N: FnMut(usize, bool)> SimdJob for CopyRowsJob<'_, '_, O, N> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        let mut spots = [Spot::NONE; BLOCK];
+        let mut spots = [RowFilePointer::NONE; BLOCK];
         for (number, block) in self.slots.chunks(BLOCK).enumerate() {
-            self.gather.ask_for(block, &mut spots);
+            self.gather.prefetch_rows(block, &mut spots);
             for (at, spot) in spots[..block.len()].iter().enumerate() {
                 let position = self.first + number * BLOCK + at;
                 if spot.is_none() {
                     self.answer.put(position, None);
                 } else {
-                    self.answer.copy(position, self.gather.files.at(spot));
+                    self.answer.copy(position, self.gather.files.row_at(spot));
                 }
             }
         }
@@ -73,62 +73,72 @@ impl<O: Output, N: FnMut(usize, bool)> Job for CopyRows<'_, '_, O, N> {
 }
 
 /// Looks ids up in one version of a table.
-pub(super) struct Gather<'a> {
-    files: &'a Files,
-    index: &'a RowIndex,
-    overlay: &'a Overlay,
+pub(super) struct ServeLookup<'a> {
+    files: &'a RowFileSet,
+    index: &'a ServeIndex,
+    overlay: &'a DeltaOverlay,
     /// Columns of a row.
     dim: usize,
     /// The generation of pages.
     generation: usize,
     /// Whether the rows of all files may be read at once.
-    all_near: bool,
+    all_resident: bool,
     /// Of each file, whether all its rows may be read at once. Empty where nothing is known, or all may.
-    near_files: Vec<bool>,
+    resident_files: Vec<bool>,
     /// Whether rows are held against rules of eviction.
-    rules: bool,
+    has_rules: bool,
     /// Whether these look at weights.
     needs_weights: bool,
 }
 
-impl<'a> Gather<'a> {
+impl<'a> ServeLookup<'a> {
     /// For a lookup of so many ids.
     pub(super) fn new(
-        files: &'a Files,
-        (index, overlay): (&'a RowIndex, &'a Overlay),
+        files: &'a RowFileSet,
+        (index, overlay): (&'a ServeIndex, &'a DeltaOverlay),
         dim: usize,
         generation: usize,
         ids: usize,
     ) -> Self {
         let (rules, needs_weights) = (overlay.has_rules(), overlay.needs_weights());
         // Few ids are looked at one by one, and so are all where rules look at more than weights.
-        let is_asked = !rules && (ids >= files.all().len() || files.are_known_near(generation));
-        let which = if is_asked { files.which_are_near(generation) } else { Some(Vec::new()) };
+        let is_asked = !rules && (ids >= files.all().len() || files.are_known_resident(generation));
+        let which = if is_asked { files.resident_files(generation) } else { Some(Vec::new()) };
         let (all_near, near_files) = (which.is_none(), which.unwrap_or_default());
-        Self { files, index, overlay, dim, generation, all_near, near_files, rules, needs_weights }
+        Self {
+            files,
+            index,
+            overlay,
+            dim,
+            generation,
+            all_resident: all_near,
+            resident_files: near_files,
+            has_rules: rules,
+            needs_weights,
+        }
     }
 
     /// Write the row of each id to `answer`. Returns the rows whose pages are not surely in memory, which were not written.
-    pub(super) fn near_rows<O: Output, N: FnMut(usize, bool)>(
+    pub(super) fn write_resident_rows<O: RowOutput, N: FnMut(usize, bool)>(
         &self,
         ids: &[Id],
-        answer: &mut Answer<'_, O, N>,
-    ) -> Vec<Far> {
-        let mut far: Vec<Far> = Vec::new();
+        answer: &mut LookupWriter<'_, O, N>,
+    ) -> Vec<ColdRow> {
+        let mut far: Vec<ColdRow> = Vec::new();
         let mut slots = vec![NO_SLOT; ids.len().min(IDS_AT_ONCE)];
-        let is_plain = self.all_near && self.files.are_float32() && answer.is_float32();
-        let mut faults = Faults::of(ids);
+        let is_plain = self.all_resident && self.files.are_float32() && answer.is_float32();
+        let mut faults = PageFaultProbe::of(ids);
         for (number, ids) in ids.chunks(IDS_AT_ONCE).enumerate() {
             let (slots, first) = (&mut slots[..ids.len()], number * IDS_AT_ONCE);
             self.index.get_batch(ids, slots);
             if !self.overlay.is_empty() {
-                self.overlay.change(ids, slots);
+                self.overlay.apply(ids, slots);
             }
             // The system took pages back that were taken to be near. The others that are gone are better asked for together.
-            if faults.have_risen() {
-                self.leave(first, slots, &mut far, answer);
+            if faults.has_increased() {
+                self.defer_rows(first, slots, &mut far, answer);
             } else if is_plain {
-                Isa::best().run(CopyRows { gather: self, first, slots, answer });
+                InstructionSet::best().run(CopyRowsJob { gather: self, first, slots, answer });
             } else {
                 self.gather(first, slots, &mut far, answer);
             }
@@ -137,47 +147,47 @@ impl<'a> Gather<'a> {
     }
 
     /// Leave the rows of places for later, for which the system is asked, and say at once where there is none.
-    fn leave<O: Output, N: FnMut(usize, bool)>(
+    fn defer_rows<O: RowOutput, N: FnMut(usize, bool)>(
         &self,
         first: usize,
         slots: &[CacheSlot],
-        far: &mut Vec<Far>,
-        answer: &mut Answer<'_, O, N>,
+        far: &mut Vec<ColdRow>,
+        answer: &mut LookupWriter<'_, O, N>,
     ) {
         for (at, &slot) in slots.iter().enumerate() {
-            let (position, place) = (first + at, Place(slot));
+            let (position, place) = (first + at, RowFileLocation(slot));
             if self.files.find(place).is_none() {
                 answer.put(position, None);
             } else {
-                far.push(Far { position, place });
-                self.ask_for_row(place);
+                far.push(ColdRow { position, place });
+                self.prefetch_row_pages(place);
             }
         }
     }
 
     /// Write the rows of places that are near, of positions from `first` on, and add the others to `far`.
-    fn gather<O: Output, N: FnMut(usize, bool)>(
+    fn gather<O: RowOutput, N: FnMut(usize, bool)>(
         &self,
         first: usize,
         slots: &[CacheSlot],
-        far: &mut Vec<Far>,
-        answer: &mut Answer<'_, O, N>,
+        far: &mut Vec<ColdRow>,
+        answer: &mut LookupWriter<'_, O, N>,
     ) {
         // The disk reads the rows that are far while those that are near are written.
-        let which_are_far = self.ask_for_far(first, slots, far);
-        let mut spots = [Spot::NONE; BLOCK];
+        let which_are_far = self.prefetch_cold_rows(first, slots, far);
+        let mut spots = [RowFilePointer::NONE; BLOCK];
         for (number, (block, far)) in slots.chunks(BLOCK).zip(which_are_far).enumerate() {
-            self.ask_for(block, &mut spots);
+            self.prefetch_rows(block, &mut spots);
             for (at, (&slot, spot)) in block.iter().zip(&spots).enumerate() {
                 let position = first + number * BLOCK + at;
                 if spot.is_none() {
                     answer.put(position, None);
-                } else if self.rules {
+                } else if self.has_rules {
                     if far >> at & 1 == 0 {
-                        answer.put(position, self.living(Place(slot)));
+                        answer.put(position, self.live_row(RowFileLocation(slot)));
                     }
                 } else if far >> at & 1 == 0 {
-                    answer.put(position, Some(self.files.at(spot)));
+                    answer.put(position, Some(self.files.row_at(spot)));
                 }
             }
         }
@@ -185,15 +195,15 @@ impl<'a> Gather<'a> {
 
     /// Add the rows of places that are far, of positions from `first` on, to `far`, and have the system begin to read what they need. Returns
     /// a bit for each place, in a word for each block, which says whether it is far.
-    fn ask_for_far(&self, first: usize, slots: &[CacheSlot], far: &mut Vec<Far>) -> Vec<u64> {
+    fn prefetch_cold_rows(&self, first: usize, slots: &[CacheSlot], far: &mut Vec<ColdRow>) -> Vec<u64> {
         let of_block = |(number, block): (usize, &[CacheSlot])| {
             let mut which = 0;
             for (at, &slot) in block.iter().enumerate() {
-                let (place, spot) = (Place(slot), self.files.spot(Place(slot)));
-                if !spot.is_none() && !self.is_spot_near(&spot) && !self.is_near(place) {
+                let (place, spot) = (RowFileLocation(slot), self.files.pointer(RowFileLocation(slot)));
+                if !spot.is_none() && !self.is_pointer_resident(&spot) && !self.is_resident(place) {
                     which |= 1 << at;
-                    far.push(Far { position: first + number * BLOCK + at, place });
-                    self.ask_for_row(place);
+                    far.push(ColdRow { position: first + number * BLOCK + at, place });
+                    self.prefetch_row_pages(place);
                 }
             }
             which
@@ -203,19 +213,19 @@ impl<'a> Gather<'a> {
 
     /// Have the system begin to read what a lookup of the row of a place reads.
     #[cold]
-    fn ask_for_row(&self, place: Place) {
+    fn prefetch_row_pages(&self, place: RowFileLocation) {
         if let Some((file, _, row)) = self.files.find(place) {
-            file.ranges(row, self.rules).for_each(|range| file.mapping().ask_for(&range));
+            file.ranges(row, self.has_rules).for_each(|range| file.mapping().prefetch(&range));
         }
     }
 
     /// Find where the rows of some places lie, and start to load them into the processor's cache. The loop does nothing else: a processor looks
     /// some hundred instructions ahead, and finds the more pages at once the fewer there are for each row.
     #[inline(always)]
-    fn ask_for(&self, slots: &[CacheSlot], spots: &mut [Spot; BLOCK]) {
+    fn prefetch_rows(&self, slots: &[CacheSlot], spots: &mut [RowFilePointer; BLOCK]) {
         let row_bytes = self.files.row_bytes();
         for (slot, spot) in slots.iter().zip(&mut *spots) {
-            *spot = self.files.spot(Place(*slot));
+            *spot = self.files.pointer(RowFileLocation(*slot));
             for offset in (0..row_bytes).step_by(LINE_BYTES) {
                 spot.prefetch(offset);
             }
@@ -228,19 +238,19 @@ impl<'a> Gather<'a> {
 
     /// Whether a row may be read at once: there are no rules to hold it against, and its pages were seen in memory lately.
     #[inline]
-    fn is_spot_near(&self, spot: &Spot) -> bool {
-        let all = self.all_near || self.near_files.get(spot.file as usize).is_some_and(|all| *all);
-        all || !self.rules && self.files.is_near(spot, self.generation)
+    fn is_pointer_resident(&self, spot: &RowFilePointer) -> bool {
+        let all = self.all_resident || self.resident_files.get(spot.file as usize).is_some_and(|all| *all);
+        all || !self.has_rules && self.files.is_resident(spot, self.generation)
     }
 
     /// Whether all that a place needs was seen in memory lately.
-    fn is_near(&self, place: Place) -> bool {
+    fn is_resident(&self, place: RowFileLocation) -> bool {
         let found = self.files.find(place);
-        found.is_none_or(|(file, _, row)| file.is_near(row, self.rules, self.generation))
+        found.is_none_or(|(file, _, row)| file.is_resident(row, self.has_rules, self.generation))
     }
 
     /// The bytes of the row of a place, unless a rule of eviction took it. What this needs is in memory.
-    fn living(&self, place: Place) -> Option<&'a [u8]> {
+    fn live_row(&self, place: RowFileLocation) -> Option<&'a [u8]> {
         let (file, number, row) = self.files.find(place)?;
         let bytes = file.weights(row);
         let is_dead = || {
@@ -248,33 +258,33 @@ impl<'a> Gather<'a> {
             if self.needs_weights {
                 self.files.read(bytes, &mut weights);
             }
-            self.overlay.is_dead(self.files.link_of(number), &file.header(row), &weights)
+            self.overlay.is_expired(self.files.link_of(number), &file.header(row), &weights)
         };
-        (!self.rules || !is_dead()).then_some(bytes)
+        (!self.has_rules || !is_dead()).then_some(bytes)
     }
 
-    /// Write the rows that [`Gather::near_rows`] left, for all of which the system was asked.
+    /// Write the rows that [`Gather::write_resident_rows`] left, for all of which the system was asked.
     #[cold]
-    pub(super) fn far_rows<O: Output, N: FnMut(usize, bool)>(
+    pub(super) fn write_cold_rows<O: RowOutput, N: FnMut(usize, bool)>(
         &self,
-        far: &[Far],
-        answer: &mut Answer<'_, O, N>,
+        far: &[ColdRow],
+        answer: &mut LookupWriter<'_, O, N>,
     ) -> Result<()> {
         for (file, _, row) in far.iter().filter_map(|each| self.files.find(each.place)) {
-            self.bring_in(file, row)?;
+            self.load_row_pages(file, row)?;
         }
         for each in far {
-            answer.put(each.position, self.living(each.place));
+            answer.put(each.position, self.live_row(each.place));
         }
         Ok(())
     }
 
     /// Wait until all that a lookup of a row reads is in memory.
-    fn bring_in(&self, file: &RowFile, row: usize) -> Result<()> {
-        file.ranges(row, self.rules).try_for_each(|range| {
-            if !file.pages.are_near(range.start, range.len(), self.generation) {
-                file.mapping().bring_in(&range)?;
-                file.pages.see(range.start, range.len(), self.generation);
+    fn load_row_pages(&self, file: &RowFile, row: usize) -> Result<()> {
+        file.ranges(row, self.has_rules).try_for_each(|range| {
+            if !file.pages.are_resident(range.start, range.len(), self.generation) {
+                file.mapping().populate(&range)?;
+                file.pages.mark_resident(range.start, range.len(), self.generation);
             }
             Ok(())
         })

@@ -36,9 +36,9 @@ mod version;
 
 pub use crate::config::MissingRead;
 pub use check::check_index;
-pub use follow::Follower;
-pub use opening::{IndexMade, make_index};
-pub use serving::{Polled, ServeOptions, Serving};
+pub use follow::ServingFollower;
+pub use opening::{ServeIndexReport, make_index};
+pub use serving::{PollOutcome, ServeOptions, TableServer};
 pub use stats::ServingStats;
-pub use table::{Pooling, ServedTable};
-pub use version::Version;
+pub use table::{PoolingMode, ServedTable};
+pub use version::ServedVersion;

@@ -5,19 +5,19 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::faults::major_faults;
-use super::files::Files;
+use super::files::RowFileSet;
 
 /// A generation lasts at least this long.
 const GENERATION: Duration = Duration::from_secs(1);
 
 /// The generation of the pages of one table, in all versions of it.
 #[derive(Debug)]
-pub(super) struct Near {
+pub(super) struct PageGeneration {
     generation: AtomicUsize,
     began: Mutex<Instant>,
 }
 
-impl Near {
+impl PageGeneration {
     pub(super) fn new() -> Self {
         Self { generation: AtomicUsize::new(0), began: Mutex::new(Instant::now()) }
     }
@@ -27,7 +27,7 @@ impl Near {
     }
 
     /// Do `work`, which reads pages that are taken to be near, and begin a generation where some had to be read from the disk.
-    pub(super) fn watch<T>(&self, files: &Files, work: impl FnOnce() -> T) -> T {
+    pub(super) fn advance_on_faults<T>(&self, files: &RowFileSet, work: impl FnOnce() -> T) -> T {
         let before = major_faults();
         let done = work();
         if major_faults() != before {
@@ -36,7 +36,7 @@ impl Near {
         done
     }
 
-    fn begin(&self, files: &Files) {
+    fn begin(&self, files: &RowFileSet) {
         // Somebody else who begins one does so for this thread, too. In a forked process nobody may be left to give the lock up.
         let Ok(mut began) = self.began.try_lock() else { return };
         if began.elapsed() < GENERATION {
@@ -44,7 +44,7 @@ impl Near {
         }
         *began = Instant::now();
         let next = self.generation().wrapping_add(1);
-        files.all().iter().for_each(|file| file.pages.begin(next));
+        files.all().iter().for_each(|file| file.pages.begin_generation(next));
         self.generation.store(next, Ordering::Relaxed);
     }
 }

@@ -13,43 +13,43 @@ pub(super) const PAGE_BITS: u32 = 12;
 
 /// One bit a page in each of two generations.
 #[derive(Debug)]
-pub(super) struct Pages {
+pub(super) struct ResidentPages {
     seen: [Box<[AtomicU64]>; 2],
     /// The pages of all weights.
     weights: Range<usize>,
     /// Whether all of these were seen.
-    all: [AtomicBool; 2],
-    always: bool,
+    all_weights: [AtomicBool; 2],
+    always_resident: bool,
 }
 
-impl Pages {
-    /// Of a file of so many bytes, which has weights at the bytes of a range. With `always` its bytes cannot leave memory.
-    pub(super) fn new(bytes: usize, weights: &Range<usize>, always: bool) -> Self {
-        let words = if always { 0 } else { (bytes >> PAGE_BITS) / 64 + 1 };
+impl ResidentPages {
+    /// Of a file of so many bytes, which has weights at the bytes of a range. With `always_resident` its bytes cannot leave memory.
+    pub(super) fn new(bytes: usize, weights: &Range<usize>, always_resident: bool) -> Self {
+        let words = if always_resident { 0 } else { (bytes >> PAGE_BITS) / 64 + 1 };
         let zeros = || (0..words).map(|_| AtomicU64::new(0)).collect();
         let weights = weights.start >> PAGE_BITS..((weights.end.max(1) - 1) >> PAGE_BITS) + 1;
-        Self { seen: [zeros(), zeros()], weights, all: [false.into(), false.into()], always }
+        Self { seen: [zeros(), zeros()], weights, all_weights: [false.into(), false.into()], always_resident }
     }
 
     /// The words of both generations, a bit for each page of the file; null where all pages are always near.
     pub(super) fn words(&self) -> [*const AtomicU64; 2] {
-        if self.always { [std::ptr::null(); 2] } else { [self.seen[0].as_ptr(), self.seen[1].as_ptr()] }
+        if self.always_resident { [std::ptr::null(); 2] } else { [self.seen[0].as_ptr(), self.seen[1].as_ptr()] }
     }
 
     /// Whether the pages of all weights were seen in this generation.
     pub(super) fn have_all_weights(&self, generation: usize) -> bool {
-        self.always || self.all[generation & 1].load(Ordering::Relaxed)
+        self.always_resident || self.all_weights[generation & 1].load(Ordering::Relaxed)
     }
 
     /// Whether the pages of a range that is no longer than a row were seen lately.
     #[inline]
-    pub(super) fn are_near(&self, start: usize, bytes: usize, generation: usize) -> bool {
+    pub(super) fn are_resident(&self, start: usize, bytes: usize, generation: usize) -> bool {
         let (first, last) = (start >> PAGE_BITS, (start + bytes.max(1) - 1) >> PAGE_BITS);
-        self.always || (first..=last).all(|page| self.is_near(page, generation))
+        self.always_resident || (first..=last).all(|page| self.is_resident(page, generation))
     }
 
     #[inline]
-    fn is_near(&self, page: usize, generation: usize) -> bool {
+    fn is_resident(&self, page: usize, generation: usize) -> bool {
         let (word, bit) = (page / 64, 1_u64 << (page % 64));
         let (now, before) = (&self.seen[generation & 1], &self.seen[(generation + 1) & 1]);
         if now[word].load(Ordering::Relaxed) & bit != 0 {
@@ -67,7 +67,7 @@ impl Pages {
         seen[page / 64].fetch_or(1 << (page % 64), Ordering::Relaxed);
         let has_all = |word: usize| seen[word].load(Ordering::Relaxed) & self.mask(word) == self.mask(word);
         if has_all(page / 64) && (self.weights.start / 64..=(self.weights.end - 1) / 64).all(has_all) {
-            self.all[generation & 1].store(true, Ordering::Relaxed);
+            self.all_weights[generation & 1].store(true, Ordering::Relaxed);
         }
     }
 
@@ -81,8 +81,8 @@ impl Pages {
     }
 
     /// The pages of a range are in memory.
-    pub(super) fn see(&self, start: usize, bytes: usize, generation: usize) {
-        if self.always {
+    pub(super) fn mark_resident(&self, start: usize, bytes: usize, generation: usize) {
+        if self.always_resident {
             return;
         }
         for page in start >> PAGE_BITS..=(start + bytes.max(1) - 1) >> PAGE_BITS {
@@ -91,9 +91,9 @@ impl Pages {
     }
 
     /// Begin `generation`: forget the pages that were seen in the one before the last.
-    pub(super) fn begin(&self, generation: usize) {
+    pub(super) fn begin_generation(&self, generation: usize) {
         self.seen[generation & 1].iter().for_each(|word| word.store(0, Ordering::Relaxed));
-        self.all[generation & 1].store(false, Ordering::Relaxed);
+        self.all_weights[generation & 1].store(false, Ordering::Relaxed);
     }
 }
 
@@ -103,44 +103,44 @@ mod tests {
 
     #[test]
     fn a_page_is_near_for_two_generations_and_longer_where_it_is_used() {
-        let pages = Pages::new(1 << 20, &(0..1 << 20), false);
-        assert!(!pages.are_near(5000, 8, 0));
-        pages.see(4090, 10, 0);
-        assert!(pages.are_near(4090, 10, 0) && pages.are_near(0, 1, 0) && !pages.are_near(8192, 1, 0));
-        pages.begin(1);
-        assert!(pages.are_near(0, 1, 1), "it was seen in the generation before");
-        pages.begin(2);
-        assert!(pages.are_near(0, 1, 2), "it was used in the generation before");
-        assert!(!pages.are_near(4096, 1, 2), "nobody used it");
-        pages.begin(3);
-        pages.begin(4);
-        assert!(!pages.are_near(0, 1, 4));
+        let pages = ResidentPages::new(1 << 20, &(0..1 << 20), false);
+        assert!(!pages.are_resident(5000, 8, 0));
+        pages.mark_resident(4090, 10, 0);
+        assert!(pages.are_resident(4090, 10, 0) && pages.are_resident(0, 1, 0) && !pages.are_resident(8192, 1, 0));
+        pages.begin_generation(1);
+        assert!(pages.are_resident(0, 1, 1), "it was seen in the generation before");
+        pages.begin_generation(2);
+        assert!(pages.are_resident(0, 1, 2), "it was used in the generation before");
+        assert!(!pages.are_resident(4096, 1, 2), "nobody used it");
+        pages.begin_generation(3);
+        pages.begin_generation(4);
+        assert!(!pages.are_resident(0, 1, 4));
     }
 
     #[test]
     fn bytes_that_cannot_leave_memory_are_always_near() {
-        let pages = Pages::new(100, &(0..100), true);
-        assert!(pages.are_near(0, 100, 7) && pages.have_all_weights(7));
+        let pages = ResidentPages::new(100, &(0..100), true);
+        assert!(pages.are_resident(0, 100, 7) && pages.have_all_weights(7));
     }
 
     #[test]
     fn all_weights_are_near_where_each_of_their_pages_was_seen() {
         const PAGE: usize = 1 << PAGE_BITS;
         for (first, last) in [(0, 0), (3, 5), (0, 63), (60, 70), (64, 127), (10, 199), (1, 128)] {
-            let pages = Pages::new(200 * PAGE, &(first * PAGE + 7..last * PAGE + 9), false);
+            let pages = ResidentPages::new(200 * PAGE, &(first * PAGE + 7..last * PAGE + 9), false);
             for page in (first..=last).rev() {
                 assert!(!pages.have_all_weights(0), "page {page} of {first} to {last} was not seen");
-                pages.see(page * PAGE, 8, 0);
+                pages.mark_resident(page * PAGE, 8, 0);
             }
             assert!(pages.have_all_weights(0) && !pages.have_all_weights(1));
-            pages.begin(1);
+            pages.begin_generation(1);
             assert!(!pages.have_all_weights(1));
             assert!(
-                (first..=last).all(|page| pages.are_near(page * PAGE, 8, 1)),
+                (first..=last).all(|page| pages.are_resident(page * PAGE, 8, 1)),
                 "they were seen in the generation before"
             );
             assert!(pages.have_all_weights(1));
-            pages.begin(2);
+            pages.begin_generation(2);
             assert!(!pages.have_all_weights(2));
         }
     }

@@ -6,13 +6,13 @@ use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
 
-use super::merge::{Merger, TakesIndexes};
-use super::opening::{LOOK_AGAIN, first_version, writable};
-use super::source::Source;
+use super::merge::{IndexConsumer, IndexMerger};
+use super::opening::{LOCK_RETRY_INTERVAL, open_first_version, writable_directory};
+use super::source::ServingSource;
 use super::stats::{PollCounts, ServingStats};
 use super::table::{LookupCounts, ServedTable};
-use super::version::{Indexed, Opening, Version};
-use crate::checkpoint::{CheckpointName, Directory, Latest, Wait};
+use super::version::{ChainIndexes, ServeContext, ServedVersion};
+use crate::checkpoint::{CheckpointDirectory, CheckpointName, LatestCheckpoint, WaitCallback};
 use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
@@ -30,7 +30,7 @@ pub struct ServeOptions {
     pub raise_when_stale: bool,
     /// The trainer's directory, where it is another one than that which is served: its deltas after what the served checkpoint was made from are
     /// changes of it, and are rounded to the precision of the served weights. Nothing is written there.
-    pub source: Option<Directory>,
+    pub source: Option<CheckpointDirectory>,
     /// What an id without a row reads. `None`: what it reads in training's evaluation.
     pub missing: Option<MissingRead>,
     /// Whether the weights of all rows are read into memory before a checkpoint is served, in huge pages where the system has them.
@@ -42,16 +42,16 @@ pub struct ServeOptions {
 
 /// What a look for a newer checkpoint found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Polled {
+pub enum PollOutcome {
     /// What is served is the newest.
-    Same,
+    UpToDate,
     /// This checkpoint is served from now on.
     Newer(CheckpointName),
 }
 
 /// The newest checkpoints of the directories of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Newest {
+pub(super) struct NewestCheckpoints {
     /// That of the directory that is followed.
     pub(super) followed: CheckpointName,
     /// That of the directory that is served, which may be the same. `None` where it cannot be told.
@@ -59,25 +59,25 @@ pub(super) struct Newest {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ServingState {
     /// The version before the current one.
-    previous: Option<Arc<Version>>,
+    previous: Option<Arc<ServedVersion>>,
     /// The checkpoint that was rolled back from. It is not served again by itself.
-    refused: Option<CheckpointName>,
+    rolled_back_from: Option<CheckpointName>,
     last_error: Option<String>,
 }
 
 /// The tables of a directory of checkpoints, for lookups.
 #[derive(Debug)]
-pub struct Serving {
-    source: Source,
+pub struct TableServer {
+    source: ServingSource,
     options: ServeOptions,
-    opening: Opening,
-    merger: Merger,
+    opening: ServeContext,
+    merger: IndexMerger,
     /// This server, for threads that do not keep it.
-    this: Weak<Self>,
-    current: ArcSwap<Version>,
-    state: Mutex<State>,
+    weak_self: Weak<Self>,
+    current: ArcSwap<ServedVersion>,
+    state: Mutex<ServingState>,
     /// Held by whoever looks for a newer version.
     polling: Mutex<()>,
     polls: PollCounts,
@@ -85,25 +85,29 @@ pub struct Serving {
     process: u32,
 }
 
-impl Serving {
+impl TableServer {
     /// Open a checkpoint of a directory. Where it has no index, one is made, and written beside it if that is allowed.
     ///
     /// Errors: `Path` where there is no checkpoint; `Mismatch` where it is linked to an SSD tier; `Corruption`, `Storage`; `Capacity` where
     /// indexes take more of this process's memory than `host_bytes`, or the data files most of the mappings that the system allows a process.
-    pub fn open(root: Directory, options: ServeOptions) -> Result<Arc<Self>> {
+    pub fn open(root: CheckpointDirectory, options: ServeOptions) -> Result<Arc<Self>> {
         Self::open_while(root, options, &mut || Ok(()))
     }
 
     /// Does what [`Serving::open`] does. `wait` is called while an index is made, or waited for, and while rows are read. Its error ends that.
     ///
     /// Errors: those of [`Serving::open`], and that of `wait`.
-    pub fn open_while(root: Directory, options: ServeOptions, wait: &mut Wait<'_>) -> Result<Arc<Self>> {
+    pub fn open_while(
+        root: CheckpointDirectory,
+        options: ServeOptions,
+        wait: &mut WaitCallback<'_>,
+    ) -> Result<Arc<Self>> {
         if options.at.is_some() && options.source.is_some() {
             let what = "one checkpoint is served for good with `at`, and newer ones with `source`: give one of them";
             return Err(Error::new(Kind::Config, what));
         }
-        let source = Source { writable: writable(&root), root, trainer: options.source.clone() };
-        let opening = Opening {
+        let source = ServingSource { writable: writable_directory(&root), root, trainer: options.source.clone() };
+        let opening = ServeContext {
             host_bytes: options.host_bytes,
             missing: options.missing,
             preload: options.preload,
@@ -111,12 +115,13 @@ impl Serving {
             counts: Arc::new(LookupCounts::default()),
             alive: Arc::new(()),
         };
-        let version = first_version(&source.root, source.writable.as_ref(), options.at.as_deref(), &opening, wait)?;
+        let version =
+            open_first_version(&source.root, source.writable.as_ref(), options.at.as_deref(), &opening, wait)?;
         check_memory(&version, options.host_bytes)?;
         tracing::info!(checkpoint = %version.name, tables = version.tables.len(), "a checkpoint is served");
         let serving = Arc::new_cyclic(|this| Self {
-            merger: Merger::new(source.clone(), options.host_bytes),
-            this: Weak::clone(this),
+            merger: IndexMerger::new(source.clone(), options.host_bytes),
+            weak_self: Weak::clone(this),
             source,
             options,
             opening,
@@ -141,7 +146,7 @@ impl Serving {
     /// The current version. It stays as it is for as long as it is held.
     ///
     /// Errors: `Stale` where it was published too long ago and the options say to refuse it then.
-    pub fn pin(&self) -> Result<Arc<Version>> {
+    pub fn pin(&self) -> Result<Arc<ServedVersion>> {
         let version = self.current.load_full();
         if let Some(most) = self.options.max_staleness.filter(|_| self.options.raise_when_stale) {
             let age = staleness(&version);
@@ -162,7 +167,7 @@ impl Serving {
     /// Look for a newer checkpoint, and serve it from now on if there is one. Its deltas are read and verified before.
     ///
     /// Errors: those of [`Serving::open`], and `State` in a forked process. The version before serves on; the error is counted and logged.
-    pub fn poll(&self) -> Result<Polled> {
+    pub fn poll(&self) -> Result<PollOutcome> {
         self.poll_while(&mut || Ok(()))
     }
 
@@ -170,24 +175,24 @@ impl Serving {
     /// looks. Its error ends that.
     ///
     /// Errors: those of [`Serving::poll`], and that of `wait`, which is neither counted nor logged.
-    pub fn poll_while(&self, wait: &mut Wait<'_>) -> Result<Polled> {
+    pub fn poll_while(&self, wait: &mut WaitCallback<'_>) -> Result<PollOutcome> {
         self.check_process()?;
         let _alone = lock_while(&self.polling, wait)?;
         self.polls.polls.fetch_add(1, Ordering::Relaxed);
         if self.options.at.is_some() {
-            return Ok(Polled::Same);
+            return Ok(PollOutcome::UpToDate);
         }
         let mut ended = false;
-        let polled = self.look(&mut || wait().inspect_err(|_| ended = true));
+        let polled = self.check_for_newer(&mut || wait().inspect_err(|_| ended = true));
         if ended {
             return polled;
         }
-        self.note_look(polled.as_ref().err());
+        self.record_poll(polled.as_ref().err());
         polled
     }
 
     /// Count and log how a look ended, and say so in the figures.
-    fn note_look(&self, error: Option<&Error>) {
+    fn record_poll(&self, error: Option<&Error>) {
         let error = error.map(ToString::to_string);
         if let Some(error) = &error {
             self.polls.failed.fetch_add(1, Ordering::Relaxed);
@@ -200,25 +205,26 @@ impl Serving {
     }
 
     /// Note that a look was ended by a panic, which is a fault of this package.
-    pub(super) fn note_panic(&self, said: &str) {
-        let what =
-            format!("looking for a newer checkpoint panicked: {said}. Please report this fault of torchrec-embcache");
-        self.note_look(Some(&Error::new(Kind::State, what)));
+    pub(super) fn record_panic(&self, message: &str) {
+        let what = format!(
+            "looking for a newer checkpoint panicked: {message}. Please report this fault of torchrec-embcache"
+        );
+        self.record_poll(Some(&Error::new(Kind::State, what)));
     }
 
     /// What a look would find now, where it can be told.
-    pub(super) fn newest(&self) -> Option<Newest> {
-        let followed = Latest::read(self.source.followed()).ok()?.name;
-        let served = Latest::read(&self.source.root).ok().map(|latest| latest.name);
-        Some(Newest { followed, served })
+    pub(super) fn newest(&self) -> Option<NewestCheckpoints> {
+        let followed = LatestCheckpoint::read(self.source.followed()).ok()?.name;
+        let served = LatestCheckpoint::read(&self.source.root).ok().map(|latest| latest.name);
+        Some(NewestCheckpoints { followed, served })
     }
 
-    fn look(&self, wait: &mut Wait<'_>) -> Result<Polled> {
-        let latest = Latest::read(self.source.followed())?;
+    fn check_for_newer(&self, wait: &mut WaitCallback<'_>) -> Result<PollOutcome> {
+        let latest = LatestCheckpoint::read(self.source.followed())?;
         let before = self.current.load_full();
         let served = self.source.checkpoint_of(&before)?;
-        if latest.name == served || lock(&self.state).refused == Some(latest.name) {
-            return Ok(Polled::Same);
+        if latest.name == served || lock(&self.state).rolled_back_from == Some(latest.name) {
+            return Ok(PollOutcome::UpToDate);
         }
         if latest.name.seq <= served.seq && !self.source.is_built_on(latest, served)? {
             let what = format!(
@@ -230,28 +236,28 @@ impl Serving {
         let next = Arc::new(self.source.next(&self.opening, &before, latest, wait)?);
         let fits = check_memory(&next, self.options.host_bytes).is_ok();
         if !fits {
-            let merged = Arc::new(self.merger.merged(&next, wait)?);
+            let merged = Arc::new(self.merger.merge(&next, wait)?);
             check_memory(&merged, self.options.host_bytes)?;
             return Ok(self.replace(&before, &merged));
         }
         let polled = self.replace(&before, &next);
-        if polled != Polled::Same {
-            let this: Weak<Self> = Weak::clone(&self.this);
+        if polled != PollOutcome::UpToDate {
+            let this: Weak<Self> = Weak::clone(&self.weak_self);
             self.merger.begin(&next, this);
         }
         Ok(polled)
     }
 
     /// Put `next` in the place of `before`, unless something else took that place meanwhile.
-    fn replace(&self, before: &Arc<Version>, next: &Arc<Version>) -> Polled {
+    fn replace(&self, before: &Arc<ServedVersion>, next: &Arc<ServedVersion>) -> PollOutcome {
         let mut state = lock(&self.state);
         if !Arc::ptr_eq(&self.current.load(), before) {
-            return Polled::Same;
+            return PollOutcome::UpToDate;
         }
         let mut dropped = None;
         if before.name != next.name {
             dropped = state.previous.replace(Arc::clone(before));
-            state.refused = None;
+            state.rolled_back_from = None;
             self.polls.swaps.fetch_add(1, Ordering::Relaxed);
         }
         self.current.store(Arc::clone(next));
@@ -259,7 +265,7 @@ impl Serving {
         // Its files are unmapped now, which takes a while, where nobody holds it.
         drop(dropped);
         tracing::debug!(checkpoint = %next.name, "a newer version is served");
-        Polled::Newer(next.name)
+        PollOutcome::Newer(next.name)
     }
 
     /// Serve the version before the current one again. What was rolled back from is not served again until a newer checkpoint is published.
@@ -274,7 +280,7 @@ impl Serving {
         };
         let left = self.current.swap(Arc::clone(&previous));
         // A version names a checkpoint that it was read from, so its name is one.
-        state.refused = self.source.checkpoint_of(&left).ok();
+        state.rolled_back_from = self.source.checkpoint_of(&left).ok();
         self.polls.swaps.fetch_add(1, Ordering::Relaxed);
         tracing::warn!("checkpoint {} is served again, and {} no longer", previous.name, left.name);
         Ok(previous.name)
@@ -313,7 +319,7 @@ impl Serving {
             lookups: get(&counts.lookups),
             ids: get(&counts.ids),
             missing: get(&counts.missing),
-            far_rows: get(&counts.far),
+            cold_rows: get(&counts.cold),
             rows: sum(&|table| table.rows),
             overlay_ids: sum(&|table| table.overlay.len() as u64),
             shared_index_bytes: sum(&|table| if table.index.is_shared() { table.index.bytes() as u64 } else { 0 }),
@@ -322,8 +328,8 @@ impl Serving {
     }
 }
 
-impl TakesIndexes for Serving {
-    fn take_indexes(&self, of: &Version, indexed: &Indexed) -> Result<()> {
+impl IndexConsumer for TableServer {
+    fn install_indexes(&self, of: &ServedVersion, indexed: &ChainIndexes) -> Result<()> {
         // While this is held, only a rollback takes the place of the current version.
         let _alone = lock(&self.polling);
         let current = self.current.load_full();
@@ -336,7 +342,7 @@ impl TakesIndexes for Serving {
     }
 }
 
-fn private_bytes(version: &Version) -> u64 {
+fn private_bytes(version: &ServedVersion) -> u64 {
     let of = |table: &Arc<ServedTable>| {
         let index = if table.index.is_shared() { 0 } else { table.index.bytes() };
         (index + table.overlay.bytes()) as u64
@@ -344,7 +350,7 @@ fn private_bytes(version: &Version) -> u64 {
     version.tables.iter().map(of).sum()
 }
 
-fn check_memory(version: &Version, most: Option<u64>) -> Result<()> {
+fn check_memory(version: &ServedVersion, most: Option<u64>) -> Result<()> {
     let needed = private_bytes(version);
     match most {
         Some(most) if needed > most => {
@@ -361,7 +367,7 @@ fn check_memory(version: &Version, most: Option<u64>) -> Result<()> {
 }
 
 /// Take a lock. While another thread has it, `wait` is called now and then, and its error ends the wait.
-fn lock_while<'a>(mutex: &'a Mutex<()>, wait: &mut Wait<'_>) -> Result<MutexGuard<'a, ()>> {
+fn lock_while<'a>(mutex: &'a Mutex<()>, wait: &mut WaitCallback<'_>) -> Result<MutexGuard<'a, ()>> {
     loop {
         match mutex.try_lock() {
             Ok(held) => return Ok(held),
@@ -369,13 +375,13 @@ fn lock_while<'a>(mutex: &'a Mutex<()>, wait: &mut Wait<'_>) -> Result<MutexGuar
             Err(TryLockError::Poisoned(held)) => return Ok(held.into_inner()),
             Err(TryLockError::WouldBlock) => {
                 wait()?;
-                std::thread::sleep(LOOK_AGAIN);
+                std::thread::sleep(LOCK_RETRY_INTERVAL);
             }
         }
     }
 }
 
-fn staleness(version: &Version) -> Duration {
+fn staleness(version: &ServedVersion) -> Duration {
     // A clock that was set back makes no version stale.
     SystemTime::now().duration_since(version.published).unwrap_or_default()
 }

@@ -28,7 +28,7 @@ pub struct ServingStats {
     /// Those of them that have no row.
     pub missing: u64,
     /// Rows whose pages were not seen in memory lately, and were asked for.
-    pub far_rows: u64,
+    pub cold_rows: u64,
     /// Rows of all tables.
     pub rows: u64,
     /// Ids that the deltas after the indexes changed.

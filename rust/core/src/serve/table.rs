@@ -3,22 +3,22 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::answer::{Answer, Floats, Output, Stored};
-use super::files::Files;
-use super::gather::Gather;
-use super::index::RowIndex;
-use super::missing::Missing;
-use super::near::Near;
-use super::overlay::Overlay;
+use super::answer::{Float32Output, LookupWriter, RowOutput, StoredOutput};
+use super::files::RowFileSet;
+use super::gather::ServeLookup;
+use super::index::ServeIndex;
+use super::missing::MissingWeights;
+use super::near::PageGeneration;
+use super::overlay::DeltaOverlay;
 use crate::checkpoint::TableSpec;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::{TensorRows, forward_pooled};
-use crate::rows::{Precision, RowLayout};
+use crate::rows::{RowLayout, WeightPrecision};
 use crate::types::{CacheSlot, Id};
 
 /// How the rows of a bag become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pooling {
+pub enum PoolingMode {
     /// Their sum.
     Sum,
     /// Their sum divided by their number. An empty bag is zeros.
@@ -31,7 +31,7 @@ pub(super) struct LookupCounts {
     pub(super) lookups: AtomicU64,
     pub(super) ids: AtomicU64,
     pub(super) missing: AtomicU64,
-    pub(super) far: AtomicU64,
+    pub(super) cold: AtomicU64,
 }
 
 /// Ids whose rows are pooled at a time; a bag is never divided.
@@ -42,13 +42,13 @@ const POOLED_AT_ONCE: usize = 2048;
 pub struct ServedTable {
     pub(super) spec: TableSpec,
     pub(super) rows: u64,
-    pub(super) files: Files,
-    pub(super) index: Arc<RowIndex>,
+    pub(super) files: RowFileSet,
+    pub(super) index: Arc<ServeIndex>,
     /// How many checkpoints of the chain the index covers.
     pub(super) indexed_links: usize,
-    pub(super) overlay: Overlay,
-    pub(super) missing: Missing,
-    pub(super) near: Arc<Near>,
+    pub(super) overlay: DeltaOverlay,
+    pub(super) missing: MissingWeights,
+    pub(super) page_generation: Arc<PageGeneration>,
     pub(super) counts: Arc<LookupCounts>,
 }
 
@@ -69,7 +69,7 @@ impl ServedTable {
     }
 
     /// How the served files store weights.
-    pub fn precision(&self) -> Precision {
+    pub fn precision(&self) -> WeightPrecision {
         self.files.precision()
     }
 
@@ -89,22 +89,22 @@ impl ServedTable {
     /// Errors: `Input` where lengths do not fit; `Corruption` and `Storage` where a row cannot be read.
     pub fn lookup(&self, ids: &[Id], out: &mut [f32], found: &mut [bool]) -> Result<usize> {
         self.check_lengths(ids.len(), self.dim(), (out.len(), found.len()))?;
-        let mut out = Floats { out, dim: self.dim() };
-        self.counted(self.gather(ids, &mut out, |position, has_row| found[position] = has_row))
+        let mut out = Float32Output { out, dim: self.dim() };
+        self.count_lookup(self.gather(ids, &mut out, |position, has_row| found[position] = has_row))
     }
 
-    /// As [`ServedTable::lookup`], with rows as [`ServedTable::precision`] stores them: `out` has [`Precision::row_bytes`] for each id. Rows of a
+    /// As [`ServedTable::lookup`], with rows as [`ServedTable::precision`] stores them: `out` has [`WeightPrecision::row_bytes`] for each id. Rows of a
     /// trainer's deltas, and what ids without a row read, are stored so for it.
     ///
     /// Errors: also `Input` where an id without a row reads what the precision cannot hold.
     pub fn lookup_stored(&self, ids: &[Id], out: &mut [u8], found: &mut [bool]) -> Result<usize> {
         let precision = self.precision();
         self.check_lengths(ids.len(), precision.row_bytes(self.dim()), (out.len(), found.len()))?;
-        let mut out = Stored { out, precision, row: vec![0.0; self.dim()], refused: None };
-        let missing = self.counted(self.gather(ids, &mut out, |position, has_row| found[position] = has_row))?;
-        match out.refused {
+        let mut out = StoredOutput { out, precision, row: vec![0.0; self.dim()], unrepresentable: None };
+        let missing = self.count_lookup(self.gather(ids, &mut out, |position, has_row| found[position] = has_row))?;
+        match out.unrepresentable {
             None => Ok(missing),
-            Some(position) => Err(self.refused(&format!(
+            Some(position) => Err(self.input_error(&format!(
                 "{} cannot hold what id {} reads: look it up as float32, or say by `missing` what else an id without a row reads",
                 precision.name(),
                 ids[position]
@@ -120,7 +120,7 @@ impl ServedTable {
         &self,
         ids: &[Id],
         offsets: &[i64],
-        pooling: Pooling,
+        pooling: PoolingMode,
         weights: Option<&[f32]>,
         out: &mut [f32],
     ) -> Result<usize> {
@@ -135,18 +135,18 @@ impl ServedTable {
             let end = offsets[last] as usize;
             rows.clear();
             rows.resize((end - start) * dim, 0.0);
-            missing += self.gather(&ids[start..end], &mut Floats { out: &mut rows, dim }, |_, _| ())?;
+            missing += self.gather(&ids[start..end], &mut Float32Output { out: &mut rows, dim }, |_, _| ())?;
             let bags: Vec<i64> = offsets[first..=last].iter().map(|&offset| offset - start as i64).collect();
             let weights = weights.map(|weights| &weights[start..end]);
             self.pool(&mut rows, &bags, pooling, weights, &mut out[first * dim..last * dim]);
             first = last;
         }
-        self.counted(Ok(missing))
+        self.count_lookup(Ok(missing))
     }
 
     /// Pool rows that were gathered, `[N, D]`.
     #[allow(unsafe_code)]
-    fn pool(&self, rows: &mut [f32], bags: &[i64], pooling: Pooling, weights: Option<&[f32]>, out: &mut [f32]) {
+    fn pool(&self, rows: &mut [f32], bags: &[i64], pooling: PoolingMode, weights: Option<&[f32]>, out: &mut [f32]) {
         let dim = self.dim();
         let slots: Vec<CacheSlot> = (0..(rows.len() / dim) as CacheSlot).collect();
         let rows = TensorRows {
@@ -156,22 +156,23 @@ impl ServedTable {
             scalars: std::ptr::null_mut(),
         };
         // SAFETY: the slots are the numbers of the rows in `rows`, which is borrowed exclusively and not written meanwhile.
-        unsafe { forward_pooled(&rows, &slots, None, bags, weights, pooling == Pooling::Mean, out, dim, 0, 1) };
+        unsafe { forward_pooled(&rows, &slots, None, bags, weights, pooling == PoolingMode::Mean, out, dim, 0, 1) };
     }
 
-    /// Write the row of each id to `out`. `note` is told the position of each id and whether it has a row. Returns how many have none.
-    fn gather(&self, ids: &[Id], out: &mut impl Output, note: impl FnMut(usize, bool)) -> Result<usize> {
+    /// Write the row of each id to `out`. `on_row` is told the position of each id and whether it has a row. Returns how many have none.
+    fn gather(&self, ids: &[Id], out: &mut impl RowOutput, on_row: impl FnMut(usize, bool)) -> Result<usize> {
         let of = (&*self.index, &self.overlay);
-        let gather = Gather::new(&self.files, of, self.dim(), self.near.generation(), ids.len());
-        let mut answer = Answer::new((&self.files, &self.missing), ids, out, note);
-        let far_rows = self.near.watch(&self.files, || gather.near_rows(ids, &mut answer));
+        let gather = ServeLookup::new(&self.files, of, self.dim(), self.page_generation.generation(), ids.len());
+        let mut answer = LookupWriter::new((&self.files, &self.missing), ids, out, on_row);
+        let far_rows =
+            self.page_generation.advance_on_faults(&self.files, || gather.write_resident_rows(ids, &mut answer));
         if !far_rows.is_empty() {
-            gather.far_rows(&far_rows, &mut answer)?;
+            gather.write_cold_rows(&far_rows, &mut answer)?;
         }
-        let missing = answer.without();
+        let missing = answer.missing_rows();
         let far = far_rows.len() as u64;
         for (count, more) in
-            [(&self.counts.ids, ids.len() as u64), (&self.counts.missing, missing as u64), (&self.counts.far, far)]
+            [(&self.counts.ids, ids.len() as u64), (&self.counts.missing, missing as u64), (&self.counts.cold, far)]
         {
             count.fetch_add(more, Ordering::Relaxed);
         }
@@ -179,19 +180,19 @@ impl ServedTable {
     }
 
     /// Counts a call of a lookup that has ended.
-    fn counted(&self, missing: Result<usize>) -> Result<usize> {
+    fn count_lookup(&self, missing: Result<usize>) -> Result<usize> {
         self.counts.lookups.fetch_add(u64::from(missing.is_ok()), Ordering::Relaxed);
         missing
     }
 
-    fn refused(&self, what: &str) -> Error {
-        Error::new(Kind::Input, format!("table {:?} of module {:?}: {what}", self.spec.table, self.spec.module))
+    fn input_error(&self, message: &str) -> Error {
+        Error::new(Kind::Input, format!("table {:?} of module {:?}: {message}", self.spec.table, self.spec.module))
     }
 
     /// Check the room for so many rows of `width` elements, and for as many flags.
     fn check_lengths(&self, rows: usize, width: usize, (out, found): (usize, usize)) -> Result<()> {
         if rows.checked_mul(width) != Some(out) || found != rows {
-            return Err(self.refused(&format!(
+            return Err(self.input_error(&format!(
                 "the output of {rows} rows of {width} elements has room for {out} and for {found} flags"
             )));
         }
@@ -201,13 +202,12 @@ impl ServedTable {
     fn check_bags(&self, ids: usize, offsets: &[i64], weights: Option<&[f32]>) -> Result<()> {
         let (first, last) = (offsets.first().copied(), offsets.last().copied());
         if first != Some(0) || last != i64::try_from(ids).ok() || !offsets.is_sorted() {
-            return Err(
-                self.refused(&format!("offsets must begin with 0, not fall, and end with {ids}, the number of ids"))
-            );
+            return Err(self
+                .input_error(&format!("offsets must begin with 0, not fall, and end with {ids}, the number of ids")));
         }
         match weights {
             Some(weights) if weights.len() != ids => {
-                Err(self.refused(&format!("{ids} ids come with {} weights: give one for each id", weights.len())))
+                Err(self.input_error(&format!("{ids} ids come with {} weights: give one for each id", weights.len())))
             }
             _ => Ok(()),
         }

@@ -4,27 +4,30 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use super::build::{build_index, link_of, map_files, reader_of};
-use super::files::{Files, LinkOfFiles};
-use super::index::{INDEX_FILE, IndexOfTable, RowIndex, read_index, write_index};
-use super::missing::Missing;
-use super::near::Near;
-use super::overlay::Overlay;
+use super::files::{RowFileLink, RowFileSet};
+use super::index::{INDEX_FILE, ServeIndex, ServeIndexTable, read_index, write_index};
+use super::missing::MissingWeights;
+use super::near::PageGeneration;
+use super::overlay::DeltaOverlay;
 use super::table::{LookupCounts, ServedTable};
-use crate::checkpoint::{Checkpoint, CheckpointName, Directory, MANIFEST_FILE, Manifest, Parent, TableReader, Wait};
+use crate::checkpoint::{
+    CheckpointDirectory, CheckpointId, CheckpointManifest, CheckpointName, MANIFEST_FILE, OpenCheckpoint, TableReader,
+    WaitCallback,
+};
 use crate::config::MissingRead;
 use crate::error::{Error, Kind, Result};
-use crate::io::{Access, Open};
-use crate::lifecycle::Sweep;
-use crate::rows::Precision;
+use crate::io::{IoOpenMode, MappingAccess};
+use crate::lifecycle::ExpirySweep;
+use crate::rows::WeightPrecision;
 
 /// One checkpoint, opened for lookups in all its tables. It never changes.
 #[derive(Debug)]
-pub struct Version {
+pub struct ServedVersion {
     pub(super) name: CheckpointName,
-    pub(super) manifest: Manifest,
+    pub(super) manifest: CheckpointManifest,
     /// The checkpoint and all that it builds on, the oldest first.
-    pub(super) links: Vec<LinkOfFiles>,
-    pub(super) base: Base,
+    pub(super) links: Vec<RowFileLink>,
+    pub(super) base: ServedBase,
     pub(super) published: SystemTime,
     pub(super) tables: Vec<Arc<ServedTable>>,
     /// Counts the versions that somebody holds.
@@ -33,33 +36,33 @@ pub struct Version {
 
 /// The part of a version's chain that lies in the directory that is served.
 #[derive(Clone, Debug)]
-pub(super) struct Base {
+pub(super) struct ServedBase {
     /// How many checkpoints.
     pub(super) links: usize,
     /// The trainer's checkpoint that the newest of them equals: what it was made from, or itself.
-    pub(super) origin: Parent,
+    pub(super) origin: CheckpointId,
 }
 
-impl Base {
+impl ServedBase {
     /// Of a chain that lies there with all of its `links`, up to `newest`.
-    fn of(newest: &Checkpoint, links: usize) -> Self {
+    fn of(newest: &OpenCheckpoint, links: usize) -> Self {
         Self { links, origin: origin_of(newest) }
     }
 }
 
 /// The trainer's checkpoint that a checkpoint equals: what it was made from, or itself.
-pub(super) fn origin_of(checkpoint: &Checkpoint) -> Parent {
+pub(super) fn origin_of(checkpoint: &OpenCheckpoint) -> CheckpointId {
     checkpoint.manifest().made_from.clone().unwrap_or_else(|| checkpoint.identity())
 }
 
-impl Version {
+impl ServedVersion {
     /// The trainer's checkpoint that this version equals.
-    pub(super) fn origin(&self) -> Parent {
+    pub(super) fn origin(&self) -> CheckpointId {
         if self.links.len() == self.base.links { self.base.origin.clone() } else { self.newest() }
     }
 
     /// The newest checkpoint of its chain.
-    pub(super) fn newest(&self) -> Parent {
+    pub(super) fn newest(&self) -> CheckpointId {
         self.links.last().expect("a version is of a checkpoint").identity()
     }
 
@@ -100,7 +103,7 @@ impl Version {
 
 /// What all versions of a server have in common.
 #[derive(Debug)]
-pub(super) struct Opening {
+pub(super) struct ServeContext {
     /// Bytes that indexes and overlays may take of this process's own memory. `None`: any number.
     pub(super) host_bytes: Option<u64>,
     pub(super) missing: Option<MissingRead>,
@@ -114,39 +117,39 @@ pub(super) struct Opening {
 
 /// One checkpoint of a chain, with the readers of its tables in the order of the manifest.
 pub(super) struct OpenedLink<'a> {
-    pub(super) link: &'a Checkpoint,
+    pub(super) link: &'a OpenCheckpoint,
     pub(super) readers: Vec<TableReader>,
 }
 
 impl<'a> OpenedLink<'a> {
     /// Check the headers of all files of a checkpoint.
-    pub(super) fn new(link: &'a Checkpoint) -> Result<Self> {
+    pub(super) fn new(link: &'a OpenCheckpoint) -> Result<Self> {
         let tables = link.manifest().tables.iter();
         let readers = tables.map(|table| reader_of(link, &table.spec.module, &table.spec.table));
         Ok(Self { link, readers: readers.collect::<Result<_>>()? })
     }
 
-    pub(super) fn sweeps(&self, table: usize) -> &'a [Sweep] {
+    pub(super) fn sweeps(&self, table: usize) -> &'a [ExpirySweep] {
         &self.link.manifest().tables[table].sweeps
     }
 }
 
 /// The indexes of the tables of a chain up to one of its checkpoints.
-pub(super) struct Indexed {
+pub(super) struct ChainIndexes {
     /// How many checkpoints of the chain they cover.
     pub(super) links: usize,
-    pub(super) indexes: Vec<Arc<RowIndex>>,
+    pub(super) indexes: Vec<Arc<ServeIndex>>,
 }
 
 /// The newest index file of a chain that fits it, whose checkpoints come with the oldest first. A file that is damaged, or cannot be
 /// read, is passed over.
-pub(super) fn find_indexes(links: &[OpenedLink<'_>], files: &[Files]) -> Option<Indexed> {
+pub(super) fn find_indexes(links: &[OpenedLink<'_>], files: &[RowFileSet]) -> Option<ChainIndexes> {
     for count in (1..=links.len()).rev() {
         let directory = links[count - 1].link.directory();
         match read_index(directory) {
             Ok(Some(found)) => {
-                if let Some(indexes) = fitting(found, links, files, count) {
-                    return Some(Indexed { links: count, indexes });
+                if let Some(indexes) = match_indexes(found, links, files, count) {
+                    return Some(ChainIndexes { links: count, indexes });
                 }
             }
             Ok(None) => {}
@@ -158,36 +161,37 @@ pub(super) fn find_indexes(links: &[OpenedLink<'_>], files: &[Files]) -> Option<
 }
 
 /// The indexes in the order of the tables, where the file is of these tables and of the first `count` checkpoints.
-fn fitting(
-    found: Vec<(IndexOfTable, RowIndex)>,
+fn match_indexes(
+    found: Vec<(ServeIndexTable, ServeIndex)>,
     links: &[OpenedLink<'_>],
-    files: &[Files],
+    files: &[RowFileSet],
     count: usize,
-) -> Option<Vec<Arc<RowIndex>>> {
+) -> Option<Vec<Arc<ServeIndex>>> {
     let tables = &links[count - 1].link.manifest().tables;
     if found.len() != tables.len() {
         return None;
     }
-    let fits = |((of, _), (entry, files)): (&(IndexOfTable, RowIndex), (&crate::checkpoint::TableEntry, &Files))| {
-        (&of.module, &of.table) == (&entry.spec.module, &entry.spec.table)
-            && of.row_bits == files.row_bits()
-            && of.links == files.links()[..count]
-    };
+    let fits =
+        |((of, _), (entry, files)): (&(ServeIndexTable, ServeIndex), (&crate::checkpoint::TableEntry, &RowFileSet))| {
+            (&of.module, &of.table) == (&entry.spec.module, &entry.spec.table)
+                && of.row_bits == files.row_bits()
+                && of.links == files.links()[..count]
+        };
     let all = found.iter().zip(tables.iter().zip(files)).all(fits);
     all.then(|| found.into_iter().map(|(_, index)| Arc::new(index)).collect())
 }
 
 /// The indexes of a file that fits all of a chain, whose checkpoints come with the oldest first.
 pub(super) fn indexes_of_file(
-    found: Vec<(IndexOfTable, RowIndex)>,
+    found: Vec<(ServeIndexTable, ServeIndex)>,
     links: &[OpenedLink<'_>],
-    files: &[Files],
-) -> Option<Indexed> {
-    fitting(found, links, files, links.len()).map(|indexes| Indexed { links: links.len(), indexes })
+    files: &[RowFileSet],
+) -> Option<ChainIndexes> {
+    match_indexes(found, links, files, links.len()).map(|indexes| ChainIndexes { links: links.len(), indexes })
 }
 
 /// The mapped files of each table of a chain, whose checkpoints come with the oldest first.
-pub(super) fn files_of(links: &[OpenedLink<'_>], access: Access) -> Result<Vec<Files>> {
+pub(super) fn files_of(links: &[OpenedLink<'_>], access: MappingAccess) -> Result<Vec<RowFileSet>> {
     let newest = links.last().expect("a chain has a checkpoint");
     let engine = newest.link.directory().engine();
     let tables = 0..newest.readers.len();
@@ -200,30 +204,34 @@ pub(super) fn files_of(links: &[OpenedLink<'_>], access: Access) -> Result<Vec<F
 }
 
 /// Make the indexes of a chain from all its files. `wait` is called now and then, and its error ends the work.
-pub(super) fn build_indexes(links: &[OpenedLink<'_>], files: &[Files], wait: &mut Wait<'_>) -> Result<Indexed> {
+pub(super) fn build_indexes(
+    links: &[OpenedLink<'_>],
+    files: &[RowFileSet],
+    wait: &mut WaitCallback<'_>,
+) -> Result<ChainIndexes> {
     let newest = links.last().expect("a chain has a checkpoint");
     let mut build = |(table, entry): (usize, &crate::checkpoint::TableEntry)| {
-        let of_table: Vec<(&TableReader, &[Sweep])> =
+        let of_table: Vec<(&TableReader, &[ExpirySweep])> =
             links.iter().map(|opened| (&opened.readers[table], opened.sweeps(table))).collect();
         let path = newest.link.directory().path();
         build_index(&files[table], &of_table, entry.total_rows, path, &mut *wait).map(Arc::new)
     };
     let indexes = newest.link.manifest().tables.iter().enumerate().map(&mut build).collect::<Result<_>>()?;
-    Ok(Indexed { links: links.len(), indexes })
+    Ok(ChainIndexes { links: links.len(), indexes })
 }
 
 /// Write the indexes of a chain beside its newest checkpoint, in `directory`, and return how many bytes the file has.
 pub(super) fn write_indexes(
-    directory: &Directory,
-    manifest: &Manifest,
-    files: &[Files],
-    indexed: &Indexed,
+    directory: &CheckpointDirectory,
+    manifest: &CheckpointManifest,
+    files: &[RowFileSet],
+    indexed: &ChainIndexes,
 ) -> Result<u64> {
     let tables = manifest.tables.iter().zip(files).zip(&indexed.indexes);
-    let tables: Vec<(IndexOfTable, &RowIndex)> = tables
+    let tables: Vec<(ServeIndexTable, &ServeIndex)> = tables
         .map(|((entry, files), index)| {
             let links = &files.links()[..indexed.links];
-            (IndexOfTable::new(&entry.spec.module, &entry.spec.table, links, files.row_bits()), &**index)
+            (ServeIndexTable::new(&entry.spec.module, &entry.spec.table, links, files.row_bits()), &**index)
         })
         .collect();
     write_index(directory, &tables)
@@ -232,18 +240,18 @@ pub(super) fn write_indexes(
 /// Open a version from a chain whose files are mapped, and indexes of some of its checkpoints. The deltas after these are read and verified.
 /// `wait` is called while rows are preloaded, and its error ends that.
 pub(super) fn open_version(
-    opening: &Opening,
+    opening: &ServeContext,
     links: &[OpenedLink<'_>],
-    files: Vec<Files>,
-    indexed: &Indexed,
-    wait: &mut Wait<'_>,
-) -> Result<Version> {
+    files: Vec<RowFileSet>,
+    indexed: &ChainIndexes,
+    wait: &mut WaitCallback<'_>,
+) -> Result<ServedVersion> {
     let newest = links.last().expect("a chain has a checkpoint").link;
     let mut tables = Vec::new();
     for (number, (files, entry)) in files.into_iter().zip(&newest.manifest().tables).enumerate() {
-        let near = Near::new();
+        let near = PageGeneration::new();
         if opening.preload {
-            files.bring_all_in(near.generation(), wait)?;
+            files.preload_all(near.generation(), wait)?;
         }
         tables.push(Arc::new(ServedTable {
             spec: entry.spec.clone(),
@@ -251,34 +259,34 @@ pub(super) fn open_version(
             index: Arc::clone(&indexed.indexes[number]),
             indexed_links: indexed.links,
             overlay: overlay_after(indexed, links, number, &files)?,
-            missing: Missing::of(&entry.spec, opening.missing)?,
-            near: Arc::new(near),
+            missing: MissingWeights::of(&entry.spec, opening.missing)?,
+            page_generation: Arc::new(near),
             counts: Arc::clone(&opening.counts),
             files,
         }));
     }
-    let base = Base::of(newest, links.len());
+    let base = ServedBase::of(newest, links.len());
     version_of(opening, newest, links.iter().map(|opened| link_of(opened.link)).collect(), base, tables)
 }
 
 /// The version before with more deltas after it, which are read and verified. They lie in the served directory, or with `is_trainers` in a
 /// trainer's.
-pub(super) fn extended(
-    opening: &Opening,
-    before: &Version,
+pub(super) fn extend_version(
+    opening: &ServeContext,
+    before: &ServedVersion,
     links: &[OpenedLink<'_>],
     is_trainers: bool,
-) -> Result<Version> {
+) -> Result<ServedVersion> {
     let newest = links.last().expect("one delta at least").link;
     let mut tables = Vec::new();
     for (number, (table, entry)) in before.tables.iter().zip(&newest.manifest().tables).enumerate() {
-        let (mut files, mut overlay) = (table.files.clone(), table.overlay.copied()?);
+        let (mut files, mut overlay) = (table.files.clone(), table.overlay.try_clone()?);
         for opened in links {
             let reader = &opened.readers[number];
             check_sweeps(&files, opened, number)?;
             files.push(opened.link.directory().engine(), link_of(opened.link), reader)?;
             // What changed lately is what requests want.
-            files.bring_newest_in(table.near.generation())?;
+            files.preload_newest(table.page_generation.generation())?;
             overlay.add(&files, reader, opened.sweeps(number))?;
         }
         tables.push(Arc::new(ServedTable {
@@ -288,20 +296,20 @@ pub(super) fn extended(
             index: Arc::clone(&table.index),
             indexed_links: table.indexed_links,
             overlay,
-            missing: Missing::of(&entry.spec, opening.missing)?,
-            near: Arc::clone(&table.near),
+            missing: MissingWeights::of(&entry.spec, opening.missing)?,
+            page_generation: Arc::clone(&table.page_generation),
             counts: Arc::clone(&opening.counts),
         }));
     }
     let all: Vec<_> = before.links.iter().cloned().chain(links.iter().map(|opened| link_of(opened.link))).collect();
-    let base = if is_trainers { before.base.clone() } else { Base::of(newest, all.len()) };
+    let base = if is_trainers { before.base.clone() } else { ServedBase::of(newest, all.len()) };
     version_of(opening, newest, all, base, tables)
 }
 
 /// `Mismatch` where a rule of a delta looks at weights, and those of the rows before it are not the trainer's.
-fn check_sweeps(files: &Files, opened: &OpenedLink<'_>, table: usize) -> Result<()> {
+fn check_sweeps(files: &RowFileSet, opened: &OpenedLink<'_>, table: usize) -> Result<()> {
     let precision = files.precision();
-    if precision == Precision::Fp32 || !opened.sweeps(table).iter().any(Sweep::needs_weights) {
+    if precision == WeightPrecision::Fp32 || !opened.sweeps(table).iter().any(ExpirySweep::needs_weights) {
         return Ok(());
     }
     let name = &opened.link.manifest().name;
@@ -315,7 +323,11 @@ fn check_sweeps(files: &Files, opened: &OpenedLink<'_>, table: usize) -> Result<
 
 /// A version with other indexes. The overlays have the changes of the checkpoints after these: `links` is the version's chain, the oldest first,
 /// and may be empty where the indexes cover all of it.
-pub(super) fn with_indexes(version: &Version, indexed: &Indexed, links: &[OpenedLink<'_>]) -> Result<Version> {
+pub(super) fn with_indexes(
+    version: &ServedVersion,
+    indexed: &ChainIndexes,
+    links: &[OpenedLink<'_>],
+) -> Result<ServedVersion> {
     let mut tables = Vec::new();
     for (number, (table, index)) in version.tables.iter().zip(&indexed.indexes).enumerate() {
         tables.push(Arc::new(ServedTable {
@@ -326,11 +338,11 @@ pub(super) fn with_indexes(version: &Version, indexed: &Indexed, links: &[Opened
             indexed_links: indexed.links,
             overlay: overlay_after(indexed, links, number, &table.files)?,
             missing: table.missing.clone(),
-            near: Arc::clone(&table.near),
+            page_generation: Arc::clone(&table.page_generation),
             counts: Arc::clone(&table.counts),
         }));
     }
-    Ok(Version {
+    Ok(ServedVersion {
         name: version.name,
         manifest: version.manifest.clone(),
         links: version.links.clone(),
@@ -342,8 +354,13 @@ pub(super) fn with_indexes(version: &Version, indexed: &Indexed, links: &[Opened
 }
 
 /// What the checkpoints after an index changed in a table. They are read and verified.
-fn overlay_after(indexed: &Indexed, links: &[OpenedLink<'_>], table: usize, files: &Files) -> Result<Overlay> {
-    let mut overlay = Overlay::empty();
+fn overlay_after(
+    indexed: &ChainIndexes,
+    links: &[OpenedLink<'_>],
+    table: usize,
+    files: &RowFileSet,
+) -> Result<DeltaOverlay> {
+    let mut overlay = DeltaOverlay::empty();
     for (count, opened) in links.iter().enumerate().skip(indexed.links) {
         overlay.add(&files.truncated(count + 1), &opened.readers[table], opened.sweeps(table))?;
     }
@@ -351,15 +368,15 @@ fn overlay_after(indexed: &Indexed, links: &[OpenedLink<'_>], table: usize, file
 }
 
 fn version_of(
-    opening: &Opening,
-    newest: &Checkpoint,
-    links: Vec<LinkOfFiles>,
-    base: Base,
+    opening: &ServeContext,
+    newest: &OpenCheckpoint,
+    links: Vec<RowFileLink>,
+    base: ServedBase,
     tables: Vec<Arc<ServedTable>>,
-) -> Result<Version> {
+) -> Result<ServedVersion> {
     let directory = newest.directory();
     let manifest = newest.manifest().clone();
-    let published = directory.engine().open(&directory.join(MANIFEST_FILE), Open::Read)?.modified()?;
+    let published = directory.engine().open(&directory.join(MANIFEST_FILE), IoOpenMode::Read)?.modified()?;
     let name = manifest.name.parse()?;
-    Ok(Version { name, manifest, links, base, published, tables, alive: Arc::clone(&opening.alive) })
+    Ok(ServedVersion { name, manifest, links, base, published, tables, alive: Arc::clone(&opening.alive) })
 }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use crate::config::PolicyKind;
 use crate::index::IdHash;
-use crate::policy::{Policy, new_policy};
+use crate::policy::{ReplacementPolicy, new_policy};
 use crate::types::{CacheSlot, Id};
 
 /// A cache that would have fewer members than this is no longer simulated: one member more or less would change its size too much.
@@ -20,10 +20,10 @@ fn size_of(number: i32) -> f64 {
 
 /// The simulated caches, smallest first.
 #[derive(Debug)]
-pub(super) struct Caches {
-    simulated: Vec<Cache>,
+pub(super) struct CacheSimulation {
+    simulated: Vec<SimulatedCache>,
     /// The policy of a cache that holds every member. Any cache is like it until it is full, so each begins as a copy of it.
-    unlimited: Box<dyn Policy>,
+    unlimited: Box<dyn ReplacementPolicy>,
     /// For each member the caches that it is in, by their bits.
     inside: Vec<u32>,
     policy: PolicyKind,
@@ -35,18 +35,18 @@ pub(super) struct Caches {
 }
 
 #[derive(Debug)]
-struct Cache {
+struct SimulatedCache {
     /// Rows.
     size: f64,
     bit: u32,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn ReplacementPolicy>,
     members: u32,
     missed: f64,
 }
 
 /// A use of a member.
 #[derive(Clone, Copy)]
-pub(super) struct Use {
+pub(super) struct SampleUse {
     pub(super) member: CacheSlot,
     /// Whether it is the member's first.
     pub(super) is_first: bool,
@@ -54,7 +54,7 @@ pub(super) struct Use {
     pub(super) weight: f64,
 }
 
-impl Caches {
+impl CacheSimulation {
     /// For members with numbers below `members`.
     pub(super) fn new(policy: PolicyKind, members: usize) -> Self {
         Self {
@@ -69,8 +69,8 @@ impl Caches {
     }
 
     /// Note a use. `ids` has the id of each member.
-    pub(super) fn used(&mut self, used: Use, ids: &[Id], rate: f64) {
-        let Use { member, is_first, weight } = used;
+    pub(super) fn used(&mut self, used: SampleUse, ids: &[Id], rate: f64) {
+        let SampleUse { member, is_first, weight } = used;
         let id = ids[member as usize];
         for cache in &mut self.simulated {
             if self.inside[member as usize] & cache.bit != 0 {
@@ -110,7 +110,13 @@ impl Caches {
                 self.inside[member as usize] |= bit;
             }
             let policy = self.unlimited.boxed_clone();
-            self.simulated.push(Cache { size, bit, policy, members: members.len() as u32, missed: self.first_uses });
+            self.simulated.push(SimulatedCache {
+                size,
+                bit,
+                policy,
+                members: members.len() as u32,
+                missed: self.first_uses,
+            });
         }
     }
 
@@ -139,7 +145,7 @@ impl Caches {
     }
 
     /// Count misses from zero on.
-    pub(super) fn count_anew(&mut self) {
+    pub(super) fn reset_counts(&mut self) {
         self.first_uses = 0.0;
         self.simulated.iter_mut().for_each(|cache| cache.missed = 0.0);
     }
@@ -162,7 +168,7 @@ fn members_of(size: f64, rate: f64) -> u32 {
     ((size * rate).round() as u32).max(1)
 }
 
-impl Cache {
+impl SimulatedCache {
     /// Evict until there are at most `most` members. `inside` has the caches of each member, `ids` its id.
     fn shrink_to(&mut self, most: u32, inside: &mut [u32], ids: &[Id]) {
         while self.members > most {

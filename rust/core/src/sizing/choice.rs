@@ -2,7 +2,7 @@
 #![allow(clippy::inline_always)] // jobs are compiled for each instruction set, with all that they call
 
 use crate::index::IdHash;
-use crate::simd::{Isa, Job};
+use crate::simd::{InstructionSet, SimdJob};
 use crate::types::Id;
 
 /// Where the ids that are used lie close together, this takes them evenly.
@@ -12,14 +12,14 @@ const SALT: Id = 0x5851_f42d_4c95_7f2d;
 /// Ids that are compared at once.
 const AT_ONCE: usize = 16;
 
-/// The hashes below `below`, and the positions of their ids.
-pub(super) fn chosen(ids: &[Id], below: u64) -> Vec<(u64, u32)> {
-    Isa::best().run(Choice { ids, below })
+/// The hashes below `hash_bound`, and the positions of their ids.
+pub(super) fn sampled_ids(ids: &[Id], hash_bound: u64) -> Vec<(u64, u32)> {
+    InstructionSet::best().run(SampleJob { ids, hash_bound })
 }
 
-struct Choice<'a> {
+struct SampleJob<'a> {
     ids: &'a [Id],
-    below: u64,
+    hash_bound: u64,
 }
 
 #[inline(always)]
@@ -27,7 +27,7 @@ fn hash(id: Id) -> u64 {
     HASH.once(id ^ SALT)
 }
 
-impl Job for Choice<'_> {
+impl SimdJob for SampleJob<'_> {
     type Output = Vec<(u64, u32)>;
 
     #[inline(always)]
@@ -38,7 +38,7 @@ impl Job for Choice<'_> {
             // Mostly none is. The lanes have no branch, so that they are compared together.
             let mut any = false;
             for &id in part {
-                any |= hash(id) < self.below;
+                any |= hash(id) < self.hash_bound;
             }
             if any {
                 self.add(part, number * AT_ONCE, &mut found);
@@ -49,12 +49,12 @@ impl Job for Choice<'_> {
     }
 }
 
-impl Choice<'_> {
+impl SampleJob<'_> {
     #[inline(always)]
     fn add(&self, ids: &[Id], begin: usize, found: &mut Vec<(u64, u32)>) {
         for (at, &id) in ids.iter().enumerate() {
             let hash = hash(id);
-            if hash < self.below {
+            if hash < self.hash_bound {
                 found.push((hash, (begin + at) as u32));
             }
         }

@@ -15,7 +15,7 @@ pub struct MissRatioCurve {
     /// The share of lookups that were the first use of their id, which miss in a cache of any size.
     pub first_use_ratio: f64,
     /// The share of lookups whose row was born with them, so that nothing was read.
-    pub birth_ratio: f64,
+    pub new_row_ratio: f64,
     /// Lookups of distinct ids of plans that were looked at.
     pub lookups: u64,
     /// The plans that they were of.
@@ -30,12 +30,12 @@ pub struct MissRatioCurve {
 
 /// What was counted, whatever the size of a cache.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Totals {
+pub(super) struct TrafficTotals {
     pub(super) lookups: u64,
     pub(super) batches: u64,
     pub(super) largest_batch: u64,
     /// Rows that were born.
-    pub(super) births: u64,
+    pub(super) new_rows: u64,
     /// First uses of ids, as estimated.
     pub(super) first_uses: f64,
 }
@@ -45,7 +45,13 @@ impl MissRatioCurve {
     ///
     /// The sample may have too many or too few of the ids that are used most. What the estimated misses leave of the true number of lookups
     /// counts as hits, as SHARDS corrects it (FAST 2015, section 3.1, "SHARDS-adj").
-    pub(super) fn new(policy: PolicyKind, misses: Vec<(u64, f64)>, totals: Totals, distinct: u64, rate: f64) -> Self {
+    pub(super) fn new(
+        policy: PolicyKind,
+        misses: Vec<(u64, f64)>,
+        totals: TrafficTotals,
+        distinct: u64,
+        rate: f64,
+    ) -> Self {
         let share = |misses: f64| if totals.lookups == 0 { 0.0 } else { (misses / totals.lookups as f64).min(1.0) };
         let first_use_ratio = share(totals.first_uses);
         let mut points: Vec<(u64, f64)> = misses.into_iter().filter(|&(rows, _)| rows < distinct).collect();
@@ -55,7 +61,7 @@ impl MissRatioCurve {
             rows: points.iter().map(|&(rows, _)| rows).collect(),
             miss_ratios: points.iter().map(|&(_, misses)| share(misses).max(first_use_ratio)).collect(),
             first_use_ratio,
-            birth_ratio: share(totals.births as f64),
+            new_row_ratio: share(totals.new_rows as f64),
             lookups: totals.lookups,
             batches: totals.batches,
             largest_batch: totals.largest_batch,
@@ -74,15 +80,15 @@ const SHIFT: u32 = f64::MANTISSA_DIGITS - 1 - BUCKETS_AN_OCTAVE.ilog2();
 
 /// How many uses came at which distance, with buckets that widen with the distance.
 #[derive(Debug)]
-pub(super) struct Distances(Vec<f64>);
+pub(super) struct DistanceHistogram(Vec<f64>);
 
-impl Default for Distances {
+impl Default for DistanceHistogram {
     fn default() -> Self {
         Self(vec![0.0; OCTAVES * BUCKETS_AN_OCTAVE])
     }
 }
 
-impl Distances {
+impl DistanceHistogram {
     /// Add a use that stands for `weight` uses. `distance` counts the row itself: it is the rows that a cache needs for a hit, at least 1.
     pub(super) fn add(&mut self, distance: f64, weight: f64) {
         let bucket = (distance.to_bits() >> SHIFT) as usize - (1.0_f64.to_bits() >> SHIFT) as usize;

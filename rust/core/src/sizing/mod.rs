@@ -1,6 +1,6 @@
 //! How the miss ratio of a table depends on how many of its rows are in RAM, measured on live traffic.
 //!
-//! A [`Sizing`] sees the distinct ids of every plan and keeps a fixed number of them, chosen by a hash. On these it runs, in miniature, what
+//! A [`TableSizing`] sees the distinct ids of every plan and keeps a fixed number of them, chosen by a hash. On these it runs, in miniature, what
 //! caches of many sizes would do. Sources: SHARDS with a fixed size, for `lru` (Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC
 //! construction with SHARDS", FAST 2015); miniature simulations on the same sample for the other policies (Waldspurger, Saemundsson, Ahmad,
 //! Park, "Cache modeling and optimization using miniature simulations", ATC 2017). It holds no rows, and nothing depends on what it finds.
@@ -16,9 +16,9 @@ mod tests;
 
 pub use curve::MissRatioCurve;
 
-use choice::chosen;
-use pace::Pace;
-use sample::Sample;
+use choice::sampled_ids;
+use pace::SamplingPace;
+use sample::IdSample;
 
 use crate::config::PolicyKind;
 use crate::sync::{AtomicU64, Mutex, Ordering, lock};
@@ -29,10 +29,10 @@ const OFF: u64 = 0;
 
 /// The measurement of one table: off, until it is begun.
 #[derive(Debug, Default)]
-pub(crate) struct Sizing {
+pub(crate) struct TableSizing {
     /// Ids whose hash is below this are in the sample. [`OFF`] while nothing is measured.
-    below: AtomicU64,
-    measured: Mutex<Option<Measured>>,
+    hash_bound: AtomicU64,
+    measured: Mutex<Option<SizingMeasurement>>,
 }
 
 /// Uses are simulated so many at a time. What is known of the simulated caches lies in the processor's cache then, which the training
@@ -40,16 +40,16 @@ pub(crate) struct Sizing {
 const USES_AT_ONCE: usize = 4096;
 
 #[derive(Debug)]
-struct Measured {
-    sample: Sample,
-    pace: Pace,
+struct SizingMeasurement {
+    sample: IdSample,
+    pace: SamplingPace,
     /// Hashes and ids of uses that are still to be simulated.
     waiting: Vec<(u64, Id)>,
 }
 
-impl Measured {
+impl SizingMeasurement {
     /// Note the lookups of a plan, of which so many are births, and the uses of sampled ids among them.
-    fn note(&mut self, (lookups, births): (u64, u64), uses: impl Iterator<Item = (u64, Id)>) {
+    fn record(&mut self, (lookups, births): (u64, u64), uses: impl Iterator<Item = (u64, Id)>) {
         self.sample.looked_up(lookups, births);
         let waited = self.waiting.len();
         self.waiting.extend(uses);
@@ -65,52 +65,52 @@ impl Measured {
     }
 }
 
-impl Sizing {
+impl TableSizing {
     /// Measure from now on, for a table whose tiers in RAM have room for `rows` rows, and whose policy is `policy`. A measurement that is
     /// under way goes on.
     pub(crate) fn begin(&self, policy: PolicyKind, rows: u64) {
         let mut measured = lock(&self.measured);
         if measured.is_none() {
-            let sample = Sample::new(policy, rows);
-            self.below.store(sample.below(), Ordering::Relaxed);
-            *measured = Some(Measured { sample, pace: Pace::default(), waiting: Vec::new() });
+            let sample = IdSample::new(policy, rows);
+            self.hash_bound.store(sample.hash_bound(), Ordering::Relaxed);
+            *measured = Some(SizingMeasurement { sample, pace: SamplingPace::default(), waiting: Vec::new() });
         }
     }
 
     /// Whether a measurement is under way.
     pub(crate) fn is_on(&self) -> bool {
-        self.below.load(Ordering::Relaxed) != OFF
+        self.hash_bound.load(Ordering::Relaxed) != OFF
     }
 
     /// Note that a plan uses the rows of these distinct ids `[U]`, but for those at the positions `without_row`, which rise: they have no row
-    /// and get none. `births` of the rows are born with this plan.
-    pub(crate) fn note(&self, ids: &[Id], without_row: &[u32], births: u64) {
-        let below = self.below.load(Ordering::Relaxed);
+    /// and get none. `new_rows` of the rows are born with this plan.
+    pub(crate) fn record(&self, ids: &[Id], without_row: &[u32], new_rows: u64) {
+        let below = self.hash_bound.load(Ordering::Relaxed);
         if below == OFF {
             return;
         }
         let lookups = (ids.len() - without_row.len()) as u64;
         // While it rests nothing is hashed.
-        if !lock(&self.measured).as_mut().is_some_and(|measured| measured.pace.looks(lookups)) {
+        if !lock(&self.measured).as_mut().is_some_and(|measured| measured.pace.should_sample(lookups)) {
             return;
         }
-        let mut found = chosen(ids, below);
+        let mut found = sampled_ids(ids, below);
         found.retain(|&(_, position)| without_row.binary_search(&position).is_err());
         if let Some(measured) = &mut *lock(&self.measured) {
-            measured.note((lookups, births), found.iter().map(|&(hash, position)| (hash, ids[position as usize])));
-            self.below.store(measured.sample.below(), Ordering::Relaxed);
+            measured.record((lookups, new_rows), found.iter().map(|&(hash, position)| (hash, ids[position as usize])));
+            self.hash_bound.store(measured.sample.hash_bound(), Ordering::Relaxed);
         }
     }
 
-    /// What was measured since it began, or since the last call with `anew`; `None` where nothing is measured. With `anew` it counts from
+    /// What was measured since it began, or since the last call with `reset`; `None` where nothing is measured. With `reset` it counts from
     /// zero from here on, while the caches that it simulates stay as full as they are.
-    pub(crate) fn curves(&self, anew: bool) -> Option<Vec<MissRatioCurve>> {
+    pub(crate) fn curves(&self, reset: bool) -> Option<Vec<MissRatioCurve>> {
         let mut measured = lock(&self.measured);
         let measured = measured.as_mut()?;
         measured.simulate();
         let curves = measured.sample.curves();
-        if anew {
-            measured.sample.count_anew();
+        if reset {
+            measured.sample.reset_counts();
         }
         Some(curves)
     }

@@ -13,23 +13,23 @@ const BURST: u64 = 1 << 18;
 
 /// What was looked at so far.
 #[derive(Debug, Default)]
-pub(super) struct Pace {
+pub(super) struct SamplingPace {
     lookups: u64,
     simulated: u64,
-    rests: bool,
+    is_resting: bool,
 }
 
-impl Pace {
+impl SamplingPace {
     /// Count lookups. Whether they are to be looked at.
-    pub(super) fn looks(&mut self, lookups: u64) -> bool {
+    pub(super) fn should_sample(&mut self, lookups: u64) -> bool {
         self.lookups += lookups;
         let due = FREE + self.lookups / LOOKUPS_A_USE;
-        if self.rests {
-            self.rests = self.simulated > due;
+        if self.is_resting {
+            self.is_resting = self.simulated > due;
         } else {
-            self.rests = self.simulated > due + BURST;
+            self.is_resting = self.simulated > due + BURST;
         }
-        !self.rests
+        !self.is_resting
     }
 
     /// Count uses that were simulated.

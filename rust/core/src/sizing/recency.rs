@@ -10,7 +10,7 @@ const WORD: u32 = u64::BITS;
 /// structure for cumulative frequency tables", 1994) sums the bits of whole words. When the moments are used up, the last uses are
 /// numbered anew in their order.
 #[derive(Debug)]
-pub(super) struct Recency {
+pub(super) struct ReuseTracker {
     words: Vec<u64>,
     /// The tree over the bits of each word.
     sums: Vec<u32>,
@@ -20,7 +20,7 @@ pub(super) struct Recency {
     members: u32,
 }
 
-impl Recency {
+impl ReuseTracker {
     /// For members with numbers below `members`, at least 1.
     pub(super) fn new(members: usize) -> Self {
         let words = (members * 4).div_ceil(WORD as usize);
@@ -30,7 +30,7 @@ impl Recency {
     /// Note a use. Returns how many other members were used since the last one; `None` for the first use.
     pub(super) fn used(&mut self, member: u32) -> Option<u32> {
         if self.now as usize == self.words.len() * WORD as usize {
-            self.number_anew();
+            self.renumber();
         }
         let before = self.last[member as usize];
         let distance = (before != NEVER).then(|| self.members - 1 - self.before(before));
@@ -52,9 +52,9 @@ impl Recency {
     }
 
     /// How many last uses are before a moment.
-    fn before(&self, moment: u32) -> u32 {
-        let mut word = (moment / WORD) as usize;
-        let bits = self.words[word] & ((1 << (moment % WORD)) - 1);
+    fn before(&self, tick: u32) -> u32 {
+        let mut word = (tick / WORD) as usize;
+        let bits = self.words[word] & ((1 << (tick % WORD)) - 1);
         let mut sum = bits.count_ones();
         while word > 0 {
             sum += self.sums[word];
@@ -63,16 +63,16 @@ impl Recency {
         sum
     }
 
-    fn flip(&mut self, moment: u32, on: bool) {
-        self.words[(moment / WORD) as usize] ^= 1 << (moment % WORD);
-        let mut word = (moment / WORD) as usize + 1;
+    fn flip(&mut self, tick: u32, on: bool) {
+        self.words[(tick / WORD) as usize] ^= 1 << (tick % WORD);
+        let mut word = (tick / WORD) as usize + 1;
         while word < self.sums.len() {
             self.sums[word] = if on { self.sums[word] + 1 } else { self.sums[word] - 1 };
             word += word & word.wrapping_neg();
         }
     }
 
-    fn number_anew(&mut self) {
+    fn renumber(&mut self) {
         let numbered: Vec<u32> =
             self.last.iter().map(|&last| if last == NEVER { NEVER } else { self.before(last) }).collect();
         self.last = numbered;

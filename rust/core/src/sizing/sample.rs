@@ -2,9 +2,9 @@
 
 use std::collections::{BinaryHeap, HashMap};
 
-use super::caches::{Caches, Use};
-use super::curve::{Distances, MissRatioCurve, Totals};
-use super::recency::Recency;
+use super::caches::{CacheSimulation, SampleUse};
+use super::curve::{DistanceHistogram, MissRatioCurve, TrafficTotals};
+use super::recency::ReuseTracker;
 use crate::config::PolicyKind;
 use crate::index::IdHash;
 use crate::types::{CacheSlot, Id};
@@ -16,7 +16,7 @@ pub(super) const MOST_MEMBERS: usize = 16_384;
 pub(super) const MOST_BYTES: usize = 8 << 20;
 /// The members of the sample, and what was measured on them.
 #[derive(Debug)]
-pub(super) struct Sample {
+pub(super) struct IdSample {
     /// The number of each member.
     members: HashMap<Id, CacheSlot, IdHash>,
     /// The id of each member, by its number.
@@ -26,16 +26,16 @@ pub(super) struct Sample {
     /// Numbers that no member has.
     free: Vec<CacheSlot>,
     /// Ids with a hash below this are members.
-    below: u64,
+    hash_bound: u64,
     policy: PolicyKind,
-    recency: Recency,
-    distances: Distances,
+    recency: ReuseTracker,
+    distances: DistanceHistogram,
     /// `None` for `lru`, whose misses at all sizes follow from the distances.
-    caches: Option<Caches>,
-    totals: Totals,
+    caches: Option<CacheSimulation>,
+    totals: TrafficTotals,
 }
 
-impl Sample {
+impl IdSample {
     /// For a table whose tiers in RAM have room for `rows` rows.
     pub(super) fn new(policy: PolicyKind, rows: u64) -> Self {
         // With more than this the sample would be full before the RAM is, and where all rows fit in RAM no curve is asked for.
@@ -46,29 +46,29 @@ impl Sample {
             ids: vec![0; MOST_MEMBERS],
             by_hash: BinaryHeap::new(),
             free: (0..MOST_MEMBERS as CacheSlot).rev().collect(),
-            below,
+            hash_bound: below,
             policy,
-            recency: Recency::new(MOST_MEMBERS),
-            distances: Distances::default(),
-            caches: (policy != PolicyKind::Lru).then(|| Caches::new(policy, MOST_MEMBERS)),
-            totals: Totals::default(),
+            recency: ReuseTracker::new(MOST_MEMBERS),
+            distances: DistanceHistogram::default(),
+            caches: (policy != PolicyKind::Lru).then(|| CacheSimulation::new(policy, MOST_MEMBERS)),
+            totals: TrafficTotals::default(),
         }
     }
 
     /// Ids with a hash below this are members.
-    pub(super) fn below(&self) -> u64 {
-        self.below
+    pub(super) fn hash_bound(&self) -> u64 {
+        self.hash_bound
     }
 
     /// The share of all ids that are in the sample.
     fn rate(&self) -> f64 {
-        self.below as f64 / 2_f64.powi(64)
+        self.hash_bound as f64 / 2_f64.powi(64)
     }
 
     /// Note the lookups of a plan, of which so many are births. [`Sample::used`] is told those of sampled ids.
-    pub(super) fn looked_up(&mut self, lookups: u64, births: u64) {
+    pub(super) fn looked_up(&mut self, lookups: u64, new_rows: u64) {
         self.totals.lookups += lookups;
-        self.totals.births += births;
+        self.totals.new_rows += new_rows;
         self.totals.batches += 1;
         self.totals.largest_batch = self.totals.largest_batch.max(lookups);
     }
@@ -77,7 +77,7 @@ impl Sample {
     pub(super) fn used(&mut self, uses: &[(u64, Id)]) {
         for &(hash, id) in uses {
             // The bound may have fallen since.
-            if hash < self.below {
+            if hash < self.hash_bound {
                 self.used_once(hash, id);
             }
         }
@@ -92,7 +92,7 @@ impl Sample {
         }
         let rate = self.rate();
         if let Some(caches) = &mut self.caches {
-            caches.used(Use { member, is_first, weight }, &self.ids, rate);
+            caches.used(SampleUse { member, is_first, weight }, &self.ids, rate);
         }
     }
 
@@ -104,7 +104,7 @@ impl Sample {
         if self.free.is_empty() {
             self.lower(hash);
         }
-        if hash >= self.below {
+        if hash >= self.hash_bound {
             return None;
         }
         let rate = self.rate();
@@ -120,8 +120,8 @@ impl Sample {
 
     /// Lower the bound to the highest hash of the members and of `hash`. A member with this hash leaves.
     fn lower(&mut self, hash: u64) {
-        self.below = self.by_hash.peek().map_or(hash, |&(highest, _)| highest.max(hash));
-        if self.below != hash
+        self.hash_bound = self.by_hash.peek().map_or(hash, |&(highest, _)| highest.max(hash));
+        if self.hash_bound != hash
             && let Some((_, member)) = self.by_hash.pop()
         {
             let id = self.ids[member as usize];
@@ -149,11 +149,11 @@ impl Sample {
     }
 
     /// Count from zero on. The caches stay as full as they are.
-    pub(super) fn count_anew(&mut self) {
-        self.totals = Totals::default();
-        self.distances = Distances::default();
+    pub(super) fn reset_counts(&mut self) {
+        self.totals = TrafficTotals::default();
+        self.distances = DistanceHistogram::default();
         if let Some(caches) = &mut self.caches {
-            caches.count_anew();
+            caches.reset_counts();
         }
     }
 
@@ -163,6 +163,6 @@ impl Sample {
         // A map of the standard library has room for an eighth more than it holds, rounded up to a power of two.
         let map = (MOST_MEMBERS * 8 / 7).next_power_of_two() * (size_of::<(Id, CacheSlot)>() + 1);
         let lists = MOST_MEMBERS * (size_of::<Id>() + 2 * size_of::<(u64, CacheSlot)>() + size_of::<CacheSlot>());
-        map + lists + self.recency.bytes() + self.caches.as_ref().map_or(0, Caches::bytes)
+        map + lists + self.recency.bytes() + self.caches.as_ref().map_or(0, CacheSimulation::bytes)
     }
 }

@@ -2,24 +2,24 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
-use super::Sizing;
-use super::choice::chosen;
-use super::pace::Pace;
-use super::recency::Recency;
-use super::sample::{MOST_BYTES, MOST_MEMBERS, Sample};
+use super::TableSizing;
+use super::choice::sampled_ids;
+use super::pace::SamplingPace;
+use super::recency::ReuseTracker;
+use super::sample::{IdSample, MOST_BYTES, MOST_MEMBERS};
 use crate::config::PolicyKind;
-use crate::policy::{Policy, new_policy};
+use crate::policy::{ReplacementPolicy, new_policy};
 use crate::types::{CacheSlot, Id};
 
 /// A cache of whole rows, one lookup after the other.
-struct Whole {
-    policy: Box<dyn Policy>,
+struct WholeTrace {
+    policy: Box<dyn ReplacementPolicy>,
     slots: BTreeMap<Id, CacheSlot>,
     ids: Vec<Id>,
     free: Vec<CacheSlot>,
 }
 
-impl Whole {
+impl WholeTrace {
     fn new(kind: PolicyKind, rows: u32) -> Self {
         Self {
             policy: new_policy(kind, rows),
@@ -49,13 +49,13 @@ impl Whole {
 
 /// The miss ratio of a cache of `rows` rows over the whole trace.
 fn miss_ratio(kind: PolicyKind, rows: u64, trace: &[Id]) -> f64 {
-    let mut whole = Whole::new(kind, rows as u32);
+    let mut whole = WholeTrace::new(kind, rows as u32);
     trace.iter().filter(|&&id| whole.misses(id)).count() as f64 / trace.len() as f64
 }
 
-fn feed(sample: &mut Sample, trace: &[Id]) {
+fn feed(sample: &mut IdSample, trace: &[Id]) {
     for batch in trace.chunks(1000) {
-        let found = chosen(batch, sample.below());
+        let found = sampled_ids(batch, sample.hash_bound());
         let uses: Vec<(u64, Id)> = found.iter().map(|&(hash, position)| (hash, batch[position as usize])).collect();
         sample.looked_up(batch.len() as u64, 0);
         sample.used(&uses);
@@ -63,9 +63,9 @@ fn feed(sample: &mut Sample, trace: &[Id]) {
 }
 
 /// Numbers that look random, the same in each run (Marsaglia, "Xorshift RNGs", 2003).
-struct Numbers(u64);
+struct NumberStream(u64);
 
-impl Numbers {
+impl NumberStream {
     fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -81,7 +81,7 @@ impl Numbers {
 }
 
 fn skewed_trace(lookups: usize, ranks: u64) -> Vec<Id> {
-    let mut numbers = Numbers(0x9e37_79b9);
+    let mut numbers = NumberStream(0x9e37_79b9);
     (0..lookups).map(|_| numbers.skewed(ranks).wrapping_mul(0x1234_5677)).collect()
 }
 
@@ -89,7 +89,7 @@ fn skewed_trace(lookups: usize, ranks: u64) -> Vec<Id> {
 fn where_every_id_is_in_the_sample_each_curve_is_exact() {
     let trace = skewed_trace(60_000, 6_000);
     for kind in PolicyKind::ALL {
-        let mut sample = Sample::new(kind, 1000);
+        let mut sample = IdSample::new(kind, 1000);
         feed(&mut sample, &trace);
         for curve in sample.curves() {
             assert!(curve.rows.len() > 8, "{curve:?}");
@@ -111,7 +111,7 @@ fn where_few_ids_are_in_the_sample_each_curve_is_close() {
         skewed.iter().enumerate().map(|(at, &id)| if at % 3 == 0 { -1 - at as Id } else { id }).collect();
     for (name, trace) in [("skewed", skewed), ("drifting", drifting), ("scanned", scanned)] {
         for kind in PolicyKind::ALL {
-            let mut sample = Sample::new(kind, 100_000);
+            let mut sample = IdSample::new(kind, 100_000);
             feed(&mut sample, &trace);
             for curve in sample.curves() {
                 assert!(curve.sampling_rate < 0.25, "{curve:?}");
@@ -132,7 +132,7 @@ fn where_few_ids_are_in_the_sample_each_curve_is_close() {
 #[test]
 fn a_measurement_takes_no_more_memory_than_it_says() {
     for kind in PolicyKind::ALL {
-        let mut sample = Sample::new(kind, 1);
+        let mut sample = IdSample::new(kind, 1);
         let trace: Vec<Id> = (0..8 * MOST_MEMBERS as Id).collect();
         feed(&mut sample, &trace);
         assert!(sample.bytes() <= MOST_BYTES, "{kind:?}: {}", sample.bytes());
@@ -142,9 +142,9 @@ fn a_measurement_takes_no_more_memory_than_it_says() {
 #[test]
 fn counting_anew_leaves_the_caches_warm() {
     let trace = skewed_trace(50_000, 3_000);
-    let mut sample = Sample::new(PolicyKind::S3Fifo, 1000);
+    let mut sample = IdSample::new(PolicyKind::S3Fifo, 1000);
     feed(&mut sample, &trace);
-    sample.count_anew();
+    sample.reset_counts();
     assert_eq!(sample.curves()[0].lookups, 0);
     feed(&mut sample, &trace);
     for curve in sample.curves() {
@@ -157,28 +157,28 @@ fn counting_anew_leaves_the_caches_warm() {
 
 #[test]
 fn ids_without_a_row_are_no_lookups() {
-    let sizing = Sizing::default();
-    sizing.note(&[1, 2, 3], &[], 0);
+    let sizing = TableSizing::default();
+    sizing.record(&[1, 2, 3], &[], 0);
     assert!(sizing.curves(false).is_none());
     sizing.begin(PolicyKind::Lru, 100);
-    sizing.note(&[1, 2, 3, 4], &[1, 3], 2);
-    sizing.note(&[1, 3], &[], 0);
+    sizing.record(&[1, 2, 3, 4], &[1, 3], 2);
+    sizing.record(&[1, 3], &[], 0);
     let curve = sizing.curves(false).expect("it is measured").remove(0);
     assert_eq!((curve.lookups, curve.distinct_ids), (4, 2));
     assert_eq!((curve.batches, curve.largest_batch), (2, 2));
     assert!((curve.first_use_ratio - 0.5).abs() < 1e-12);
-    assert!((curve.birth_ratio - 0.5).abs() < 1e-12);
+    assert!((curve.new_row_ratio - 0.5).abs() < 1e-12);
 }
 
 #[test]
 fn few_ids_that_are_used_all_the_time_are_looked_at_in_bursts() {
-    let mut pace = Pace::default();
+    let mut pace = SamplingPace::default();
     let (mut looked, mut total) = (0_u64, 0_u64);
     let mut changes = 0;
     let mut before = true;
     for _ in 0..2_000_000 {
         total += 1000;
-        let looks = pace.looks(1000);
+        let looks = pace.should_sample(1000);
         if looks {
             looked += 1000;
             pace.sampled(1000);
@@ -195,7 +195,7 @@ proptest! {
     fn a_reuse_distance_is_the_number_of_other_members_used_since(
         uses in prop::collection::vec((0_u32..20, prop::bool::weighted(0.1)), 0..600)
     ) {
-        let mut recency = Recency::new(20);
+        let mut recency = ReuseTracker::new(20);
         let mut order: Vec<u32> = Vec::new();
         for (member, forgets) in uses {
             let at = order.iter().position(|&other| other == member);

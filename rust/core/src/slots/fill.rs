@@ -4,11 +4,11 @@ use super::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};
 
 impl SlotMap {
-    /// Take empty slots of the budget, `wanted` or as many as there are, and add them to `taken`. Follow with [`SlotMap::insert_all_new`], or
+    /// Take empty slots of the budget, `requested` or as many as there are, and add them to `taken`. Follow with [`SlotMap::insert_all_new`], or
     /// with `give_back`.
-    pub fn take_many(&mut self, wanted: usize, taken: &mut Vec<CacheSlot>) {
+    pub fn take_many(&mut self, requested: usize, taken: &mut Vec<CacheSlot>) {
         let before = taken.len();
-        let all = before + wanted.min(self.free_slots() as usize);
+        let all = before + requested.min(self.free_slots() as usize);
         while taken.len() < all
             && let Some(slot) = self.free.pop()
         {
@@ -29,10 +29,10 @@ impl SlotMap {
 
     /// Take so many empty slots: of the budget, and where these end of the overflow, for whose bytes the caller has made room. Follow as after
     /// [`SlotMap::take_many`].
-    pub fn take_with_overflow(&mut self, wanted: usize) -> Vec<CacheSlot> {
-        let mut taken = Vec::with_capacity(wanted);
-        self.take_many(wanted, &mut taken);
-        taken.extend((taken.len()..wanted).map(|_| self.take_overflow()));
+    pub fn take_with_overflow(&mut self, requested: usize) -> Vec<CacheSlot> {
+        let mut taken = Vec::with_capacity(requested);
+        self.take_many(requested, &mut taken);
+        taken.extend((taken.len()..requested).map(|_| self.take_overflow()));
         taken
     }
 
@@ -57,7 +57,7 @@ impl SlotMap {
     }
 
     /// Take victims out of their slots and give the slots back. `slots` and `ids` are `[n]`.
-    pub fn evict_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+    pub fn remove_victims(&mut self, slots: &[CacheSlot], ids: &[Id]) {
         self.index.remove_batch(ids);
         for &slot in slots {
             self.pins.unclaim(slot);

@@ -20,16 +20,16 @@ pub use state::RowState;
 
 use crate::config::PolicyKind;
 use crate::error::Result;
-use crate::index::HostIndex;
+use crate::index::SlotIndex;
 use crate::memory;
-use crate::policy::{Policy, new_policy};
+use crate::policy::{ReplacementPolicy, new_policy};
 use crate::prefetch::prefetch;
 use crate::types::{CacheSlot, Id};
 
 /// The slots of one tier. The module's documentation says what that is.
 #[derive(Debug)]
 pub struct SlotMap {
-    index: HostIndex,
+    index: SlotIndex,
     states: Vec<RowState>,
     /// How many slots have a state with a bit of `RowState::UNSETTLED`.
     unsettled: u32,
@@ -38,7 +38,7 @@ pub struct SlotMap {
     /// back.
     groups: Vec<(PinGroup, Arc<Vec<CacheSlot>>)>,
     next_group: u64,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn ReplacementPolicy>,
     /// Empty slots that were used before.
     free: Vec<CacheSlot>,
     /// Empty slots above the limit. They are free again when the limit rises.
@@ -64,7 +64,7 @@ impl SlotMap {
     /// A tier of `capacity` slots, all empty, of which only the first `limit` may be used now. Its index and its policy are sized for these.
     pub fn growing(capacity: u32, limit: u32, policy: PolicyKind) -> Self {
         Self {
-            index: HostIndex::new(limit as usize),
+            index: SlotIndex::new(limit as usize),
             states: Vec::new(),
             unsettled: 0,
             pins: PinTable::new(0),
@@ -85,7 +85,7 @@ impl SlotMap {
 
     /// Bytes of RAM that a slot costs: its index entry, state, pins, place in the free list, and what the policy keeps of it.
     pub fn bytes_per_slot(policy: PolicyKind) -> usize {
-        HostIndex::bytes_per_entry() + size_of::<RowState>() + 4 + 4 + new_policy(policy, 0).bytes_per_slot()
+        SlotIndex::bytes_per_entry() + size_of::<RowState>() + 4 + 4 + new_policy(policy, 0).bytes_per_slot()
     }
 
     /// How many slots the budget has.
@@ -137,7 +137,7 @@ impl SlotMap {
     }
 
     /// The index by which ids find their slots, for those who look for many of them.
-    pub fn index(&self) -> &HostIndex {
+    pub fn index(&self) -> &SlotIndex {
         &self.index
     }
 
@@ -284,7 +284,7 @@ impl SlotMap {
                 self.free_overflow
                     .try_reserve((slots - (self.capacity as usize).min(slots)).saturating_sub(self.free_overflow.len()))
             })
-            .map_err(|_| memory::refused("keep track of rows", slots * size_of::<u64>()))
+            .map_err(|_| memory::refused_error("keep track of rows", slots * size_of::<u64>()))
     }
 
     /// Give a taken slot back, empty.
@@ -329,20 +329,20 @@ impl SlotMap {
         self.set_state(to, state);
     }
 
-    /// The rows to evict next, `wanted` of them or as many as there are, which the policy has forgotten already. Follow with `evict_batch`, or
+    /// The rows to evict next, `requested` of them or as many as there are, which the policy has forgotten already. Follow with `remove_victims`, or
     /// with `spare` to keep a row. `prefetch` starts to load what `id_of` will look at.
     ///
     /// # Panics
     /// When the policy proposes a slot that it was told is in use.
     pub fn victims(
         &mut self,
-        wanted: usize,
+        requested: usize,
         id_of: impl Fn(CacheSlot) -> Id,
         prefetch: impl Fn(CacheSlot),
     ) -> Vec<CacheSlot> {
         self.count_groups();
         let (pins, states) = (&self.pins, &self.states);
-        let victims = self.policy.victims(wanted, &mut |slot| {
+        let victims = self.policy.victims(requested, &mut |slot| {
             !states[slot as usize].has(RowState::LOADING.with(RowState::SHADOW)) && !pins.is_pinned(slot)
         });
         let mut slots = Vec::with_capacity(victims.len());
@@ -360,14 +360,14 @@ impl SlotMap {
     ///
     /// # Panics
     /// When the slot is pinned.
-    pub fn unlist(&mut self, slot: CacheSlot, id: Id) {
+    pub fn claim_victim(&mut self, slot: CacheSlot, id: Id) {
         self.count_groups();
         assert!(self.pins.try_claim(slot), "slot {slot} is in use and cannot be evicted");
         self.policy.removed(slot, id, true);
     }
 
     /// Keep a victim after all.
-    pub fn spare(&mut self, slot: CacheSlot, id: Id) {
+    pub fn keep_victim(&mut self, slot: CacheSlot, id: Id) {
         self.pins.unclaim(slot);
         self.policy.inserted(slot, id);
     }

@@ -86,7 +86,7 @@ fn rows_that_come_in_together_come_in_as_one_by_one() {
             let id_of = |slot| found.iter().position(|&held| held == slot).expect("an id's") as i64;
             let mut victims = Vec::new();
             while let Some(slot) = next_victim(slots, id_of) {
-                slots.evict_batch(&[slot], &[id_of(slot)]);
+                slots.remove_victims(&[slot], &[id_of(slot)]);
                 victims.push(slot);
             }
             (found.clone(), victims, slots.used())
@@ -117,7 +117,7 @@ fn victims_that_are_chosen_together_are_those_that_come_one_by_one() {
                 std::iter::from_fn(|| next_victim(slots, i64::from)).take(60).collect()
             };
             let ids: Vec<i64> = asked.iter().map(|&slot| slot.into()).collect();
-            slots.evict_batch(&asked, &ids);
+            slots.remove_victims(&asked, &ids);
             asked
         };
         let left = leave(&mut together, true);
@@ -175,7 +175,7 @@ fn rows_that_are_removed_together_leave_as_one_by_one() {
         for _ in 0..together.used() {
             let victims = [&mut one_by_one, &mut together].map(|slots| {
                 let victim = next_victim(slots, i64::from).expect("a row");
-                slots.evict_batch(&[victim], &[victim.into()]);
+                slots.remove_victims(&[victim], &[victim.into()]);
                 victim
             });
             assert_eq!(victims[0], victims[1], "{policy:?}");
@@ -204,7 +204,7 @@ fn a_spared_victim_is_found_and_can_be_a_victim_again() {
     let mut slots = filled(4, 4);
     let victim = next_victim(&mut slots, i64::from).expect("a victim");
     assert_eq!(victim, slots.get(0), "the least recently used");
-    slots.spare(victim, 0);
+    slots.keep_victim(victim, 0);
     assert_eq!(slots.get(0), victim);
     let all: Vec<CacheSlot> = std::iter::from_fn(|| next_victim(&mut slots, i64::from)).collect();
     assert_eq!(all.len(), 4);

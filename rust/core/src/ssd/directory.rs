@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::error::Result;
-use crate::io::{DirLock, Hold, IoEngine};
+use crate::io::{DirLock, DirLockPurpose, IoEngine};
 
 /// Permission bits that a tier's directory may have.
 pub(crate) const DIR_MODE: u32 = 0o750;
@@ -11,7 +11,7 @@ pub(crate) const DIR_MODE: u32 = 0o750;
 /// A tier's directory, which is held as long as this lives. The lock on the directory is given up first. Until the one on its file goes
 /// too, whoever opens the table next is told the pid.
 #[derive(Debug)]
-pub(crate) struct HeldDir {
+pub(crate) struct TierDirLock {
     _directory: DirLock,
     _file: DirLock,
 }
@@ -20,7 +20,7 @@ pub(crate) struct HeldDir {
 /// it, and by a lock on the directory itself, which stays where somebody removes that file.
 ///
 /// Errors: `InUse`, at once.
-pub(crate) fn hold_alone(engine: &dyn IoEngine, dir: &Path) -> Result<HeldDir> {
+pub(crate) fn lock_tier_dir(engine: &dyn IoEngine, dir: &Path) -> Result<TierDirLock> {
     let file = engine.lock_dir(dir)?;
-    Ok(HeldDir { _directory: engine.hold_dir(dir, Hold::ToOpen)?, _file: file })
+    Ok(TierDirLock { _directory: engine.lock_dir_for(dir, DirLockPurpose::ToOpen)?, _file: file })
 }

@@ -5,7 +5,7 @@ use crate::config::TableConfig;
 /// The table shard that a tier's files belong to. A published state keeps it, and a resume compares it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Identity {
+pub struct ShardIdentity {
     /// Table name.
     pub table: String,
     /// Table key.
@@ -26,7 +26,7 @@ pub struct Identity {
     pub bucket_end: u32,
 }
 
-impl Identity {
+impl ShardIdentity {
     /// The identity of the table that `config` describes.
     pub fn of(config: &TableConfig) -> Self {
         Self {

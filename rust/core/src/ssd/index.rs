@@ -15,11 +15,11 @@
 //! Sub-tables grow by `GROWTH` when `MAX_LOAD` is reached, each at its own counts, so that neither the bytes nor the time of growing
 //! come all at once. They live in pages of one pool, so that growing leaves no holes in the heap.
 //!
-//! With 2³⁴ prints, 3 ids in 100 are in the exact map where there are 10⁹ ids, and 12 in 100 where there are [`TagIndex::MOST_IDS`]. An id
+//! With 2³⁴ prints, 3 ids in 100 are in the exact map where there are 10⁹ ids, and 12 in 100 where there are [`TagIndex::MAX_IDS`]. An id
 //! takes at most 12 bytes up to 2 × 10⁹ ids, and 14 at the limit.
 
-use exact::Exact;
-use pages::{EMPTY, PAGE, Pages};
+use exact::ExactMap;
+use pages::{EMPTY, IndexPages, PAGE_ENTRIES};
 
 use crate::error::Result;
 use crate::prefetch::prefetch;
@@ -34,19 +34,19 @@ const LOCATION_MASK: u64 = (1 << LOCATION_BITS) - 1;
 /// By how much a sub-table grows at a time.
 const GROWTH: f64 = 1.2;
 /// Homes of the smallest sub-table.
-const SMALLEST: f64 = 64.0;
+const MIN_HOMES: f64 = 64.0;
 /// A sub-table grows when it has entries for 0.9 of its homes.
 const MAX_LOAD: f64 = 0.9;
 /// A search asks for the memory of the id that comes 16 searches later.
-pub(crate) const AHEAD: usize = 16;
+pub(crate) const PREFETCH_DISTANCE: usize = 16;
 
 /// Finds the location of an id. See the module.
 #[derive(Debug)]
 pub struct TagIndex {
-    prints: Prints,
+    hasher: FingerprintHasher,
     tables: Vec<SubTable>,
-    pool: Pages,
-    exact: Exact,
+    pool: IndexPages,
+    exact: ExactMap,
     tagged: usize,
     scratch: Vec<u64>,
 }
@@ -63,7 +63,7 @@ struct SubTable {
 
 impl TagIndex {
     /// More ids than these are not to be added: past them the exact map takes too large a share.
-    pub const MOST_IDS: u64 = 1 << 32;
+    pub const MAX_IDS: u64 = 1 << 32;
 
     /// An index with 1024 sub-tables and tags of `tag_bits` bits, 1 to 24. With few bits, as in tests, many ids collide.
     pub fn new(tag_bits: u32) -> Self {
@@ -77,18 +77,18 @@ impl TagIndex {
     pub fn with_sub_tables(sub_table_bits: u32, tag_bits: u32) -> Self {
         assert!(sub_table_bits <= 16 && (1..=24).contains(&tag_bits), "widths out of range");
         Self {
-            prints: Prints::new(sub_table_bits, tag_bits),
+            hasher: FingerprintHasher::new(sub_table_bits, tag_bits),
             tables: vec![SubTable::default(); 1 << sub_table_bits],
-            pool: Pages::default(),
-            exact: Exact::default(),
+            pool: IndexPages::default(),
+            exact: ExactMap::default(),
             tagged: 0,
             scratch: Vec::new(),
         }
     }
 
     /// How it takes prints; a cleared index takes them as before.
-    pub fn prints(&self) -> Prints {
-        self.prints
+    pub fn fingerprint_hasher(&self) -> FingerprintHasher {
+        self.hasher
     }
 
     /// Ids in the index.
@@ -118,12 +118,12 @@ impl TagIndex {
     /// The one location where `id` may be. For an id in the index it is the id's own. For another id it is `None`, or the location of an id
     /// with the same print.
     #[inline]
-    pub fn get(&self, id: Id) -> Option<Location> {
+    pub fn get(&self, id: Id) -> Option<RecordLocation> {
         if let Some(location) = self.exact.get(id) {
             return Some(location);
         }
-        let (table, tag) = self.print(id);
-        self.find(table, tag).ok().map(|(_, entry)| Location::from_bits(entry))
+        let (table, tag) = self.fingerprint(id);
+        self.find(table, tag).ok().map(|(_, entry)| RecordLocation::from_bits(entry))
     }
 
     /// Ask for the memory of `more` ids to come, so that [`TagIndex::insert`] of them needs no large block.
@@ -131,11 +131,11 @@ impl TagIndex {
     /// Errors: `Kind::Memory`, and nothing has changed.
     pub fn reserve(&mut self, more: usize) -> Result<()> {
         // Each sub-table that an entry comes to may grow by a step, and by the entries themselves.
-        let grown = 2 * self.tables.len().min(more) + more / (PAGE / 2) + self.pool.used() / 4;
+        let grown = 2 * self.tables.len().min(more) + more / (PAGE_ENTRIES / 2) + self.pool.used() / 4;
         self.pool.reserve(grown)?;
         // Tags depend on a secret, so that an id meets another in its sub-table by chance alone. All ids may be in one sub-table.
         let pairs = more as u128 * (self.len() + more) as u128;
-        let met = (pairs >> self.prints.tag_bits).min(more as u128) as usize;
+        let met = (pairs >> self.hasher.tag_bits).min(more as u128) as usize;
         self.exact.reserve(more.min(2 * met + 8))
     }
 
@@ -143,8 +143,8 @@ impl TagIndex {
     ///
     /// # Panics
     /// At a location past 40 bits, and where the system refuses memory that was not reserved.
-    pub fn insert(&mut self, id: Id, location: Location) {
-        let (table, tag) = self.print(id);
+    pub fn insert(&mut self, id: Id, location: RecordLocation) {
+        let (table, tag) = self.fingerprint(id);
         match self.find(table, tag) {
             Ok(_) => self.exact.insert(id, location).unwrap_or_else(|refused| panic!("{refused}")),
             Err(mut at) => {
@@ -160,78 +160,78 @@ impl TagIndex {
     }
 
     /// Point an id that is known to be present to another location; the one before.
-    pub fn replace(&mut self, id: Id, location: Location) -> Option<Location> {
+    pub fn replace(&mut self, id: Id, location: RecordLocation) -> Option<RecordLocation> {
         if let Some(place) = self.exact.get_mut(id) {
             return Some(std::mem::replace(place, location));
         }
-        let (table, tag) = self.print(id);
+        let (table, tag) = self.fingerprint(id);
         let (at, entry) = self.find(table, tag).ok()?;
         *self.entry_mut(table, at) = tag << LOCATION_BITS | location.bits();
-        Some(Location::from_bits(entry))
+        Some(RecordLocation::from_bits(entry))
     }
 
     /// Remove an id that is known to be present; its location.
-    pub fn remove(&mut self, id: Id) -> Option<Location> {
+    pub fn remove(&mut self, id: Id) -> Option<RecordLocation> {
         if let Some(location) = self.exact.remove(id) {
             return Some(location);
         }
-        let (table, tag) = self.print(id);
+        let (table, tag) = self.fingerprint(id);
         let (at, entry) = self.find(table, tag).ok()?;
         self.shift_out(table, at);
         self.tables[table].len -= 1;
         self.tagged -= 1;
-        Some(Location::from_bits(entry))
+        Some(RecordLocation::from_bits(entry))
     }
 
     /// Whether the index points to `location`, where a record of `id` is.
-    pub fn is_at(&self, id: Id, location: Location) -> bool {
+    pub fn is_at(&self, id: Id, location: RecordLocation) -> bool {
         // An entry that points there is this id's, because the record is. So the exact map is looked at only where there is none.
         self.is_tagged_at(id, location) || self.exact.get(id) == Some(location)
     }
 
-    fn is_tagged_at(&self, id: Id, location: Location) -> bool {
-        let (table, tag) = self.print(id);
-        self.find(table, tag).is_ok_and(|(_, entry)| Location::from_bits(entry) == location)
+    fn is_tagged_at(&self, id: Id, location: RecordLocation) -> bool {
+        let (table, tag) = self.fingerprint(id);
+        self.find(table, tag).is_ok_and(|(_, entry)| RecordLocation::from_bits(entry) == location)
     }
 
     /// Point `id` to `to` if it is at `from`; whether it was.
-    pub fn relocate(&mut self, id: Id, from: Location, to: Location) -> bool {
+    pub fn relocate(&mut self, id: Id, from: RecordLocation, to: RecordLocation) -> bool {
         self.is_at(id, from) && self.replace(id, to).is_some()
     }
 
     /// Forget everything and give the memory back.
     pub fn clear(&mut self) {
-        let (prints, pool) = (self.prints, self.pool.cleared());
-        *self = Self { prints, pool, ..Self::with_sub_tables(prints.sub_table_bits, prints.tag_bits) };
+        let (prints, pool) = (self.hasher, self.pool.cleared());
+        *self = Self { hasher: prints, pool, ..Self::with_sub_tables(prints.sub_table_bits, prints.tag_bits) };
     }
 
-    /// Hand every location to `seen`, each once, in no particular order.
-    pub fn visit(&self, seen: &mut dyn FnMut(Location)) {
+    /// Hand every location to `sink`, each once, in no particular order.
+    pub fn visit(&self, sink: &mut dyn FnMut(RecordLocation)) {
         for page in self.tables.iter().flat_map(|table| &table.pages) {
             for &entry in self.pool.page(*page).iter().filter(|entry| **entry != EMPTY) {
-                seen(Location::from_bits(entry));
+                sink(RecordLocation::from_bits(entry));
             }
         }
-        self.exact.locations().for_each(seen);
+        self.exact.locations().for_each(sink);
     }
 
     #[inline]
-    fn print(&self, id: Id) -> (usize, u64) {
-        self.prints.print(hash_id(id))
+    fn fingerprint(&self, id: Id) -> (usize, u64) {
+        self.hasher.fingerprint(hash_id(id))
     }
 
     #[inline]
     fn home(&self, table: usize, tag: u64) -> usize {
-        self.prints.home(tag, self.tables[table].homes)
+        self.hasher.home(tag, self.tables[table].homes)
     }
 
     /// Start to load the entry of an id into the processor's cache.
     #[inline]
     pub fn prefetch(&self, id: Id) {
-        let (table, tag) = self.print(id);
+        let (table, tag) = self.fingerprint(id);
         let at = self.home(table, tag);
-        if let Some(&page) = self.tables[table].pages.get(at / PAGE) {
-            prefetch(self.pool.page(page), at % PAGE);
+        if let Some(&page) = self.tables[table].pages.get(at / PAGE_ENTRIES) {
+            prefetch(self.pool.page(page), at % PAGE_ENTRIES);
         }
     }
 
@@ -240,8 +240,8 @@ impl TagIndex {
     fn find(&self, table: usize, tag: u64) -> Result<(usize, u64), usize> {
         let least = tag << LOCATION_BITS;
         let mut at = self.home(table, tag);
-        while let Some(&page) = self.tables[table].pages.get(at / PAGE) {
-            for &entry in &self.pool.page(page)[at % PAGE..] {
+        while let Some(&page) = self.tables[table].pages.get(at / PAGE_ENTRIES) {
+            for &entry in &self.pool.page(page)[at % PAGE_ENTRIES..] {
                 if entry >= least {
                     return if entry ^ least <= LOCATION_MASK && entry != EMPTY { Ok((at, entry)) } else { Err(at) };
                 }
@@ -252,13 +252,13 @@ impl TagIndex {
     }
 
     fn entry_mut(&mut self, table: usize, at: usize) -> &mut u64 {
-        &mut self.pool.page_mut(self.tables[table].pages[at / PAGE])[at % PAGE]
+        &mut self.pool.page_mut(self.tables[table].pages[at / PAGE_ENTRIES])[at % PAGE_ENTRIES]
     }
 
     /// Put `entry` at `at`. Entries from there to the next gap move on by one.
     fn shift_in(&mut self, table: usize, mut at: usize, mut entry: u64) {
         while entry != EMPTY {
-            if at / PAGE == self.tables[table].pages.len() {
+            if at / PAGE_ENTRIES == self.tables[table].pages.len() {
                 let page = self.pool.take();
                 self.tables[table].pages.push(page);
             }
@@ -271,8 +271,8 @@ impl TagIndex {
     fn shift_out(&mut self, table: usize, mut at: usize) {
         loop {
             let next = at + 1;
-            let entry = match self.tables[table].pages.get(next / PAGE) {
-                Some(&page) => self.pool.page(page)[next % PAGE],
+            let entry = match self.tables[table].pages.get(next / PAGE_ENTRIES) {
+                Some(&page) => self.pool.page(page)[next % PAGE_ENTRIES],
                 None => EMPTY,
             };
             if entry == EMPTY || self.home(table, entry >> LOCATION_BITS) == next {
@@ -293,7 +293,7 @@ impl TagIndex {
         }
         let grown = &mut self.tables[table];
         grown.level += 1;
-        (grown.homes, grown.limit) = size(table, grown.level);
+        (grown.homes, grown.limit) = sub_table_size(table, grown.level);
         self.set_pages(table);
         // Ascending tags: each entry goes to its home or right behind the one before it.
         let mut at = 0;
@@ -308,7 +308,7 @@ impl TagIndex {
     /// Give a sub-table the pages of its homes.
     fn set_pages(&mut self, table: usize) {
         let grown = &mut self.tables[table];
-        let pages = (grown.homes as usize).div_ceil(PAGE);
+        let pages = (grown.homes as usize).div_ceil(PAGE_ENTRIES);
         grown.pages.reserve_exact(pages.saturating_sub(grown.pages.len()));
         while grown.pages.len() < pages {
             grown.pages.push(self.pool.take());
@@ -317,10 +317,10 @@ impl TagIndex {
 }
 
 /// Homes of a sub-table at a level from 1 on, in its geometric series, and the most entries that it takes then.
-fn size(table: usize, level: u32) -> (u32, u32) {
+fn sub_table_size(table: usize, level: u32) -> (u32, u32) {
     // Multiples of the golden ratio spread the phases evenly for any number of sub-tables.
     let phase = (table as f64 * 0.618_033_988_749_894_9).fract();
-    let size = SMALLEST * GROWTH.powf(f64::from(level - 1) + phase);
+    let size = MIN_HOMES * GROWTH.powf(f64::from(level - 1) + phase);
     (size as u32, (size * MAX_LOAD) as u32)
 }
 
@@ -333,7 +333,7 @@ mod prints;
 #[cfg(test)]
 mod tests;
 
-pub use batch::Found;
-pub use fill::{Filled, Filler};
-pub use location::Location;
-pub use prints::Prints;
+pub use batch::TagMatch;
+pub use fill::{BuiltSubTable, SubTableBuilder};
+pub use location::RecordLocation;
+pub use prints::FingerprintHasher;

@@ -55,20 +55,20 @@ use crate::stats::{SsdStats, TierStats};
 use crate::sync::Ordering::Relaxed;
 use crate::types::Id;
 
-pub use format::state::{Named, SegmentSet};
-pub use identity::{Identity, StateCounters};
-pub use resume::segment_files::SegmentFiles;
-pub use root::Root;
-pub use tier::moment::KeepRow;
-pub use tier::reads::{Fetch, FetchBatch, Places};
-pub use tier::takers::GiveWay;
-pub use work::bury::{Burial, Buried, Dying, RowRule};
-pub use work::copies::Tell;
-pub use work::held::{HeldSegments, LinkedBytes};
-pub use work::moment::SsdMoment;
+pub use format::state::{SegmentDescriptor, SegmentSet};
+pub use identity::{ShardIdentity, StateCounters};
+pub use resume::segment_files::LinkedSegments;
+pub use root::CommitDirectory;
+pub use tier::moment::EarlyRowSink;
+pub use tier::reads::{FetchBatch, FetchKeepAlive, RowFetch};
+pub use tier::takers::ScanConsumer;
+pub use work::bury::{RowExpiryPredicate, SsdExpiredRows, SsdExpiryCursor, SsdExpiryRule};
+pub use work::copies::EvictedRowsSink;
+pub use work::held::{LinkedBytes, PinnedSegments};
+pub use work::moment::SsdSnapshot;
 pub use work::scan::ScanSink;
 
-use resume::open::{self, Tuning};
+use resume::open::{self, SsdTuning};
 use resume::shards;
 use room::geometry;
 use tier::inner::TierInner;
@@ -88,30 +88,30 @@ impl SsdTier {
     /// published), `Corruption`.
     pub fn open(
         config: &SsdConfig,
-        identity: &Identity,
+        identity: &ShardIdentity,
         layout: RowLayout,
         engine: Arc<dyn IoEngine>,
     ) -> Result<(Self, Option<StateCounters>)> {
-        let (inner, counters) = open::open(config, identity, layout, engine, Tuning::default(), None)?;
+        let (inner, counters) = open::open(config, identity, layout, engine, SsdTuning::default(), None)?;
         Ok((Self { inner }, counters))
     }
 
     /// Open the tier with the rows of `source`, in place of whatever is in the directory. Its segments are linked there, or copied.
     pub fn open_from(
         config: &SsdConfig,
-        identity: &Identity,
+        identity: &ShardIdentity,
         layout: RowLayout,
         engine: Arc<dyn IoEngine>,
-        source: &SegmentFiles,
+        source: &LinkedSegments,
     ) -> Result<Self> {
-        let (inner, _) = open::open(config, identity, layout, engine, Tuning::default(), Some(source))?;
+        let (inner, _) = open::open(config, identity, layout, engine, SsdTuning::default(), Some(source))?;
         Ok(Self { inner })
     }
 
     /// Tokens of the states in a directory, oldest first. They are those of the files' names: whether a state is whole is found when it is
     /// resumed.
-    pub fn published(dir: &Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
-        open::published(dir, engine)
+    pub fn published_commit_ids(dir: &Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
+        open::published_commit_ids(dir, engine)
     }
 
     /// Remove the directory of a table shard that nobody uses, and all in it.
@@ -119,7 +119,7 @@ impl SsdTier {
     /// Errors: `State` for a directory that holds anything but a tier's own files, `InUse` (names the pid) where a table has it open,
     /// `Path`, `Permission` and `Storage`. After an error nothing was removed, except where the file system failed half-way.
     pub fn remove_shard(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
-        shards::remove(dir, engine)
+        shards::remove_shard(dir, engine)
     }
 
     /// Rows here.
@@ -129,7 +129,7 @@ impl SsdTier {
 
     /// Rows that the cap can hold, with compaction's headroom subtracted.
     pub fn capacity_rows(&self) -> u64 {
-        self.inner.home.geometry.capacity_rows
+        self.inner.context.sizing.capacity_rows
     }
 
     /// Bytes of RAM that grow with the rows here (index, live counts).
@@ -157,17 +157,22 @@ impl SsdTier {
     }
 
     /// Start reading rows into the memory given, which must stay valid and untouched until the fetch is done.
-    pub fn fetch(&self, wanted: Vec<(Id, RowMut)>) -> Arc<Fetch> {
+    pub fn fetch(&self, requested: Vec<(Id, RowMut)>) -> Arc<RowFetch> {
         let mut batch = FetchBatch::default();
-        let fetch = fetch::fetch_in(&self.inner, wanted, None, &mut batch);
+        let fetch = fetch::fetch_in(&self.inner, requested, None, &mut batch);
         batch.submit();
         fetch
     }
 
     /// As [`SsdTier::fetch`], but what is on disk is read when `batch` is submitted, together with what other tiers put into it. Nobody
-    /// needs to wait for it: the fetch keeps `places`, in which the rows' memory lies.
-    pub fn fetch_in(&self, wanted: Vec<(Id, RowMut)>, places: Places, batch: &mut FetchBatch) -> Arc<Fetch> {
-        fetch::fetch_in(&self.inner, wanted, Some(places), batch)
+    /// needs to wait for it: the fetch keeps `keep_alive`, in which the rows' memory lies.
+    pub fn fetch_in(
+        &self,
+        requested: Vec<(Id, RowMut)>,
+        keep_alive: FetchKeepAlive,
+        batch: &mut FetchBatch,
+    ) -> Arc<RowFetch> {
+        fetch::fetch_in(&self.inner, requested, Some(keep_alive), batch)
     }
 
     /// Take rows over. `known[i]` says that an older version of row `i` is here, which the caller knows because it fetched or appended it.
@@ -186,8 +191,8 @@ impl SsdTier {
     }
 
     /// As [`SsdTier::remove`], from a tier that only reads. Nothing is written.
-    pub fn remove_unwritten(&self, ids: &[Id]) {
-        remove::remove_unwritten(&self.inner, ids);
+    pub fn remove_without_tombstones(&self, ids: &[Id]) {
+        remove::remove_without_tombstones(&self.inner, ids);
     }
 
     /// Forget all rows, as when a load replaces the contents.
@@ -201,88 +206,98 @@ impl SsdTier {
         evict::evict(&self.inner, rows, keep, None)
     }
 
-    /// As [`SsdTier::evict`], and hand the rows that left to `tell`, whose records are read for that.
+    /// As [`SsdTier::evict`], and hand the rows that left to `on_evicted`, whose records are read for that.
     ///
     /// Errors: `Corruption` too, where a record cannot be read. Its row stays, and so do those that were read with it, until the next round.
-    pub fn evict_and_tell(&self, rows: u64, keep: &dyn Fn(Id) -> bool, tell: &mut Tell<'_>) -> Result<Vec<Id>> {
-        evict::evict(&self.inner, rows, keep, Some(tell))
+    pub fn evict_and_notify(
+        &self,
+        rows: u64,
+        keep: &dyn Fn(Id) -> bool,
+        on_evicted: &mut EvictedRowsSink<'_>,
+    ) -> Result<Vec<Id>> {
+        evict::evict(&self.inner, rows, keep, Some(on_evicted))
     }
 
-    /// Remove the rows that die by `dying`, in slices: a call looks at `most` records at most, and goes on where `burial` stopped. It reads
-    /// footers of about 16 × `most` entries, each as a whole. It comes to every row, also to those that are appended or moved while the burial
+    /// Remove the rows that die by `rule`, in slices: a call looks at `max_records` records at most, and goes on where `cursor` stopped. It reads
+    /// footers of about 16 × `max_records` entries, each as a whole. It comes to every row, also to those that are appended or moved while the burial
     /// is under way. Rows for which `keep` says true stay, because they are in RAM: their records here are stale, or they are judged there.
     ///
     /// Errors: as [`SsdTier::remove`], and `Corruption` where a row that is to be judged cannot be read. Where an error comes when some rows
     /// are gone, these are returned, and the next call returns the error.
-    pub fn bury(
+    pub fn expire(
         &self,
-        burial: &mut Burial,
-        dying: &Dying<'_>,
+        cursor: &mut SsdExpiryCursor,
+        rule: &SsdExpiryRule<'_>,
         keep: &dyn Fn(Id) -> bool,
-        most: usize,
-    ) -> Result<Buried> {
-        bury::bury(&self.inner, burial, dying, keep, most, None)
+        max_records: usize,
+    ) -> Result<SsdExpiredRows> {
+        bury::expire(&self.inner, cursor, rule, keep, max_records, None)
     }
 
-    /// As [`SsdTier::bury`], and hand the rows that are gone to `tell`, whose records are read for that.
+    /// As [`SsdTier::bury`], and hand the rows that are gone to `on_evicted`, whose records are read for that.
     ///
     /// Errors: `Corruption` too, where the record of a row that dies cannot be read. The row stays.
-    pub fn bury_and_tell(
+    pub fn expire_and_notify(
         &self,
-        burial: &mut Burial,
-        dying: &Dying<'_>,
+        cursor: &mut SsdExpiryCursor,
+        rule: &SsdExpiryRule<'_>,
         keep: &dyn Fn(Id) -> bool,
-        most: usize,
-        tell: &mut Tell<'_>,
-    ) -> Result<Buried> {
-        bury::bury(&self.inner, burial, dying, keep, most, Some(tell))
+        max_records: usize,
+        on_evicted: &mut EvictedRowsSink<'_>,
+    ) -> Result<SsdExpiredRows> {
+        bury::expire(&self.inner, cursor, rule, keep, max_records, Some(on_evicted))
     }
 
-    /// Make everything appended and removed so far durable as one state named `token`, which is larger than every earlier one. The state
+    /// Make everything appended and removed so far durable as one state named `commit_id`, which is larger than every earlier one. The state
     /// before it is kept, and what neither needs is freed.
-    pub fn publish(&self, token: u64, counters: StateCounters) -> Result<()> {
-        self.publish_with(Some(token), counters, Vec::new())
+    pub fn publish(&self, commit_id: u64, counters: StateCounters) -> Result<()> {
+        self.publish_with_metadata(Some(commit_id), counters, Vec::new())
     }
 
-    /// As [`SsdTier::publish`], with a note of the caller's that a resume of the state finds. It has at most [`SsdTier::most_note_bytes`].
-    /// Without a `token` the state has the next even one.
-    pub fn publish_with(&self, token: Option<u64>, counters: StateCounters, note: Vec<u8>) -> Result<()> {
-        if note.len() > self.most_note_bytes() {
+    /// As [`SsdTier::publish`], with a note of the caller's that a resume of the state finds. It has at most [`SsdTier::max_metadata_bytes`].
+    /// Without a `commit_id` the state has the next even one.
+    pub fn publish_with_metadata(
+        &self,
+        commit_id: Option<u64>,
+        counters: StateCounters,
+        metadata: Vec<u8>,
+    ) -> Result<()> {
+        if metadata.len() > self.max_metadata_bytes() {
             let message =
-                format!("a note has at most {} bytes and this one has {}", self.most_note_bytes(), note.len());
+                format!("a note has at most {} bytes and this one has {}", self.max_metadata_bytes(), metadata.len());
             return Err(Error::new(Kind::Input, message));
         }
-        publish::publish(&self.inner, token, counters, note)
+        publish::publish(&self.inner, commit_id, counters, metadata)
     }
 
     /// The note of the state that was resumed. It is given once, and is empty where there is none.
-    pub fn take_note(&self) -> Vec<u8> {
-        self.inner.take_note()
+    pub fn take_metadata(&self) -> Vec<u8> {
+        self.inner.take_metadata()
     }
 
     /// The most bytes of a note.
-    pub fn most_note_bytes(&self) -> usize {
-        self.inner.home.geometry.note_bytes
+    pub fn max_metadata_bytes(&self) -> usize {
+        self.inner.context.sizing.max_metadata_bytes
     }
 
     /// The most bytes of the record of a row. Files have room for more, which compaction needs.
     pub fn record_bytes(layout: &RowLayout) -> u64 {
-        format::record::most_record_bytes(layout) as u64
+        format::record::max_record_bytes(layout) as u64
     }
 
     /// The most bytes of a note where the cap is `cap_bytes`.
-    pub fn note_bytes_of(cap_bytes: u64) -> usize {
-        geometry::note_bytes(cap_bytes)
+    pub fn max_metadata_bytes_of(cap_bytes: u64) -> usize {
+        geometry::max_metadata_bytes(cap_bytes)
     }
 
     /// The least cap whose notes may have so many bytes.
-    pub fn bytes_for_note(note_bytes: usize) -> u64 {
-        geometry::cap_for_note(note_bytes)
+    pub fn cap_for_metadata(metadata_bytes: usize) -> u64 {
+        geometry::cap_for_metadata(metadata_bytes)
     }
 
-    /// Forget the state named `token`, if it is published, as after a flush of several tables that did not finish.
-    pub fn forget_published(&self, token: u64) -> Result<()> {
-        states::forget_token(&self.inner, token)
+    /// Forget the state named `commit_id`, if it is published, as after a flush of several tables that did not finish.
+    pub fn forget_published(&self, commit_id: u64) -> Result<()> {
+        states::forget_published(&self.inner, commit_id)
     }
 
     /// Hand every row to `sink` once, in no particular order. Rows that are appended meanwhile may or may not be among them. Rows that
@@ -292,14 +307,14 @@ impl SsdTier {
     }
 
     /// As [`SsdTier::scan`], for a `sink` that may keep the scan waiting. Where somebody needs the room of files that the scan keeps,
-    /// `taker` is asked to end it. It calls [`SsdTier::look_again`] whenever it begins to keep the scan waiting.
-    pub fn scan_giving_way(&self, taker: &Arc<dyn GiveWay>, sink: &mut ScanSink<'_>) -> Result<()> {
-        scan::scan_giving_way(&self.inner, taker, sink)
+    /// `consumer` is asked to end it. It calls [`SsdTier::notify_space_waiters`] whenever it begins to keep the scan waiting.
+    pub fn scan_cancellable(&self, consumer: &Arc<dyn ScanConsumer>, sink: &mut ScanSink<'_>) -> Result<()> {
+        scan::scan_cancellable(&self.inner, consumer, sink)
     }
 
     /// Let those who wait for room look again at what stands in their way.
-    pub fn look_again(&self) {
-        self.inner.home.space.poke();
+    pub fn notify_space_waiters(&self) {
+        self.inner.context.space.notify_waiters();
     }
 
     /// As [`SsdTier::scan`], of the rows whose `modified_epoch` is at least `since`. Segments without any are not read.
@@ -308,18 +323,18 @@ impl SsdTier {
     }
 
     /// Token of the last state that was published or resumed, whether or not it is still there.
-    pub fn last_token(&self) -> Option<u64> {
-        self.inner.view().states().last_token()
+    pub fn last_commit_id(&self) -> Option<u64> {
+        self.inner.view().states().last_commit_id()
     }
 
     /// Whether the states that a resume could take were given up for room since the last `publish`.
     pub fn published_given_up(&self) -> bool {
-        self.inner.view().states().was_given_up()
+        self.inner.view().states().is_last_dropped()
     }
 
     /// Whether a write or a sync failed, so that the tier only reads.
     pub fn is_read_only(&self) -> bool {
-        self.inner.home.space.has_failed()
+        self.inner.context.space.has_failed()
     }
 
     /// `ReadOnly`, with the first error, after a failed write or sync; `State` when closed or in a forked process.
@@ -328,35 +343,40 @@ impl SsdTier {
     }
 
     /// Hold the rows of now that were modified in epoch `since` or later, except those of the `stale` ids, which are here and whose newest
-    /// version is in another tier. `keep` takes rows that have to be read before their turn. It may be called from any thread until
-    /// [`SsdMoment::for_each_row`] has returned.
+    /// version is in another tier. `early_rows` takes rows that have to be read before their turn. It may be called from any thread until
+    /// [`SsdSnapshot::for_each_row`] has returned.
     ///
     /// Errors: `State` while another moment is held.
-    pub fn moment(&self, stale: &mut dyn Iterator<Item = Id>, since: u32, keep: Box<KeepRow>) -> Result<SsdMoment> {
-        moment::begin(&self.inner, stale, since, keep)
+    pub fn snapshot(
+        &self,
+        stale: &mut dyn Iterator<Item = Id>,
+        since: u32,
+        early_rows: Box<EarlyRowSink>,
+    ) -> Result<SsdSnapshot> {
+        moment::begin_snapshot(&self.inner, stale, since, early_rows)
     }
 
     /// Hold the rows of now, appended and removed so far, as durable segments. Published states stay as they are.
-    pub fn hold_segments(&self) -> Result<HeldSegments> {
-        held::hold(&self.inner)
+    pub fn pin_segments(&self) -> Result<PinnedSegments> {
+        held::pin_segments(&self.inner)
     }
 
     /// `Config` unless `rows` in segments of `bytes` fit a tier of this configuration.
-    pub fn check_room(&self, config: &SsdConfig, rows: u64, bytes: u64) -> Result<()> {
-        self.inner.home.geometry.check_room(config, rows, bytes)
+    pub fn check_space(&self, config: &SsdConfig, rows: u64, bytes: u64) -> Result<()> {
+        self.inner.context.sizing.check_space(config, rows, bytes)
     }
 
     /// Counters.
     pub fn stats(&self) -> SsdStats {
         let index_bytes = self.index_bytes();
         let (counters, reads) = (&self.inner.counters, self.inner.reads.counters());
-        let space = &self.inner.home.space;
+        let space = &self.inner.context.space;
         let state = self.inner.view();
         SsdStats {
             tier: TierStats {
                 rows: state.rows(),
                 bytes: space.used_bytes(),
-                capacity_bytes: self.inner.home.geometry.cap_bytes,
+                capacity_bytes: self.inner.context.sizing.cap_bytes,
                 hits: reads.hits.load(Relaxed),
                 misses: reads.misses.load(Relaxed),
                 evictions: counters.dropped_rows.load(Relaxed),
@@ -364,17 +384,17 @@ impl SsdTier {
                 written_bytes: space.written_bytes(),
                 time_ns: reads.fetch_ns.load(Relaxed),
             },
-            io_engine: self.inner.home.engine.name(),
+            io_engine: self.inner.context.engine.name(),
             reads: reads.reads.load(Relaxed),
-            read_latency: reads.latency.distribution(),
-            row_bytes_given: counters.row_bytes_given.load(Relaxed),
+            read_latency: reads.latency.snapshot(),
+            logical_written_bytes: counters.row_bytes_given.load(Relaxed),
             compaction_bytes: counters.compaction_bytes.load(Relaxed),
             live_share: live_share(&state),
             segments: state.segments().iter().count() as u64,
             index_bytes,
             dropped_rows: counters.dropped_rows.load(Relaxed),
-            published_given_up: state.states().was_given_up(),
-            room_waits: counters.room_waits.count(),
+            has_lost_flush: state.states().is_last_dropped(),
+            space_waits: counters.space_waits.count(),
             read_only: space.has_failed(),
         }
     }
@@ -387,7 +407,7 @@ impl SsdTier {
 
 impl Drop for SsdTier {
     fn drop(&mut self) {
-        if self.inner.home.workers.check_process().is_err() {
+        if self.inner.context.workers.check_process().is_err() {
             // In a forked child its parent's files are not to be touched, nor its locks to be waited for.
             std::mem::forget(Arc::clone(&self.inner));
             return;

@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use loom::thread::{Builder, JoinHandle};
 
-use super::resume::open::Tuning;
-use super::room::compaction::Choice;
-use super::tests::{Row, SMALL, TINY, append, config, open_tuned};
-use super::work::compact::{next, schedule};
-use super::work::moment::read_before_turn;
-use super::workers::Workers;
-use super::{Fetch, SsdTier};
-use crate::config::Reopen;
+use super::resume::open::SsdTuning;
+use super::room::compaction::CompactionChoice;
+use super::tests::{SMALL, SsdTestRow, TINY, append, config, open_tuned};
+use super::work::compact::{next_choice, schedule};
+use super::work::moment::read_segment_early;
+use super::workers::SsdWorkers;
+use super::{RowFetch, SsdTier};
+use crate::config::ReopenMode;
 use crate::io::{IoEngine, MemoryEngine};
 use crate::rows::RowRef;
 use crate::sync::{Mutex, lock};
@@ -36,7 +36,7 @@ pub(crate) fn spawn<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static
 
 /// Do the reads that wait. The file of each must be there.
 pub(crate) fn read_waiting(engine: &dyn IoEngine) {
-    Workers::of_process().unwrap().read_waiting(|path| {
+    SsdWorkers::of_process().unwrap().read_waiting(|path| {
         assert!(engine.exists(path).unwrap(), "{} is gone before it is read", path.display());
     });
 }
@@ -45,31 +45,31 @@ impl SsdTier {
     /// Put everything so far into files.
     pub(crate) fn settle(&self) {
         self.inner.state().seal_all();
-        Workers::of_process().unwrap().write_waiting();
+        SsdWorkers::of_process().unwrap().write_waiting();
     }
 }
 
-fn tier(bytes: u64, tuning: Tuning) -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
+fn tier(bytes: u64, tuning: SsdTuning) -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-    let (tier, _) = open_tuned(&engine, &config(bytes, Reopen::Never), tuning).unwrap();
+    let (tier, _) = open_tuned(&engine, &config(bytes, ReopenMode::Never), tuning).unwrap();
     (Arc::new(tier), engine)
 }
 
-fn rows(ids: std::ops::Range<Id>, version: u32) -> Vec<Row> {
-    ids.map(|id| Row::new(id, version)).collect()
+fn rows(ids: std::ops::Range<Id>, version: u32) -> Vec<SsdTestRow> {
+    ids.map(|id| SsdTestRow::new(id, version)).collect()
 }
 
 /// The versions of `ids` now. Each row must be whole.
 fn versions(tier: &SsdTier, engine: &dyn IoEngine, ids: &[Id]) -> Vec<Option<u32>> {
-    let mut found: Vec<Row> = ids.iter().map(|_| Row::empty()).collect();
-    let fetch: Arc<Fetch> = tier.fetch(ids.iter().copied().zip(found.iter_mut().map(Row::as_mut)).collect());
+    let mut found: Vec<SsdTestRow> = ids.iter().map(|_| SsdTestRow::empty()).collect();
+    let fetch: Arc<RowFetch> = tier.fetch(ids.iter().copied().zip(found.iter_mut().map(SsdTestRow::as_mut)).collect());
     read_waiting(engine);
     let missing = fetch.wait().unwrap();
     let versions = found.into_iter().enumerate().map(|(at, row)| {
         let version = row.header.count;
         let there = !missing.contains(&(at as u32));
         there.then(|| {
-            assert_eq!(row, Row::new(ids[at], version));
+            assert_eq!(row, SsdTestRow::new(ids[at], version));
             version
         })
     });
@@ -79,7 +79,7 @@ fn versions(tier: &SsdTier, engine: &dyn IoEngine, ids: &[Id]) -> Vec<Option<u32
 /// Compare what is counted with what is there. Open segments are closed first, so that nobody waits for the writers.
 fn check_counts(tier: &SsdTier) {
     tier.settle();
-    let space = &tier.inner.home.space;
+    let space = &tier.inner.context.space;
     let state = tier.inner.view();
     let live: u32 = state.segments().iter().map(|segment| segment.live()).sum();
     assert_eq!(u64::from(live), state.rows());
@@ -94,7 +94,7 @@ fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() 
         let (tier, engine) = tier(256 << 10, SMALL);
         // One more row fills the buffer.
         append(&tier, &rows(0..191, 1), |_| false).unwrap();
-        let background = Workers::of_process().unwrap();
+        let background = SsdWorkers::of_process().unwrap();
         let writer = spawn(move || background.work_as_writer());
         let appending = {
             let tier = Arc::clone(&tier);
@@ -116,7 +116,7 @@ fn loom_a_segment_that_is_let_go_of_keeps_its_file_as_long_as_a_read_needs_it() 
         let (tier, engine) = tier(256 << 10, SMALL);
         append(&tier, &rows(0..2, 1), |_| false).unwrap();
         tier.settle();
-        let files = engine.list(&config(0, Reopen::Never).dir).unwrap().len();
+        let files = engine.list(&config(0, ReopenMode::Never).dir).unwrap().len();
         let overwriting = {
             let tier = Arc::clone(&tier);
             spawn(move || append(&tier, &rows(0..2, 2), |_| true).unwrap())
@@ -126,7 +126,7 @@ fn loom_a_segment_that_is_let_go_of_keeps_its_file_as_long_as_a_read_needs_it() 
         }
         overwriting.join().unwrap();
         check_counts(&tier);
-        assert_eq!(engine.list(&config(0, Reopen::Never).dir).unwrap().len(), files, "one came, one went");
+        assert_eq!(engine.list(&config(0, ReopenMode::Never).dir).unwrap().len(), files, "one came, one went");
     });
 }
 
@@ -139,7 +139,7 @@ fn with_a_victim() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
     }
     append(&tier, &rows(2..4, 2), |_| true).unwrap();
     let state = tier.inner.view();
-    assert!(next(&tier.inner, &state) != Choice::Nothing, "compaction would have nothing to do");
+    assert!(next_choice(&tier.inner, &state) != CompactionChoice::Nothing, "compaction would have nothing to do");
     drop(state);
     (tier, engine)
 }
@@ -147,7 +147,7 @@ fn with_a_victim() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
 /// Start a compactor, which finds the tier in its inbox.
 fn compact(tier: &Arc<SsdTier>) -> JoinHandle<()> {
     schedule(&tier.inner);
-    spawn(|| Workers::of_process().unwrap().compact_waiting())
+    spawn(|| SsdWorkers::of_process().unwrap().compact_waiting())
 }
 
 /// Compaction moves a row while the same id is appended or removed. What is newer stays.
@@ -206,10 +206,10 @@ fn loom_a_moment_has_its_rows_while_they_are_moved_overwritten_and_read_before_t
             let early = Arc::clone(&early);
             Box::new(move |row: RowRef<'_>| lock(&early).push((row.header.id, row.header.count)))
         };
-        let moment = tier.moment(&mut [1].into_iter(), 0, keep).unwrap();
+        let moment = tier.snapshot(&mut [1].into_iter(), 0, keep).unwrap();
         let reading_early = {
             let tier = Arc::clone(&tier);
-            spawn(move || read_before_turn(&tier.inner))
+            spawn(move || read_segment_early(&tier.inner))
         };
         append(&tier, &rows(0..1, 3), |_| true).unwrap();
         let mut given = Vec::new();

@@ -15,37 +15,37 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, Open, publish, read_file};
+use crate::io::{IoEngine, IoOpenMode, read_file, write_atomically};
 
-const MARKS: &str = ".flushed";
-const TITLE: &str = "embcache-flush 1";
+const RECORDS_DIR: &str = ".flushed";
+const RECORD_TITLE: &str = "embcache-flush 1";
 /// No mark is longer, with a path of [`crate::paths::MAX_ABSOLUTE_BYTES`].
-const LIMIT_BYTES: u64 = 4096;
+const MAX_RECORD_BYTES: u64 = 4096;
 
 /// A directory that holds tables' directories, and the marks of their flushes.
 #[derive(Debug)]
-pub struct Root {
+pub struct CommitDirectory {
     engine: Arc<dyn IoEngine>,
     dir: PathBuf,
-    marks: PathBuf,
+    records_dir: PathBuf,
 }
 
-impl Root {
+impl CommitDirectory {
     /// The root `dir`, which exists.
     pub fn new(engine: Arc<dyn IoEngine>, dir: &Path) -> Self {
-        Self { engine, dir: dir.to_owned(), marks: dir.join(MARKS) }
+        Self { engine, dir: dir.to_owned(), records_dir: dir.join(RECORDS_DIR) }
     }
 
     /// A name of this root. Where it has none, `random` becomes its name. Marks that are here are durable when this returns.
-    pub fn name(&self, random: u64) -> Result<u64> {
-        if !self.engine.exists(&self.marks)? {
-            self.engine.create_dir_all(&self.marks)?;
+    pub fn ensure_name(&self, random: u64) -> Result<u64> {
+        if !self.engine.exists(&self.records_dir)? {
+            self.engine.create_dir_all(&self.records_dir)?;
         }
-        let listing = self.engine.list(&self.marks)?;
-        let name = if let Some(name) = listing.iter().find_map(|path| root_name(path)) {
+        let listing = self.engine.list(&self.records_dir)?;
+        let name = if let Some(name) = listing.iter().find_map(|path| parse_name(path)) {
             name
         } else {
-            drop(self.engine.open(&self.name_path(random), Open::Create { preallocate: 0 })?);
+            drop(self.engine.open(&self.name_path(random), IoOpenMode::Create { preallocate: 0 })?);
             random
         };
         self.sync()?;
@@ -53,42 +53,42 @@ impl Root {
     }
 
     /// Whether this root has the name `name`. It has several where two processes made one at the same time.
-    pub fn is_named(&self, name: u64) -> Result<bool> {
+    pub fn has_name(&self, name: u64) -> Result<bool> {
         self.engine.exists(&self.name_path(name))
     }
 
-    /// Note durably that the root at `dir`, an absolute path, with the name `name` says whether the flush `token` is complete.
-    pub fn prepare(&self, token: u64, dir: &Path, name: u64) -> Result<()> {
+    /// Note durably that the root at `dir`, an absolute path, with the name `name` says whether the flush `commit_id` is complete.
+    pub fn prepare(&self, commit_id: u64, dir: &Path, name: u64) -> Result<()> {
         let mut body = format!("{name:016x} ").into_bytes();
         body.extend_from_slice(dir.as_os_str().as_bytes());
-        let mut text = format!("{TITLE} {:08x} ", crc32c::crc32c(&body)).into_bytes();
+        let mut text = format!("{RECORD_TITLE} {:08x} ", crc32c::crc32c(&body)).into_bytes();
         text.append(&mut body);
-        publish(&*self.engine, &self.prepared_path(token), &text)
+        write_atomically(&*self.engine, &self.prepared_path(commit_id), &text)
     }
 
-    /// Note durably that the flush `token` is complete.
-    pub fn commit(&self, token: u64) -> Result<()> {
-        let path = self.committed_path(token);
+    /// Note durably that the flush `commit_id` is complete.
+    pub fn commit(&self, commit_id: u64) -> Result<()> {
+        let path = self.committed_path(commit_id);
         if !self.engine.exists(&path)? {
-            drop(self.engine.open(&path, Open::Create { preallocate: 0 })?);
+            drop(self.engine.open(&path, IoOpenMode::Create { preallocate: 0 })?);
         }
         self.sync()
     }
 
-    /// Whether the flush `token` is complete.
+    /// Whether the flush `commit_id` is complete.
     ///
     /// Errors: `State` where its coordinator has to say that and is not there, `Corruption` where the mark is damaged.
-    pub fn is_complete(&self, token: u64) -> Result<bool> {
-        if self.engine.exists(&self.committed_path(token))? {
+    pub fn is_committed(&self, commit_id: u64) -> Result<bool> {
+        if self.engine.exists(&self.committed_path(commit_id))? {
             return Ok(true);
         }
-        let path = self.prepared_path(token);
+        let path = self.prepared_path(commit_id);
         if !self.engine.exists(&path)? {
             return Ok(false);
         }
-        let (name, dir) = coordinator(&read_file(&*self.engine, &path, LIMIT_BYTES)?, &path)?;
+        let (name, dir) = parse_prepared(&read_file(&*self.engine, &path, MAX_RECORD_BYTES)?, &path)?;
         let coordinator = Self::new(self.engine.clone(), &dir);
-        if !coordinator.is_named(name)? {
+        if !coordinator.has_name(name)? {
             let message = format!(
                 "the last flush of {} ended before it was complete everywhere, and {}, which says whether it was, is not there: \
                  mount it at this place again; or load a checkpoint made with Saver and open with reopen = \"discard\"",
@@ -97,12 +97,12 @@ impl Root {
             );
             return Err(Error::new(Kind::State, message).at(&dir));
         }
-        self.engine.exists(&coordinator.committed_path(token))
+        self.engine.exists(&coordinator.committed_path(commit_id))
     }
 
     /// Remove the marks of a flush of which no table keeps a state.
-    pub fn forget(&self, token: u64) -> Result<()> {
-        for path in [self.prepared_path(token), self.committed_path(token)] {
+    pub fn remove_records(&self, commit_id: u64) -> Result<()> {
+        for path in [self.prepared_path(commit_id), self.committed_path(commit_id)] {
             if self.engine.exists(&path)? {
                 self.engine.remove_file(&path)?;
             }
@@ -111,43 +111,44 @@ impl Root {
     }
 
     /// Tokens of the flushes that have marks here, ascending.
-    pub fn tokens(&self) -> Result<Vec<u64>> {
-        if !self.engine.exists(&self.marks)? {
+    pub fn commit_ids(&self) -> Result<Vec<u64>> {
+        if !self.engine.exists(&self.records_dir)? {
             return Ok(Vec::new());
         }
-        let mut tokens: Vec<u64> = self.engine.list(&self.marks)?.iter().filter_map(|path| mark_token(path)).collect();
+        let mut tokens: Vec<u64> =
+            self.engine.list(&self.records_dir)?.iter().filter_map(|path| record_commit_id(path)).collect();
         tokens.sort_unstable();
         tokens.dedup();
         Ok(tokens)
     }
 
     fn name_path(&self, name: u64) -> PathBuf {
-        self.marks.join(format!("{name:016x}.root"))
+        self.records_dir.join(format!("{name:016x}.root"))
     }
 
-    fn prepared_path(&self, token: u64) -> PathBuf {
-        self.marks.join(format!("{token}.prepared"))
+    fn prepared_path(&self, commit_id: u64) -> PathBuf {
+        self.records_dir.join(format!("{commit_id}.prepared"))
     }
 
-    fn committed_path(&self, token: u64) -> PathBuf {
-        self.marks.join(token.to_string())
+    fn committed_path(&self, commit_id: u64) -> PathBuf {
+        self.records_dir.join(commit_id.to_string())
     }
 
     fn sync(&self) -> Result<()> {
-        self.engine.sync_dir(&self.marks)?;
+        self.engine.sync_dir(&self.records_dir)?;
         self.engine.sync_dir(&self.dir)
     }
 }
 
 /// The name in a file name `<name>.root`.
-fn root_name(path: &Path) -> Option<u64> {
+fn parse_name(path: &Path) -> Option<u64> {
     let digits = path.file_name()?.to_str()?.strip_suffix(".root")?;
     let name = u64::from_str_radix(digits, 16).ok()?;
     (format!("{name:016x}") == digits).then_some(name)
 }
 
 /// The token in the file name of a mark.
-fn mark_token(path: &Path) -> Option<u64> {
+fn record_commit_id(path: &Path) -> Option<u64> {
     let name = path.file_name()?.to_str()?;
     let digits = name.strip_suffix(".prepared").unwrap_or(name);
     let token: u64 = digits.parse().ok()?;
@@ -155,10 +156,10 @@ fn mark_token(path: &Path) -> Option<u64> {
 }
 
 /// The name and the path of the coordinator that a mark's bytes say.
-fn coordinator(bytes: &[u8], path: &Path) -> Result<(u64, PathBuf)> {
+fn parse_prepared(bytes: &[u8], path: &Path) -> Result<(u64, PathBuf)> {
     let shown = || format!("{:?}", String::from_utf8_lossy(&bytes[..bytes.len().min(80)]));
     let parse = || {
-        let rest = bytes.strip_prefix(TITLE.as_bytes())?.strip_prefix(b" ")?;
+        let rest = bytes.strip_prefix(RECORD_TITLE.as_bytes())?.strip_prefix(b" ")?;
         let (crc, rest) = rest.split_at_checked(8)?;
         let body = rest.strip_prefix(b" ")?;
         let (name, dir) = body.split_at_checked(16)?;
@@ -168,7 +169,7 @@ fn coordinator(bytes: &[u8], path: &Path) -> Result<(u64, PathBuf)> {
         (whole && dir.is_absolute()).then(|| (name, dir.to_owned()))
     };
     parse().ok_or_else(|| {
-        let expected = format!("'{TITLE} <crc32c> <name> <absolute path>'");
+        let expected = format!("'{RECORD_TITLE} <crc32c> <name> <absolute path>'");
         Error::corruption(path, 0, "the mark of a flush", expected, shown())
     })
 }

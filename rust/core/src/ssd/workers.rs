@@ -24,7 +24,7 @@ const READERS: usize = 2;
 pub(crate) const COMPACTORS: u32 = 3;
 
 /// Something for a thread to do.
-pub(crate) trait Task: Send {
+pub(crate) trait SsdTask: Send {
     /// Do it.
     fn run(self: Box<Self>);
 
@@ -37,35 +37,35 @@ pub(crate) trait Task: Send {
 
 /// The process's threads, as those see them who have something to do for them.
 #[derive(Debug)]
-pub(crate) struct Workers {
-    writing: Arc<Inbox>,
-    reading: Arc<Inbox>,
-    compacting: Arc<Inbox>,
+pub(crate) struct SsdWorkers {
+    writing: Arc<SsdTaskInbox>,
+    reading: Arc<SsdTaskInbox>,
+    compacting: Arc<SsdTaskInbox>,
     pid: u32,
 }
 
 /// Tasks that wait for a thread.
 #[derive(Default)]
-struct Inbox {
-    queue: Mutex<Queue>,
+struct SsdTaskInbox {
+    queue: Mutex<SsdTaskQueue>,
     arrived: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
-    waiting: VecDeque<Box<dyn Task>>,
+struct SsdTaskQueue {
+    waiting: VecDeque<Box<dyn SsdTask>>,
     /// Whether the threads are to end. In a process they never are, unless one of them could not be started; a model's threads have to.
     closed: bool,
 }
 
-impl std::fmt::Debug for Inbox {
+impl std::fmt::Debug for SsdTaskInbox {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Inbox").field("waiting", &lock(&self.queue).waiting.len()).finish_non_exhaustive()
+        f.debug_struct("SsdTaskInbox").field("waiting", &lock(&self.queue).waiting.len()).finish_non_exhaustive()
     }
 }
 
-impl Inbox {
-    fn send(&self, task: Box<dyn Task>) {
+impl SsdTaskInbox {
+    fn send(&self, task: Box<dyn SsdTask>) {
         lock(&self.queue).waiting.push_back(task);
         self.arrived.notify_one();
     }
@@ -76,7 +76,7 @@ impl Inbox {
     }
 
     /// Wait for the next task; `None` when the threads are to end.
-    fn next(&self) -> Option<Box<dyn Task>> {
+    fn next(&self) -> Option<Box<dyn SsdTask>> {
         let mut queue = lock(&self.queue);
         loop {
             let task = queue.waiting.pop_front();
@@ -88,20 +88,20 @@ impl Inbox {
     }
 }
 
-impl Workers {
-    fn idle() -> Self {
+impl SsdWorkers {
+    fn without_threads() -> Self {
         Self { writing: Arc::default(), reading: Arc::default(), compacting: Arc::default(), pid: std::process::id() }
     }
 
     /// The process's threads, which the first call starts.
     #[cfg(not(loom))]
     pub(crate) fn of_process() -> Result<&'static Self> {
-        static WORKERS: crate::process::PerProcess<Workers> = crate::process::PerProcess::new();
+        static WORKERS: crate::process::PerProcess<SsdWorkers> = crate::process::PerProcess::new();
         WORKERS.get(|| {
-            let workers = Self::idle();
-            let started = start("embcache-flush", WRITERS, &workers.writing)
-                .and_then(|()| start("embcache-fetch", READERS, &workers.reading))
-                .and_then(|()| start("embcache-compact", COMPACTORS as usize, &workers.compacting));
+            let workers = Self::without_threads();
+            let started = start_threads("embcache-flush", WRITERS, &workers.writing)
+                .and_then(|()| start_threads("embcache-fetch", READERS, &workers.reading))
+                .and_then(|()| start_threads("embcache-compact", COMPACTORS as usize, &workers.compacting));
             match started {
                 Ok(()) => Ok(workers),
                 Err(error) => {
@@ -119,7 +119,7 @@ impl Workers {
     #[cfg(loom)]
     pub(crate) fn of_process() -> Result<&'static Self> {
         loom::lazy_static! {
-            static ref WORKERS: Workers = Workers::idle();
+            static ref WORKERS: SsdWorkers = SsdWorkers::without_threads();
         }
         Ok(&WORKERS)
     }
@@ -140,25 +140,25 @@ impl Workers {
     }
 
     /// Have a thread that writes do the task.
-    pub(crate) fn write(&self, task: Box<dyn Task>) {
+    pub(crate) fn submit_write(&self, task: Box<dyn SsdTask>) {
         self.writing.send(task);
     }
 
     /// Have a thread that reads do the task.
-    pub(crate) fn read(&self, task: Box<dyn Task>) {
+    pub(crate) fn submit_read(&self, task: Box<dyn SsdTask>) {
         self.reading.send(task);
     }
 
     /// Have a thread that compacts do the task.
-    pub(crate) fn compact(&self, task: Box<dyn Task>) {
+    pub(crate) fn submit_compaction(&self, task: Box<dyn SsdTask>) {
         self.compacting.send(task);
     }
 }
 
 /// The threads' work, for a model to do.
 #[cfg(loom)]
-impl Workers {
-    /// Be a thread that writes, until [`Workers::end_writer`].
+impl SsdWorkers {
+    /// Be a thread that writes, until [`SsdWorkers::end_writer`].
     pub(crate) fn work_as_writer(&self) {
         while let Some(task) = self.writing.next() {
             task.run();
@@ -189,13 +189,13 @@ impl Workers {
         }
     }
 
-    fn waiting(inbox: &Inbox) -> Option<Box<dyn Task>> {
+    fn waiting(inbox: &SsdTaskInbox) -> Option<Box<dyn SsdTask>> {
         lock(&inbox.queue).waiting.pop_front()
     }
 }
 
 #[cfg(not(loom))]
-fn start(name: &str, count: usize, inbox: &Arc<Inbox>) -> Result<()> {
+fn start_threads(name: &str, count: usize, inbox: &Arc<SsdTaskInbox>) -> Result<()> {
     for _ in 0..count {
         let inbox = Arc::clone(inbox);
         let work = move || {

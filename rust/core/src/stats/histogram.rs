@@ -10,20 +10,20 @@ use std::time::Duration;
 /// Each power of two has 2 to this many buckets.
 const BITS: u32 = 3;
 const PER_POWER: usize = 1 << BITS;
-/// Buckets for every `u64`: those of [`Distribution::of_bucket`] up to `u64::MAX`.
+/// Buckets for every `u64`: those of [`HistogramSnapshot::of_bucket`] up to `u64::MAX`.
 const BUCKETS: usize = (u64::BITS - BITS + 1) as usize * PER_POWER;
 
 /// Counts durations in nanoseconds by their size. It takes 4 KiB, whatever it counts.
 ///
 /// Its atomics order nothing, and no model of Loom is about them. So they are those of the standard library there, too.
-pub(crate) struct Histogram {
+pub(crate) struct DurationHistogram {
     buckets: Box<[AtomicU64]>,
     sum_ns: AtomicU64,
 }
 
 /// What a [`Histogram`] has counted, as plain numbers. Buckets without a value are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Distribution {
+pub struct HistogramSnapshot {
     /// How many durations were counted.
     pub count: u64,
     /// Their sum in nanoseconds.
@@ -34,19 +34,19 @@ pub struct Distribution {
     pub counts: Vec<u64>,
 }
 
-impl Default for Histogram {
+impl Default for DurationHistogram {
     fn default() -> Self {
         Self { buckets: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect(), sum_ns: AtomicU64::new(0) }
     }
 }
 
-impl std::fmt::Debug for Histogram {
+impl std::fmt::Debug for DurationHistogram {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Histogram").field(&self.distribution()).finish()
+        f.debug_tuple("DurationHistogram").field(&self.snapshot()).finish()
     }
 }
 
-impl Histogram {
+impl DurationHistogram {
     /// Count a duration. Any thread may do so at any time.
     #[inline]
     pub(crate) fn record(&self, duration: Duration) {
@@ -57,8 +57,9 @@ impl Histogram {
     }
 
     /// What was counted by now. Of durations that are counted meanwhile, the sum may have one that the counts lack, or the other way round.
-    pub(crate) fn distribution(&self) -> Distribution {
-        let mut found = Distribution { sum_ns: self.sum_ns.load(Ordering::Relaxed), ..Distribution::default() };
+    pub(crate) fn snapshot(&self) -> HistogramSnapshot {
+        let mut found =
+            HistogramSnapshot { sum_ns: self.sum_ns.load(Ordering::Relaxed), ..HistogramSnapshot::default() };
         for (bucket, count) in self.buckets.iter().enumerate() {
             let count = count.load(Ordering::Relaxed);
             if count > 0 {
@@ -110,25 +111,25 @@ mod tests {
 
     #[test]
     fn the_smallest_and_the_largest_value_have_a_bucket() {
-        let histogram = Histogram::default();
+        let histogram = DurationHistogram::default();
         for ns in [0, 1, 2, u64::MAX] {
             histogram.record(Duration::from_nanos(ns));
         }
-        let found = histogram.distribution();
+        let found = histogram.snapshot();
         assert_eq!((found.bounds, found.counts), (vec![1, 2, u64::MAX], vec![2, 1, 1]));
         assert_eq!(found.count, 4);
     }
 
     #[test]
     fn threads_lose_no_duration() {
-        let histogram = Histogram::default();
+        let histogram = DurationHistogram::default();
         std::thread::scope(|scope| {
             for thread in 1..=4 {
                 let histogram = &histogram;
                 scope.spawn(move || (0..1000).for_each(|_| histogram.record(Duration::from_nanos(thread * 100))));
             }
         });
-        let found = histogram.distribution();
+        let found = histogram.snapshot();
         assert_eq!((found.count, found.sum_ns), (4000, 1_000_000));
         assert_eq!(found.counts, vec![1000; 4]);
     }
@@ -149,11 +150,11 @@ mod tests {
 
         #[test]
         fn everything_that_was_recorded_is_counted_once(recorded in proptest::collection::vec(0..1_u64 << 40, 0..200)) {
-            let histogram = Histogram::default();
+            let histogram = DurationHistogram::default();
             for &ns in &recorded {
                 histogram.record(Duration::from_nanos(ns));
             }
-            let found = histogram.distribution();
+            let found = histogram.snapshot();
             prop_assert_eq!(found.count, recorded.len() as u64);
             prop_assert_eq!(found.sum_ns, recorded.iter().sum::<u64>());
             prop_assert!(found.counts.iter().all(|&count| count > 0));

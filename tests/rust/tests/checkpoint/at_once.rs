@@ -4,9 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::Result;
-use embcache::checkpoint::{Chain, Latest, Part, Save, SaveOptions, sweep_parts};
+use embcache::checkpoint::{
+    CheckpointChain, CheckpointPart, CheckpointSave, LatestCheckpoint, SaveOptions, remove_stale_parts,
+};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
-use embcache::io::{DirLock, Fault, FaultEngine, Hold, IoEngine, IoFile, Open, Operation, Read, ReadSink};
+use embcache::io::{
+    DirLock, DirLockPurpose, FaultEngine, IoEngine, IoFault, IoFile, IoOpenMode, IoOperation, IoReadRequest, ReadSink,
+};
 use embcache_tests::directory_in;
 
 use crate::made::{ROOT, Table, load, memory, on, save, save_delta};
@@ -23,21 +27,21 @@ impl IoEngine for Swept {
         let is_free = path != self.root && self.inner.lock_dir(&self.root).is_ok();
         if is_free {
             let directory = directory_in(&self.inner, &self.root);
-            sweep_parts(&directory)?;
-            drop(Save::begin(&directory, 99)?);
+            remove_stale_parts(&directory)?;
+            drop(CheckpointSave::begin(&directory, 99)?);
         }
         self.inner.lock_dir(path)
     }
-    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
-        self.inner.hold_dir(path, how)
+    fn lock_dir_for(&self, path: &Path, how: DirLockPurpose) -> Result<DirLock> {
+        self.inner.lock_dir_for(path, how)
     }
     fn name(&self) -> String {
         self.inner.name()
     }
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+    fn open(&self, path: &Path, how: IoOpenMode) -> Result<Arc<dyn IoFile>> {
         self.inner.open(path, how)
     }
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         self.inner.read_batch(reads, sink);
     }
     fn create_dir_all(&self, path: &Path) -> Result<()> {
@@ -74,13 +78,13 @@ fn saves_and_parts_that_begin_while_others_sweep_are_not_swept() {
     let tables = |salt| vec![Table::new("m", "a", RowWiseAdagrad, 4, &[1, 2, 3], salt)];
     save(&inner, root, &tables(0), 1, 4096, 7).expect("saved");
     let directory = directory_in(&engine, root);
-    let mut part = Part::begin(&directory, 8, 0).expect("a part");
-    let begun = Save::begin(&directory, 9).expect("begun");
+    let mut part = CheckpointPart::begin(&directory, 8, 0).expect("a part");
+    let begun = CheckpointSave::begin(&directory, 9).expect("begun");
     for name in [part.name().to_string(), begun.name().to_string()] {
         assert!(inner.exists(&root.join(name)).unwrap());
     }
     save(&engine, root, &tables(1), 1, 4096, 10).expect("saved");
-    part.extents().expect("not finished").append(b"x").expect("written");
+    part.dense_writer().expect("not finished").append(b"x").expect("written");
     part.finish().expect("it is there");
     begun.abandon().expect("it is there");
     assert_eq!(load(&engine, root, 1).expect("loaded"), tables(1));
@@ -94,17 +98,17 @@ fn what_is_being_read_and_what_that_builds_on_is_removed_by_a_later_save() {
     let full = save(&engine, root, &tables(0), 1, 4096, 1).expect("saved");
     let options = SaveOptions { keep: 1, ..on(&full.identity) };
     let delta = save_delta(&engine, root, (&tables(0), &tables(1)), (1, 4096), 2, options).expect("saved");
-    let chain = Chain::open(&directory_in(&engine, root), delta.latest).expect("it is there");
-    let is_there = |published: &Latest| {
+    let chain = CheckpointChain::open(&directory_in(&engine, root), delta.latest).expect("it is there");
+    let is_there = |published: &LatestCheckpoint| {
         engine.exists(&root.join(published.to_string()).join("manifest.json")).expect("it can be looked at")
     };
     let second = save(&engine, root, &tables(2), 1, 4096, 3).expect("saved");
-    assert!(second.left.is_empty(), "nothing that should go could not be removed");
+    assert!(second.cleanup_errors.is_empty(), "nothing that should go could not be removed");
     assert!(is_there(&full.latest) && is_there(&delta.latest) && is_there(&second.latest));
     let rows =
         chain.table_reader("m", "a", 0..chain.table("m", "a").expect("a").spec.total_num_buckets).expect("whole");
     assert_eq!(rows.read(&mut |_, _| Ok(())).expect("whole"), 3);
-    chain.let_go();
+    chain.release();
     let third = save(&engine, root, &tables(3), 1, 4096, 4).expect("saved");
     assert!(!is_there(&full.latest) && !is_there(&delta.latest) && !is_there(&second.latest));
     assert!(is_there(&third.latest));
@@ -120,14 +124,15 @@ fn no_error_of_the_system_removes_what_a_checkpoint_that_is_being_read_builds_on
     let options = SaveOptions { keep: 1, ..on(&full.identity) };
     let delta = save_delta(&engine, root, (&tables(0), &tables(1)), (1, 4096), 2, options).expect("saved");
     for (operation, errno) in
-        [(Operation::Read, libc::EIO), (Operation::Open, libc::EMFILE), (Operation::Look, libc::EIO)]
+        [(IoOperation::Read, libc::EIO), (IoOperation::Open, libc::EMFILE), (IoOperation::Exists, libc::EIO)]
     {
         for passing in 0.. {
             let image = disk.kill();
-            let reading =
-                image.hold_dir(&root.join(delta.latest.to_string()), Hold::ToRead).expect("nobody removes it");
+            let reading = image
+                .lock_dir_for(&root.join(delta.latest.to_string()), DirLockPurpose::ToRead)
+                .expect("nobody removes it");
             let faults = FaultEngine::new(Arc::new(image.clone()));
-            faults.hit_once(operation, passing, Fault::Fail(errno));
+            faults.hit_once(operation, passing, IoFault::Fail(errno));
             let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
             // This save may end well or not.
             drop(save(&engine, root, &tables(2), 1, 4096, 3));

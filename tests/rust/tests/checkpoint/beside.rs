@@ -6,10 +6,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::cache::{Ancestor, Table};
-use embcache::checkpoint::{BesideOptions, Parent, Published, RankMoment, RankWriter, Save, SaveOptions, TableToSave};
-use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
+use embcache::cache::{BaseCheckpoint, Table};
+use embcache::checkpoint::{
+    AsyncSaveOptions, AsyncSaveTable, CheckpointId, CheckpointSave, PublishedCheckpoint, RankSnapshot, RankWriter,
+    SaveOptions,
+};
+use embcache::config::{OptimizerKind, PolicyKind, ReopenMode, SsdConfig};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file};
 use embcache::types::Id;
 use embcache::{Kind, Result};
 use embcache_tests::{Contents, Rig, config, directory_in};
@@ -27,7 +30,8 @@ pub(crate) fn rigs() -> Vec<Rig> {
         wanted.policy = PolicyKind::S3Fifo;
         wanted.device_rows = device_rows;
         let dir = PathBuf::from("/base/m/t/0-of-1");
-        wanted.ssd = ssd.then_some(SsdConfig { dir, bytes: 4 << 20, reopen: Reopen::Never, resume_token: None });
+        wanted.ssd =
+            ssd.then_some(SsdConfig { dir, bytes: 4 << 20, reopen: ReopenMode::Never, resume_commit_id: None });
         Rig::open(wanted, Arc::new(MemoryEngine::default())).unwrap()
     });
     rigs.collect()
@@ -46,13 +50,13 @@ fn train(rig: &Rig, salt: Id) {
     }
 }
 
-fn to_save(rigs: &[Rig], base: Option<&Ancestor>) -> Vec<TableToSave> {
+fn to_save(rigs: &[Rig], base: Option<&BaseCheckpoint>) -> Vec<AsyncSaveTable> {
     let numbers = BTreeMap::from([("lr".to_owned(), 0.1)]);
-    let to_save = |rig: &Rig| TableToSave {
+    let to_save = |rig: &Rig| AsyncSaveTable {
         module: "m".to_owned(),
         table: rig.table.clone(),
         hyperparameters: numbers.clone(),
-        ancestor: base.cloned(),
+        base: base.cloned(),
     };
     rigs.iter().map(to_save).collect()
 }
@@ -67,19 +71,19 @@ pub(crate) fn next_epoch(rigs: &[Rig]) -> u32 {
 pub(crate) fn save_beside(
     engine: &Arc<dyn IoEngine>,
     rigs: &[Rig],
-    base: Option<&Ancestor>,
+    base: Option<&BaseCheckpoint>,
     between: impl FnOnce(),
     within: impl Fn(),
     image_bytes: usize,
-) -> Result<Published> {
-    let parent = base.map(|base| Parent { name: base.name.clone(), manifest_xxh3: base.manifest_xxh3 });
+) -> Result<PublishedCheckpoint> {
+    let parent = base.map(|base| CheckpointId { name: base.name.clone(), manifest_xxh3: base.manifest_xxh3 });
     let options = SaveOptions { parent, ..SaveOptions::default() };
     let directory = directory_in(engine, ROOT);
-    let save = Save::begin_with(&directory, RANDOM, options)?;
+    let save = CheckpointSave::begin_with(&directory, RANDOM, options)?;
     let next_epoch = next_epoch(rigs);
-    let options = BesideOptions { next_epoch, image_bytes, bytes_per_second: None, counts: true };
+    let options = AsyncSaveOptions { next_epoch, pre_image_bytes: image_bytes, bytes_per_second: None, counts: true };
     let tables = to_save(rigs, base);
-    let mut moment = RankMoment::begin(&directory, save.name(), (0, 1), tables, options)?;
+    let mut moment = RankSnapshot::begin(&directory, save.name(), (0, 1), tables, options)?;
     between();
     while moment.write_next()?.is_some() {
         within();
@@ -88,11 +92,11 @@ pub(crate) fn save_beside(
     save.publish(&[digest], next_epoch)
 }
 
-pub(crate) fn save_blocking(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Result<Published> {
+pub(crate) fn save_blocking(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Result<PublishedCheckpoint> {
     let directory = directory_in(engine, ROOT);
-    let save = Save::begin(&directory, RANDOM)?;
+    let save = CheckpointSave::begin(&directory, RANDOM)?;
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1)?;
-    for TableToSave { module, table, hyperparameters, .. } in to_save(rigs, None) {
+    for AsyncSaveTable { module, table, hyperparameters, .. } in to_save(rigs, None) {
         writer.write_rows_of(&module, &table, hyperparameters)?;
     }
     save.publish(&[writer.finish()?], next_epoch(rigs))
@@ -163,7 +167,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one_and_traini
         train_all(&all, 3);
         let new = rows_of(&all);
         let faults = FaultEngine::new(Arc::new(memory.clone()));
-        faults.hit_change(stops, Fault::Stop);
+        faults.hit_change(stops, IoFault::Stop);
         let faulty: Arc<dyn IoEngine> = Arc::new(faults.clone());
         let result = save_beside(&faulty, &all, None, || train_all(&all, 4), || train_all(&all, 5), 1);
         train_all(&all, 6);
@@ -192,7 +196,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one_and_traini
 #[test]
 fn a_failed_operation_fails_the_save_typed_and_neither_training_nor_the_old_checkpoint() {
     let all = trained();
-    for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::Rename] {
+    for operation in [IoOperation::Create, IoOperation::Write, IoOperation::Sync, IoOperation::Rename] {
         let mut passing = 0;
         loop {
             let memory = memory();
@@ -200,7 +204,7 @@ fn a_failed_operation_fails_the_save_typed_and_neither_training_nor_the_old_chec
             save_blocking(&plain, &all).unwrap();
             let old = rows_of(&all);
             let faults = FaultEngine::new(Arc::new(memory.clone()));
-            faults.hit_once(operation, passing, Fault::Fail(libc::ENOSPC));
+            faults.hit_once(operation, passing, IoFault::Fail(libc::ENOSPC));
             let faulty: Arc<dyn IoEngine> = Arc::new(faults);
             let result = save_beside(&faulty, &all, None, || train_all(&all, 7), || train_all(&all, 8), 1);
             train_all(&all, 9);
@@ -219,10 +223,11 @@ fn a_save_that_cannot_hold_every_table_holds_none() {
     let all = trained();
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let directory = directory_in(&engine, ROOT);
-    let save = Save::begin(&directory, RANDOM).unwrap();
-    let options = BesideOptions { next_epoch: 1, image_bytes: 1 << 20, bytes_per_second: Some(1 << 40), counts: true };
-    let begin = |tables| RankMoment::begin(&directory, save.name(), (0, 1), tables, options);
-    let twice: Vec<TableToSave> = to_save(&all, None).into_iter().chain(to_save(&all[..1], None)).collect();
+    let save = CheckpointSave::begin(&directory, RANDOM).unwrap();
+    let options =
+        AsyncSaveOptions { next_epoch: 1, pre_image_bytes: 1 << 20, bytes_per_second: Some(1 << 40), counts: true };
+    let begin = |tables| RankSnapshot::begin(&directory, save.name(), (0, 1), tables, options);
+    let twice: Vec<AsyncSaveTable> = to_save(&all, None).into_iter().chain(to_save(&all[..1], None)).collect();
     assert_eq!(begin(twice).unwrap_err().kind(), Kind::State);
     let moment = begin(to_save(&all, None)).unwrap();
     assert_eq!(moment.finish().unwrap_err().kind(), Kind::State, "nothing was written");

@@ -5,9 +5,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::cache::Ancestor;
-use embcache::checkpoint::{Chain, Latest, Published};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine};
+use embcache::cache::BaseCheckpoint;
+use embcache::checkpoint::{CheckpointChain, LatestCheckpoint, PublishedCheckpoint};
+use embcache::io::{FaultEngine, IoEngine, IoFault, MemoryEngine};
 use embcache::types::Id;
 use embcache_tests::{Rig, directory_in};
 
@@ -23,12 +23,12 @@ fn change(rigs: &[Rig], salt: Id) {
     train_all(rigs, salt);
 }
 
-fn ancestor(saved: &Published, next_epoch: u32) -> Ancestor {
-    Ancestor { name: saved.identity.name.clone(), manifest_xxh3: saved.identity.manifest_xxh3, next_epoch }
+fn ancestor(saved: &PublishedCheckpoint, next_epoch: u32) -> BaseCheckpoint {
+    BaseCheckpoint { name: saved.identity.name.clone(), manifest_xxh3: saved.identity.manifest_xxh3, next_epoch }
 }
 
 /// Save every row. The tables descend from this checkpoint.
-fn save_full(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Ancestor {
+fn save_full(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> BaseCheckpoint {
     let next_epoch = next_epoch(rigs);
     let made = ancestor(&save_blocking(engine, rigs).unwrap(), next_epoch);
     for rig in rigs {
@@ -39,35 +39,35 @@ fn save_full(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Ancestor {
 }
 
 /// Save what changed since `base` while rows change. The tables are told whether this succeeded.
-fn save_changes(engine: &Arc<dyn IoEngine>, rigs: &[Rig], base: &Ancestor) -> embcache::Result<Ancestor> {
+fn save_changes(engine: &Arc<dyn IoEngine>, rigs: &[Rig], base: &BaseCheckpoint) -> embcache::Result<BaseCheckpoint> {
     let next_epoch = next_epoch(rigs);
     let result = save_beside(engine, rigs, Some(base), || change(rigs, 4), || change(rigs, 5), 1);
     let result = result.map(|saved| ancestor(&saved, next_epoch));
     for rig in rigs {
-        rig.table.saved_beside(next_epoch, result.as_ref().ok().cloned());
+        rig.table.finish_background_save(next_epoch, result.as_ref().ok().cloned());
     }
     result
 }
 
 /// Save the next delta on `base`, and check what that sweeps.
-fn goes_on(image: &MemoryEngine, rigs: &[Rig], base: &Ancestor) {
+fn goes_on(image: &MemoryEngine, rigs: &[Rig], base: &BaseCheckpoint) {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let now = rows_of(rigs);
     save_changes(&engine, rigs, base).unwrap();
     assert!(loaded(image.clone()) == now, "the next delta is wrong");
     let directory = directory_in(&engine, ROOT);
-    let chain = Chain::open(&directory, Latest::read(&directory).unwrap()).unwrap();
+    let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).unwrap()).unwrap();
     assert!(chain.names().any(|name| name == base.name));
     assert_eq!(image.list(Path::new(ROOT)).unwrap().len(), 2 + chain.names().count(), "orphans are swept");
 }
 
 /// Begin a run with the checkpoint that `LATEST` names.
-fn resumed(image: &MemoryEngine) -> (Vec<Rig>, Ancestor) {
+fn resumed(image: &MemoryEngine) -> (Vec<Rig>, BaseCheckpoint) {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let directory = directory_in(&engine, ROOT);
-    let chain = Chain::open(&directory, Latest::read(&directory).unwrap()).unwrap();
+    let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).unwrap()).unwrap();
     let (identity, next_epoch) = (chain.identity(), chain.manifest().next_epoch);
-    let base = Ancestor { name: identity.name, manifest_xxh3: identity.manifest_xxh3, next_epoch };
+    let base = BaseCheckpoint { name: identity.name, manifest_xxh3: identity.manifest_xxh3, next_epoch };
     let rigs = rigs();
     for rig in &rigs {
         let config = rig.table.config();
@@ -91,7 +91,7 @@ fn a_stop_at_every_operation_of_a_delta_beside_training_keeps_the_chain_and_the_
         change(&all, 3);
         let new = rows_of(&all);
         let faults = FaultEngine::new(Arc::new(memory.clone()));
-        faults.hit_change(stops, Fault::Stop);
+        faults.hit_change(stops, IoFault::Stop);
         let result = save_changes(&(Arc::new(faults.clone()) as Arc<dyn IoEngine>), &all, &base);
         change(&all, 6);
         if !faults.is_stopped() {

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::checkpoint::{BlockReader, BlockSave, Join, Shard};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
+use embcache::checkpoint::{RecisJoinMode, RecisReader, RecisSave, RecisShard};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file};
 use embcache::{Error, Kind, Result};
 
 use crate::made::stop_at_each_change;
@@ -65,20 +65,20 @@ fn the_first_save_is_there_as_a_whole_or_not_at_all() {
 #[test]
 fn an_error_of_every_operation_is_typed_and_leaves_the_save_before() {
     let operations = [
-        Operation::Create,
-        Operation::Write,
-        Operation::SetLen,
-        Operation::Sync,
-        Operation::Rename,
-        Operation::CreateDir,
-        Operation::SyncDir,
-        Operation::Look,
-        Operation::Open,
-        Operation::List,
-        Operation::Read,
+        IoOperation::Create,
+        IoOperation::Write,
+        IoOperation::SetLen,
+        IoOperation::Sync,
+        IoOperation::Rename,
+        IoOperation::CreateDir,
+        IoOperation::SyncDir,
+        IoOperation::Exists,
+        IoOperation::Open,
+        IoOperation::List,
+        IoOperation::Read,
     ];
     for operation in operations {
-        for fault in [Fault::Fail(libc::ENOSPC), Fault::Tear(libc::EIO)] {
+        for fault in [IoFault::Fail(libc::ENOSPC), IoFault::Tear(libc::EIO)] {
             let mut passing = 0;
             loop {
                 let memory = with_first();
@@ -101,7 +101,7 @@ fn an_error_of_every_operation_is_typed_and_leaves_the_save_before() {
                 }
                 // An error of the removal of older saves is no error of the save.
                 if let Err(error) = result {
-                    let is_short = operation == Operation::Read && fault == Fault::Tear(libc::EIO);
+                    let is_short = operation == IoOperation::Read && fault == IoFault::Tear(libc::EIO);
                     let expected = if is_short { Kind::Corruption } else { Kind::Storage };
                     assert_eq!(error.kind(), expected, "{error}");
                     // A save of one shard that failed is removed, unless LATEST.blocks names it by then.
@@ -118,11 +118,11 @@ fn an_error_of_every_operation_is_typed_and_leaves_the_save_before() {
 #[test]
 fn an_error_of_every_operation_of_a_load_is_typed() {
     let memory = with_first();
-    for operation in [Operation::Look, Operation::Open, Operation::Read] {
+    for operation in [IoOperation::Exists, IoOperation::Open, IoOperation::Read] {
         let mut passing = 0;
         loop {
             let engine = FaultEngine::new(Arc::new(memory.clone()));
-            engine.hit_once(operation, passing, Fault::Fail(libc::EIO));
+            engine.hit_once(operation, passing, IoFault::Fail(libc::EIO));
             match load(engine) {
                 Ok(found) => {
                     assert_eq!(found, contents(1));
@@ -142,7 +142,7 @@ fn a_flipped_bit_of_every_read_is_found() {
     let (mut passing, mut found) = (0, 0);
     loop {
         let engine = FaultEngine::new(Arc::new(memory.clone()));
-        engine.hit_once(Operation::Read, passing, Fault::Flip);
+        engine.hit_once(IoOperation::Read, passing, IoFault::Flip);
         let result = load(engine.clone());
         if engine.will_hit() {
             break;
@@ -162,7 +162,7 @@ fn a_flipped_bit_of_every_read_is_found() {
 #[test]
 fn a_save_that_is_read_is_left_to_the_save_after_the_load() {
     let engine = with_first();
-    let reader = BlockReader::open(&directory(engine.clone()), &mut never).expect("whole");
+    let reader = RecisReader::open(&directory(engine.clone()), &mut never).expect("whole");
     save(engine.clone(), 1, 2).expect("saved");
     assert_eq!(saves(&engine).len(), 2);
     drop(reader);
@@ -170,47 +170,48 @@ fn a_save_that_is_read_is_left_to_the_save_after_the_load() {
     assert_eq!(saves(&engine).len(), 1);
 }
 
-fn begin(engine: &MemoryEngine, index: u32, step: u64, join: &Join, random: u64) -> Result<BlockSave> {
-    let shard = Shard { index, count: 2 };
-    BlockSave::begin(&directory(engine.clone()), shard, &steps(step), join, random, &mut never)
+fn begin(engine: &MemoryEngine, index: u32, step: u64, join: &RecisJoinMode, random: u64) -> Result<RecisSave> {
+    let shard = RecisShard { index, count: 2 };
+    RecisSave::begin(&directory(engine.clone()), shard, &steps(step), join, random, &mut never)
 }
 
 #[test]
 fn a_shard_joins_the_save_that_waits_for_it_and_saw_its_steps() {
     let engine = with_first();
-    let first = begin(&engine, 0, 5, &Join::NewestOrNew, 50).expect("begun");
-    let other = begin(&engine, 1, 5, &Join::NewestOrNew, 51).expect("joined");
+    let first = begin(&engine, 0, 5, &RecisJoinMode::NewestOrNew, 50).expect("begun");
+    let other = begin(&engine, 1, 5, &RecisJoinMode::NewestOrNew, 51).expect("joined");
     assert_eq!(first.name(), other.name());
     // It is taken, and a shard of other steps belongs to another save.
-    let again = begin(&engine, 1, 5, &Join::NewestOrNew, 52).expect("another");
-    let later = begin(&engine, 1, 6, &Join::NewestOrNew, 53).expect("another");
+    let again = begin(&engine, 1, 5, &RecisJoinMode::NewestOrNew, 52).expect("another");
+    let later = begin(&engine, 1, 6, &RecisJoinMode::NewestOrNew, 53).expect("another");
     assert_ne!(again.name(), first.name());
     assert_ne!(later.name(), again.name());
-    let error = begin(&engine, 0, 5, &Join::Named(first.name().to_string()), 0).expect_err("it is saved already");
+    let error =
+        begin(&engine, 0, 5, &RecisJoinMode::Named(first.name().to_string()), 0).expect_err("it is saved already");
     assert_eq!(error.kind(), Kind::InUse, "{error}");
     // What a killed shard began is completed by nobody with newer rows.
     drop((first, other, again, later));
-    let killed = begin(&engine, 0, 7, &Join::New, 54).expect("begun");
+    let killed = begin(&engine, 0, 7, &RecisJoinMode::New, 54).expect("begun");
     let name = killed.name();
     drop(killed);
-    assert_ne!(begin(&engine, 1, 8, &Join::NewestOrNew, 55).expect("another").name(), name);
-    assert_eq!(begin(&engine, 0, 7, &Join::Named(name.to_string()), 0).expect("the same").name(), name);
+    assert_ne!(begin(&engine, 1, 8, &RecisJoinMode::NewestOrNew, 55).expect("another").name(), name);
+    assert_eq!(begin(&engine, 0, 7, &RecisJoinMode::Named(name.to_string()), 0).expect("the same").name(), name);
 }
 
 #[test]
 fn an_older_save_is_not_published_over_a_newer_one_and_shards_must_make_one_table() {
     let engine = with_first();
-    let shards = [0, 1].map(|index| Shard { index, count: 2 });
-    let old = shards.map(|shard| begin(&engine, shard.index, 5, &Join::NewestOrNew, 60).expect("begun"));
+    let shards = [0, 1].map(|index| RecisShard { index, count: 2 });
+    let old = shards.map(|shard| begin(&engine, shard.index, 5, &RecisJoinMode::NewestOrNew, 60).expect("begun"));
     write(&old[0], shards[0], 5, &contents(2)).expect("written");
     save(engine.clone(), 2, 3).expect("saved");
     let error = write(&old[1], shards[1], 5, &contents(2)).expect_err("it is older");
     assert_eq!(error.kind(), Kind::State, "{error}");
     assert_eq!(load(engine.clone()).expect("whole"), contents(3));
     // Of one save, tables of two steps.
-    let shared = begin(&engine, 0, 8, &Join::New, 61).expect("begun");
+    let shared = begin(&engine, 0, 8, &RecisJoinMode::New, 61).expect("begun");
     write(&shared, shards[0], 8, &contents(2)).expect("written");
-    let other = begin(&engine, 1, 8, &Join::Named(shared.name().to_string()), 0).expect("joined");
+    let other = begin(&engine, 1, 8, &RecisJoinMode::Named(shared.name().to_string()), 0).expect("joined");
     let error = write(&other, shards[1], 9, &contents(2)).expect_err("another step");
     assert_eq!(error.kind(), Kind::Mismatch, "{error}");
     assert!(error.to_string().contains("step 9 on shard 1 and 8 on shard 0"), "{error}");
@@ -220,13 +221,13 @@ fn an_older_save_is_not_published_over_a_newer_one_and_shards_must_make_one_tabl
 #[test]
 fn a_wait_for_another_process_ends_when_the_caller_says_so() {
     let engine = with_first();
-    let held = engine.hold_dir(Path::new(ROOT), embcache::io::Hold::ToRemove).expect("held");
+    let held = engine.lock_dir_for(Path::new(ROOT), embcache::io::DirLockPurpose::ToRemove).expect("held");
     let mut looks = 0;
     let mut interrupted = || {
         looks += 1;
         if looks < 3 { Ok(()) } else { Err(Error::new(Kind::State, "Ctrl-C")) }
     };
-    let error = BlockReader::open(&directory(engine.clone()), &mut interrupted).expect_err("ended");
+    let error = RecisReader::open(&directory(engine.clone()), &mut interrupted).expect_err("ended");
     assert_eq!(error.to_string(), "Ctrl-C");
     assert_eq!(looks, 3);
     drop(held);

@@ -5,23 +5,24 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::checkpoint::{BlockFile, BlockRange, BlockWriter, Directory};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
+use embcache::checkpoint::{CheckpointDirectory, RecisBlockRange, RecisBlockWriter, RecisFileSpec};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file};
 
 const ROOT: &str = "/blocks";
 const PAGE: u64 = 4096;
 const CHUNK: usize = 256 << 10;
 
 /// Two files, with tensors of several pieces, of a whole page, of some bytes and of none.
-fn layout() -> (Vec<BlockFile>, Vec<BlockRange>) {
+fn layout() -> (Vec<RecisFileSpec>, Vec<RecisBlockRange>) {
     let lengths = [(0, 9_500_001_u64), (0, 4096), (1, 13), (1, 4_300_000), (1, 0)];
     let mut ends = [PAGE; 2];
     let places = lengths.map(|(file, bytes)| {
         let start = ends[file];
         ends[file] = (start + bytes).next_multiple_of(PAGE);
-        BlockRange { file, start, bytes }
+        RecisBlockRange { file, start, bytes }
     });
-    let file = |n: usize| BlockFile { name: n.to_string(), header: vec![n as u8 + 1; PAGE as usize], bytes: ends[n] };
+    let file =
+        |n: usize| RecisFileSpec { name: n.to_string(), header: vec![n as u8 + 1; PAGE as usize], bytes: ends[n] };
     (vec![file(0), file(1)], places.to_vec())
 }
 
@@ -31,7 +32,7 @@ fn byte(block: usize, at: usize) -> u8 {
 
 fn write(engine: impl IoEngine + 'static, threads: usize) -> embcache::Result<Vec<Vec<u32>>> {
     let (files, places) = layout();
-    let writer = BlockWriter::new(&in_engine(engine), &files, &places, CHUNK, threads)?;
+    let writer = RecisBlockWriter::new(&in_engine(engine), &files, &places, CHUNK, threads)?;
     let mut filled = vec![0_usize; places.len()];
     // The tensors grow in turns, by lengths that fit neither pages nor pieces.
     while filled.iter().zip(&places).any(|(filled, place)| (*filled as u64) < place.bytes) {
@@ -50,8 +51,8 @@ fn write(engine: impl IoEngine + 'static, threads: usize) -> embcache::Result<Ve
     writer.finish()
 }
 
-fn in_engine(engine: impl IoEngine + 'static) -> Directory {
-    Directory::in_engine(Arc::new(engine), Path::new(ROOT))
+fn in_engine(engine: impl IoEngine + 'static) -> CheckpointDirectory {
+    CheckpointDirectory::with_engine(Arc::new(engine), Path::new(ROOT))
 }
 
 fn directory() -> MemoryEngine {
@@ -90,12 +91,12 @@ fn every_byte_is_in_its_place_and_under_a_checksum() {
 
 #[test]
 fn a_failed_operation_ends_it_typed() {
-    for operation in [Operation::Create, Operation::SetLen, Operation::Write, Operation::Sync] {
+    for operation in [IoOperation::Create, IoOperation::SetLen, IoOperation::Write, IoOperation::Sync] {
         for threads in [0, 4] {
             let mut passing = 0;
             loop {
                 let engine = FaultEngine::new(Arc::new(directory()));
-                engine.hit_once(operation, passing, Fault::Fail(libc::ENOSPC));
+                engine.hit_once(operation, passing, IoFault::Fail(libc::ENOSPC));
                 let Err(error) = write(engine, threads) else { break };
                 assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)), "{error}");
                 passing += 1;
@@ -108,12 +109,13 @@ fn a_failed_operation_ends_it_typed() {
 #[test]
 fn blocks_that_do_not_fit_or_are_not_complete_are_refused() {
     let (files, places) = layout();
-    let made = |places: &[BlockRange], chunk| BlockWriter::new(&in_engine(directory()), &files, places, chunk, 0);
+    let made =
+        |places: &[RecisBlockRange], chunk| RecisBlockWriter::new(&in_engine(directory()), &files, places, chunk, 0);
     let wrong = [
-        BlockRange { file: 2, ..places[0] },
-        BlockRange { start: 100, ..places[1] },
-        BlockRange { bytes: u64::MAX, ..places[1] },
-        BlockRange { bytes: places[0].bytes + PAGE * 2, ..places[0] },
+        RecisBlockRange { file: 2, ..places[0] },
+        RecisBlockRange { start: 100, ..places[1] },
+        RecisBlockRange { bytes: u64::MAX, ..places[1] },
+        RecisBlockRange { bytes: places[0].bytes + PAGE * 2, ..places[0] },
     ];
     for place in wrong {
         assert_eq!(made(&[place], CHUNK).expect_err("outside").kind(), Kind::Input);

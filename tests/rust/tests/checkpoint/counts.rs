@@ -6,13 +6,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{Ancestor, Table};
+use embcache::cache::{BaseCheckpoint, Table};
 use embcache::checkpoint::{
-    BesideOptions, Chain, Columns, Latest, Parent, RankMoment, RankWriter, Save, SaveOptions, Segments, TableRequest,
-    TableSource, TableToSave, reshard,
+    AsyncSaveOptions, AsyncSaveTable, CheckpointChain, CheckpointId, CheckpointSave, LatestCheckpoint, LoadColumns,
+    LoadSegments, RankSnapshot, RankWriter, SaveOptions, TableRequest, TableSource, reshard,
 };
-use embcache::config::{Admission, MissingRead, OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{IoEngine, MemoryEngine, publish, read_file};
+use embcache::config::{AdmissionRule, MissingRead, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::io::{IoEngine, MemoryEngine, read_file, write_atomically};
 use embcache::lifecycle::BucketCounts;
 use embcache::types::{Id, hash_id};
 use embcache_tests::{Rig, config, directory_in};
@@ -26,17 +26,17 @@ const BAG: usize = 5;
 type Counts = BTreeMap<u32, BucketCounts>;
 
 /// Few enough bytes that full buckets forget.
-fn rules() -> [Admission; 3] {
+fn rules() -> [AdmissionRule; 3] {
     let window_steps = NonZeroU64::new(25);
     [
-        Admission::Count { threshold: 4, window_steps: None, memory: 13 * 2 * 12 * 17 },
-        Admission::Count { threshold: 3, window_steps, memory: 1 << 20 },
-        Admission::ShowClick { alpha: 0.5, beta: 1.0, threshold: 2.0, window_steps, memory: 13 * 2 * 15 * 17 },
+        AdmissionRule::Count { threshold: 4, window_steps: None, memory: 13 * 2 * 12 * 17 },
+        AdmissionRule::Count { threshold: 3, window_steps, memory: 1 << 20 },
+        AdmissionRule::ShowClick { alpha: 0.5, beta: 1.0, threshold: 2.0, window_steps, memory: 13 * 2 * 15 * 17 },
     ]
 }
 
 /// The configuration of `rank` in `world`. The tiers differ from rank to rank.
-fn rank_of(rank: u32, world: u32, admission: Admission, place: &str) -> TableConfig {
+fn rank_of(rank: u32, world: u32, admission: AdmissionRule, place: &str) -> TableConfig {
     let has_ssd = (rank + world).is_multiple_of(2);
     let mut config = config(DIM, OptimizerKind::RowWiseAdagrad, if has_ssd { 60 } else { 5000 });
     config.buckets = split(config.total_num_buckets, rank, world);
@@ -44,12 +44,12 @@ fn rank_of(rank: u32, world: u32, admission: Admission, place: &str) -> TableCon
     config.not_admitted = MissingRead::Zeros;
     if has_ssd {
         let dir = format!("/ssd/{place}/{rank}-of-{world}").into();
-        config.ssd = Some(SsdConfig { dir, bytes: 512 << 20, reopen: Reopen::Never, resume_token: None });
+        config.ssd = Some(SsdConfig { dir, bytes: 512 << 20, reopen: ReopenMode::Never, resume_commit_id: None });
     }
     config
 }
 
-fn ranks(engine: &Arc<dyn IoEngine>, world: u32, admission: Admission, place: &str) -> Vec<Rig> {
+fn ranks(engine: &Arc<dyn IoEngine>, world: u32, admission: AdmissionRule, place: &str) -> Vec<Rig> {
     let open = |rank| Rig::open(rank_of(rank, world, admission, place), Arc::clone(engine)).expect("opened");
     (0..world).map(open).collect()
 }
@@ -57,7 +57,7 @@ fn ranks(engine: &Arc<dyn IoEngine>, world: u32, admission: Admission, place: &s
 fn counts_of(table: &Table) -> Counts {
     let mut found = Counts::new();
     let mut add = |counts: BucketCounts| {
-        if counts.generation > 0 || !counts.pending.is_empty() {
+        if counts.generation > 0 || !counts.ids.is_empty() {
             found.insert(counts.bucket, counts);
         }
         Ok(())
@@ -111,7 +111,7 @@ fn disturb(ranks: &[Rig], round: usize) {
         let rows: Vec<Id> = rig.contents().expect("every row").into_keys().collect();
         let gone: Vec<Id> = rows.into_iter().skip(round).step_by(5).collect();
         rig.table.remove_rows(&gone).expect("removed");
-        let waits = counts_of(&rig.table).into_values().flat_map(|counts| counts.pending).nth(round);
+        let waits = counts_of(&rig.table).into_values().flat_map(|counts| counts.ids).nth(round);
         if let Some(waits) = waits {
             let header = embcache::rows::RowHeader { id: waits.id, ..Default::default() };
             rig.import(&[(waits.id, (header, vec![0; DIM]))].into_iter().collect()).expect("imported");
@@ -125,7 +125,7 @@ fn the_counts_of_a_chain_are_those_of_the_tables_that_saved_it_whatever_ranks_lo
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let saved = ranks(&engine, 2, admission, "saved");
         let mut step = 1;
-        let mut link: Option<Ancestor> = None;
+        let mut link: Option<BaseCheckpoint> = None;
         for round in 0..5 {
             train(&saved, step..step + 15);
             step += 15;
@@ -152,12 +152,14 @@ fn the_counts_of_a_chain_are_those_of_the_tables_that_saved_it_whatever_ranks_lo
         }
         // Written again by other ranks, and merged.
         let directory = directory_in(&engine, ROOT);
-        let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+        let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint"))
+            .expect("opened");
         engine.create_dir_all(Path::new("/checkpoints/elsewhere")).expect("made");
         let elsewhere = directory_in(&engine, "/checkpoints/elsewhere");
         reshard(&chain, &elsewhere, 3, 3, true).expect("written again");
         let again = ranks(&engine, 1, admission, &format!("{number}-again"));
-        let chain = Chain::open(&elsewhere, Latest::read(&elsewhere).expect("a checkpoint")).expect("opened");
+        let chain = CheckpointChain::open(&elsewhere, LatestCheckpoint::read(&elsewhere).expect("a checkpoint"))
+            .expect("opened");
         chain.table_reader("m", "t", 0..13).expect("its files").load_into(&again[0].table).expect("loaded");
         assert!(all(&again) == all(&saved), "rule {number}, written again");
     }
@@ -169,12 +171,13 @@ fn a_table_that_counts_nothing_loads_and_saves_as_before() {
     let saved = ranks(&engine, 1, rules()[0], "saved");
     train(&saved, 1..20);
     go_on(&engine, &saved, 20_000, None);
-    let without = ranks(&engine, 1, Admission::ReadOnly, "without");
+    let without = ranks(&engine, 1, AdmissionRule::ReadOnly, "without");
     load(&engine, &without);
     assert_eq!(all(&without), (Counts::new(), all(&saved).1));
     go_on(&engine, &without, 20_000, None);
     let directory = directory_in(&engine, ROOT);
-    let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+    let chain =
+        CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint")).expect("opened");
     assert_eq!(chain.manifest().tables[0].pending, None);
     let counting = ranks(&engine, 1, rules()[0], "counting");
     train(&counting, 1..5);
@@ -189,30 +192,31 @@ fn a_save_beside_training_has_the_counts_of_its_moment() {
         let saved = ranks(&engine, 1, admission, "saved");
         let directory = directory_in(&engine, ROOT);
         train(&saved, 1..30);
-        let mut base: Option<Ancestor> = None;
+        let mut base: Option<BaseCheckpoint> = None;
         for round in 0..3 {
             let expected = all(&saved);
             let parent =
-                base.as_ref().map(|base| Parent { name: base.name.clone(), manifest_xxh3: base.manifest_xxh3 });
+                base.as_ref().map(|base| CheckpointId { name: base.name.clone(), manifest_xxh3: base.manifest_xxh3 });
             let options = SaveOptions { parent, ..SaveOptions::default() };
-            let save = Save::begin_with(&directory, 5, options).expect("begun");
+            let save = CheckpointSave::begin_with(&directory, 5, options).expect("begun");
             let next_epoch = saved[0].table.epoch().expect("an epoch") + 1;
-            let tables = vec![TableToSave {
+            let tables = vec![AsyncSaveTable {
                 module: "m".to_owned(),
                 table: saved[0].table.clone(),
                 hyperparameters: BTreeMap::new(),
-                ancestor: base.clone(),
+                base: base.clone(),
             }];
-            let beside = BesideOptions { next_epoch, image_bytes: 1 << 20, bytes_per_second: None, counts: true };
-            let mut moment = RankMoment::begin(&directory, save.name(), (0, 1), tables, beside).expect("begun");
+            let beside =
+                AsyncSaveOptions { next_epoch, pre_image_bytes: 1 << 20, bytes_per_second: None, counts: true };
+            let mut moment = RankSnapshot::begin(&directory, save.name(), (0, 1), tables, beside).expect("begun");
             train(&saved, 100 * (round + 1)..100 * (round + 1) + 20);
             disturb(&saved, 1);
             assert!(all(&saved) != expected);
             while moment.write_next().expect("written").is_some() {}
             let digest = moment.finish().expect("finished");
-            let Parent { name, manifest_xxh3 } = save.publish(&[digest], next_epoch).expect("published").identity;
-            let made = Ancestor { name, manifest_xxh3, next_epoch };
-            saved[0].table.saved_beside(next_epoch, Some(made.clone()));
+            let CheckpointId { name, manifest_xxh3 } = save.publish(&[digest], next_epoch).expect("published").identity;
+            let made = BaseCheckpoint { name, manifest_xxh3, next_epoch };
+            saved[0].table.finish_background_save(next_epoch, Some(made.clone()));
             base = Some(made);
             let loaded = ranks(&engine, 2, admission, &format!("{number}-{round}"));
             load(&engine, &loaded);
@@ -233,16 +237,22 @@ fn a_linked_checkpoint_and_a_resume_have_the_counts() {
 
         let directory = directory_in(&engine, ROOT);
         let options = SaveOptions { linked: true, ..SaveOptions::default() };
-        let save = Save::begin_with(&directory, 5, options).expect("begun");
+        let save = CheckpointSave::begin_with(&directory, 5, options).expect("begun");
         let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("a writer");
         writer.link_rows_of("m", &table.table, BTreeMap::new()).expect("linked");
         save.publish(&[writer.finish().expect("finished")], 1).expect("published");
-        let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+        let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint"))
+            .expect("opened");
         let mut other = config.clone();
         other.ssd.as_mut().expect("an SSD tier").dir = "/ssd/linked/0-of-1".into();
         let other = Rig::open(other, Arc::clone(&engine)).expect("opened");
-        let request =
-            TableRequest { module: "m", table: "t", buckets: 0..13, columns: Columns::All, segments: Segments::Open };
+        let request = TableRequest {
+            module: "m",
+            table: "t",
+            buckets: 0..13,
+            columns: LoadColumns::All,
+            segments: LoadSegments::Open,
+        };
         match chain.check_table(&other.table, &request).expect("it fits") {
             TableSource::Rows(_) => panic!("it has segments"),
             TableSource::Segments(_, _, counts, _, _) => {
@@ -258,7 +268,7 @@ fn a_linked_checkpoint_and_a_resume_have_the_counts() {
         train(std::slice::from_ref(&table), 50..60);
         table.table.close().expect("closed");
         let ssd = config.ssd.as_mut().expect("an SSD tier");
-        (ssd.reopen, ssd.resume_token) = (Reopen::Resume, Some(7));
+        (ssd.reopen, ssd.resume_commit_id) = (ReopenMode::Resume, Some(7));
         let resumed = Rig::open(config, Arc::clone(&engine)).expect("resumed");
         assert!(all(std::slice::from_ref(&resumed)) == expected, "as of the flush");
     }
@@ -277,18 +287,18 @@ fn every_changed_byte_of_a_file_of_counts_is_found() {
     let loaded = ranks(&engine, 1, rules()[2], "loaded");
     let directory = directory_in(&engine, ROOT);
     let try_to_load = || {
-        let chain = Chain::open(&directory, Latest::read(&directory)?)?;
+        let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)?;
         chain.table_reader("m", "t", 0..13)?.load_into(&loaded[0].table)
     };
     for at in (0..whole.len()).step_by(7).chain(whole.len() - 1..whole.len()) {
         let mut damaged = whole.clone();
         damaged[at] ^= 0x10;
-        publish(&*memory, &path, &damaged).expect("written");
+        write_atomically(&*memory, &path, &damaged).expect("written");
         assert_eq!(try_to_load().expect_err("damage").kind(), Kind::Corruption, "byte {at}");
     }
-    publish(&*memory, &path, &whole[..whole.len() - 1]).expect("written");
+    write_atomically(&*memory, &path, &whole[..whole.len() - 1]).expect("written");
     assert_eq!(try_to_load().expect_err("damage").kind(), Kind::Corruption);
-    publish(&*memory, &path, &whole).expect("written");
+    write_atomically(&*memory, &path, &whole).expect("written");
     try_to_load().expect("it is whole again");
     assert!(all(&loaded) == all(&saved));
 }

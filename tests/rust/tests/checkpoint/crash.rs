@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::checkpoint::{Latest, SaveOptions};
+use embcache::checkpoint::{LatestCheckpoint, SaveOptions};
 use embcache::config::OptimizerKind::{Adagrad, RowWiseAdagrad};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, publish, read_file};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file, write_atomically};
 use embcache::types::Id;
 use embcache_tests::directory_in;
 
@@ -79,11 +79,11 @@ fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself(
             let line = read_file(&memory, &latest, 256).expect("read");
             match now {
                 None => memory.remove_file(&latest).expect("removed"),
-                Some(now) => publish(&memory, &latest, now.as_bytes()).expect("written"),
+                Some(now) => write_atomically(&memory, &latest, now.as_bytes()).expect("written"),
             }
             memory.sync_dir(Path::new(ROOT)).expect("synced");
             let engine = FaultEngine::new(Arc::new(memory.clone()));
-            engine.hit_change(stops, Fault::Stop);
+            engine.hit_change(stops, IoFault::Stop);
             let result = save_to(engine.clone(), 2);
             let stopped = engine.is_stopped();
             for image in [memory.crash(), memory.kill(), memory.crash_torn(stops)] {
@@ -91,7 +91,7 @@ fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself(
                 if !load(&again, Path::new(ROOT), 1).is_ok_and(|found| found == tables(2)) {
                     assert!(stopped && result.is_err(), "{now:?}");
                     // Who puts the line back finds the checkpoint whole.
-                    publish(&image, &latest, &line).expect("written");
+                    write_atomically(&image, &latest, &line).expect("written");
                     assert_eq!(load_from(image), tables(1), "{now:?}: lost after {stops} changes");
                     kept += 1;
                 }
@@ -109,14 +109,14 @@ fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself(
 #[test]
 fn a_failed_operation_fails_the_save_typed_and_the_old_checkpoint_stays() {
     for operation in [
-        Operation::Create,
-        Operation::Write,
-        Operation::SetLen,
-        Operation::Sync,
-        Operation::Rename,
-        Operation::CreateDir,
+        IoOperation::Create,
+        IoOperation::Write,
+        IoOperation::SetLen,
+        IoOperation::Sync,
+        IoOperation::Rename,
+        IoOperation::CreateDir,
     ] {
-        for fault in [Fault::Fail(libc::ENOSPC), Fault::Tear(libc::EIO)] {
+        for fault in [IoFault::Fail(libc::ENOSPC), IoFault::Tear(libc::EIO)] {
             let mut passing = 0;
             loop {
                 let memory = with_first();
@@ -138,13 +138,13 @@ fn a_failed_operation_fails_the_save_typed_and_the_old_checkpoint_stays() {
 #[test]
 fn a_publication_that_fails_removes_what_it_was_to_publish() {
     for operation in [
-        Operation::Open,
-        Operation::Read,
-        Operation::Create,
-        Operation::Write,
-        Operation::Sync,
-        Operation::Rename,
-        Operation::SyncDir,
+        IoOperation::Open,
+        IoOperation::Read,
+        IoOperation::Create,
+        IoOperation::Write,
+        IoOperation::Sync,
+        IoOperation::Rename,
+        IoOperation::SyncDir,
     ] {
         let (mut passing, mut failed) = (0, 0);
         loop {
@@ -153,7 +153,7 @@ fn a_publication_that_fails_removes_what_it_was_to_publish() {
             let through: Arc<dyn IoEngine> = Arc::new(engine.clone());
             let (save, digests) =
                 write(&directory_in(&through, ROOT), &tables(2), (2, 400), 2, SaveOptions::default()).expect("written");
-            engine.hit_once(operation, passing, Fault::Fail(libc::EIO));
+            engine.hit_once(operation, passing, IoFault::Fail(libc::EIO));
             let published = save.publish(&digests, 1);
             let was_hit = !engine.will_hit();
             engine.clear();
@@ -181,7 +181,7 @@ fn a_read_that_fails_while_loading_is_reported() {
     let mut passing = 0;
     loop {
         let engine = FaultEngine::new(Arc::new(memory.clone()));
-        engine.hit_once(Operation::Read, passing, Fault::Fail(libc::EIO));
+        engine.hit_once(IoOperation::Read, passing, IoFault::Fail(libc::EIO));
         let engine: Arc<dyn IoEngine> = Arc::new(engine);
         match load(&engine, Path::new(ROOT), 1) {
             Ok(found) => {
@@ -221,7 +221,7 @@ fn stop_everywhere(
             assert!(found == moments[links - 1] || found == moments[after], "neither, after {stops} changes");
             assert!(result.is_err() || found == moments[after], "lost after {stops} changes");
             let again: Arc<dyn IoEngine> = Arc::new(image.clone());
-            let newest = Latest::read(&directory_in(&again, ROOT)).ok();
+            let newest = LatestCheckpoint::read(&directory_in(&again, ROOT)).ok();
             if found == moments[links - 1] && newest == Some(saved[links - 1].latest) {
                 kept += 1;
                 // What the next delta builds on is whole.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
-use embcache::io::{IoEngine, LOCK_FILE, MemoryEngine, PsyncEngine, publish, read_file};
+use embcache::io::{IoEngine, LOCK_FILE, MemoryEngine, PsyncEngine, read_file, write_atomically};
 use embcache::types::{Id, hash_id};
 
 use embcache_tests::{flips, tells_of_damage};
@@ -97,7 +97,7 @@ fn flip_bits(memory: &MemoryEngine, path: &Path, first: usize, step: usize) -> u
     for position in (first..good.len()).step_by(step) {
         let mut bad = good.clone();
         bad[position] ^= 1 << (hash_id(position as i64) % 8);
-        publish(&copy, path, &bad).expect("written");
+        write_atomically(&copy, path, &bad).expect("written");
         let Err(error) = load(&engine, Path::new(ROOT), 2) else {
             panic!("byte {position} of {} may change unseen", path.display());
         };

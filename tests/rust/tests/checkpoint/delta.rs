@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::checkpoint::{
-    Chain, CheckpointKind, CheckpointName, Compaction, Latest, Parent, Published, RankDigest, Save, SaveOptions,
-    TableSpec,
+    ChainCompaction, CheckpointChain, CheckpointId, CheckpointKind, CheckpointName, CheckpointSave, LatestCheckpoint,
+    PublishedCheckpoint, RankDigest, SaveOptions, TableSpec,
 };
 use embcache::config::OptimizerKind::{Adam, RowWiseAdagrad};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Open, Operation, read_file};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOpenMode, IoOperation, MemoryEngine, read_file};
 use embcache::types::Id;
 use embcache_tests::directory_in;
 use proptest::prelude::*;
@@ -42,7 +42,11 @@ pub(crate) fn moments(count: u64) -> Vec<Vec<Table>> {
 }
 
 /// Save the versions as a full checkpoint and deltas. `worlds` are the numbers of ranks that save each.
-pub(crate) fn save_chain(engine: &Arc<dyn IoEngine>, moments: &[Vec<Table>], worlds: &[u32]) -> Vec<Published> {
+pub(crate) fn save_chain(
+    engine: &Arc<dyn IoEngine>,
+    moments: &[Vec<Table>],
+    worlds: &[u32],
+) -> Vec<PublishedCheckpoint> {
     let mut saved = vec![save(engine, root(), &moments[0], worlds[0], 400, 7).expect("saved")];
     for (n, pair) in moments.windows(2).enumerate() {
         let world = worlds[(n + 1) % worlds.len()];
@@ -54,16 +58,16 @@ pub(crate) fn save_chain(engine: &Arc<dyn IoEngine>, moments: &[Vec<Table>], wor
 }
 
 /// Merge the checkpoint that `LATEST` names with those it builds on, by `world` ranks.
-pub(crate) fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> embcache::Result<Published> {
+pub(crate) fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> embcache::Result<PublishedCheckpoint> {
     let directory = directory_in(engine, root());
-    let latest = Latest::read(&directory)?;
-    let merged = Compaction::open(&directory, latest)?.expect("a chain");
+    let latest = LatestCheckpoint::read(&directory)?;
+    let merged = ChainCompaction::open(&directory, latest)?.expect("a chain");
     let options = SaveOptions { merged: Some(merged.chain().identity()), ..SaveOptions::default() };
-    let save = Save::begin_with(&directory, random, options)?;
+    let save = CheckpointSave::begin_with(&directory, random, options)?;
     let digests = (0..world)
         .map(|rank| merged.write(save.name(), (rank, world), &mut |_| Ok(())))
         .collect::<embcache::Result<Vec<RankDigest>>>()?;
-    merged.chain().let_go();
+    merged.chain().release();
     save.publish(&digests, merged.chain().manifest().next_epoch)
 }
 
@@ -102,7 +106,7 @@ fn a_delta_holds_what_changed_and_says_what_it_builds_on() {
     let (_, engine) = in_memory();
     let moments = moments(3);
     let saved = save_chain(&engine, &moments, &[2]);
-    let chain = Chain::open(&directory_in(&engine, root()), saved[2].latest).expect("opened");
+    let chain = CheckpointChain::open(&directory_in(&engine, root()), saved[2].latest).expect("opened");
     let manifest = chain.manifest();
     assert_eq!((manifest.kind, manifest.parent.as_ref()), (CheckpointKind::Delta, Some(&saved[1].identity)));
     assert_eq!(chain.identity(), saved[2].identity);
@@ -123,11 +127,11 @@ fn a_merged_chain_is_the_full_checkpoint_of_its_last_moment() {
         let merged = compact(&engine, world, 9).expect("merged");
         assert_eq!(load(&engine, root(), 2).expect("loaded"), moments[3]);
         let directory = directory_in(&engine, root());
-        let chain = Chain::open(&directory, merged.latest).expect("opened");
+        let chain = CheckpointChain::open(&directory, merged.latest).expect("opened");
         assert!(chain.links().len() == 1 && chain.manifest().kind == CheckpointKind::Full);
         assert_eq!(chain.manifest().merged.as_ref(), Some(&saved[3].identity), "a run goes on from it");
         assert_eq!(engine.list(root()).expect("listed").len(), 3, "LATEST, its lock and the merged one");
-        assert!(Compaction::open(&directory, merged.latest).expect("opened").is_none());
+        assert!(ChainCompaction::open(&directory, merged.latest).expect("opened").is_none());
         let next = save_delta(&engine, root(), (&moments[3], &moments[4]), (2, 400), 1, on(&merged.identity));
         next.expect("a delta on the merged one");
         assert_eq!(load(&engine, root(), 1).expect("loaded"), moments[4]);
@@ -160,11 +164,17 @@ fn a_missing_link_and_another_in_its_place_are_refused() {
 }
 
 /// Make the next save to `other` number `seq`, and give it what it builds on as that is in `memory`.
-fn place_before((memory, other): (&MemoryEngine, &MemoryEngine), seq: u64, saved: &[Published], broken: usize) {
+fn place_before(
+    (memory, other): (&MemoryEngine, &MemoryEngine),
+    seq: u64,
+    saved: &[PublishedCheckpoint],
+    broken: usize,
+) {
     if broken > 0 {
         let before = saved[broken - 1].latest;
         copy(memory, other, &root().join(before.to_string()));
-        embcache::io::publish(other, &root().join("LATEST"), format!("{before}\n").as_bytes()).expect("written");
+        embcache::io::write_atomically(other, &root().join("LATEST"), format!("{before}\n").as_bytes())
+            .expect("written");
     } else {
         assert_eq!(seq, 1);
     }
@@ -177,7 +187,7 @@ fn save_delta_or_full(
     broken: usize,
     name: CheckpointName,
     options: SaveOptions,
-) -> Published {
+) -> PublishedCheckpoint {
     let mut other = moments[broken].clone();
     other[0].rows.remove(&3);
     match options.parent {
@@ -196,7 +206,7 @@ fn copy(from: &MemoryEngine, to: &MemoryEngine, dir: &Path) {
             copy(from, to, &path);
         } else {
             let bytes = read_file(from, &path, 1 << 30).expect("read");
-            let file = to.open(&path, Open::Create { preallocate: 0 }).expect("made");
+            let file = to.open(&path, IoOpenMode::Create { preallocate: 0 }).expect("made");
             let mut padded = embcache::io::AlignedBuf::zeroed(bytes.len().next_multiple_of(4096));
             padded[..bytes.len()].copy_from_slice(&bytes);
             file.write_at(0, &padded).expect("written");
@@ -211,14 +221,14 @@ fn a_delta_on_what_is_no_longer_the_newest_is_not_published() {
     let (_, engine) = in_memory();
     let saved = save_chain(&engine, &moments[..2], &[1]);
     // Two deltas on the same parent are saved at once. The first one wins, and its parent stays.
-    let second = Save::begin_with(&directory_in(&engine, root()), 1, on(&saved[1].identity)).expect("begun");
+    let second = CheckpointSave::begin_with(&directory_in(&engine, root()), 1, on(&saved[1].identity)).expect("begun");
     save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 2, on(&saved[1].identity)).expect("published");
     assert_eq!(kind(second.publish(&[], 1)), Kind::State, "without ranks there is nothing to publish");
     let stale = save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 3, on(&saved[1].identity));
     let error = stale.expect_err("something was saved since");
     assert_eq!(error.kind(), Kind::State);
     assert!(error.to_string().contains("save again"), "{error}");
-    let nothing = Parent { name: "0000000099-0000000000000000".into(), manifest_xxh3: 1 };
+    let nothing = CheckpointId { name: "0000000099-0000000000000000".into(), manifest_xxh3: 1 };
     assert_eq!(kind(save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 4, on(&nothing))), Kind::State);
     assert_eq!(load(&engine, root(), 2).expect("loaded"), moments[2]);
 }
@@ -234,7 +244,7 @@ fn a_delta_of_other_tables_than_its_parents_is_not_published_and_one_of_other_se
         change(&mut tables[0].spec);
         tables
     };
-    let strange = Parent { manifest_xxh3: parent.manifest_xxh3 ^ 1, ..parent.clone() };
+    let strange = CheckpointId { manifest_xxh3: parent.manifest_xxh3 ^ 1, ..parent.clone() };
     for (tables, parent) in [
         (changed(&|spec| spec.key ^= 1), parent),
         (changed(&|spec| spec.table.push('x')), parent),
@@ -247,7 +257,7 @@ fn a_delta_of_other_tables_than_its_parents_is_not_published_and_one_of_other_se
     }
     let tables = changed(&|spec| {
         spec.seed ^= 1;
-        spec.initializer = embcache::rows::Initializer::Constant { value: 0.5 };
+        spec.initializer = embcache::rows::InitializerSpec::Constant { value: 0.5 };
         spec.optimizer.hyperparameters.insert("lr".into(), 0.75);
     });
     save_delta(&engine, root(), (&moments[0], &tables), (1, 400), 1, on(parent)).expect("published");
@@ -259,14 +269,14 @@ fn so_many_stay_as_are_asked_for_and_all_that_they_build_on() {
     let moments = moments(6);
     let (_, engine) = in_memory();
     let keeping =
-        |keep, parent: Option<&Parent>| SaveOptions { parent: parent.cloned(), keep, ..SaveOptions::default() };
-    let there = |saved: &[Published]| -> Vec<bool> {
+        |keep, parent: Option<&CheckpointId>| SaveOptions { parent: parent.cloned(), keep, ..SaveOptions::default() };
+    let there = |saved: &[PublishedCheckpoint]| -> Vec<bool> {
         saved.iter().map(|one| engine.exists(&root().join(&one.identity.name)).unwrap()).collect()
     };
     let full = |n: usize, keep| {
         save_with(&engine, root(), &moments[n], (1, 400), 50 + n as u64, keeping(keep, None)).expect("saved")
     };
-    let delta = |n: usize, keep, parent: &Published| {
+    let delta = |n: usize, keep, parent: &PublishedCheckpoint| {
         let options = keeping(keep, Some(&parent.identity));
         save_delta(&engine, root(), (&moments[n - 1], &moments[n]), (1, 400), n as u64, options).expect("a delta")
     };
@@ -298,7 +308,7 @@ fn a_save_on_a_long_chain_reads_each_manifest_of_it_a_few_times() {
     for salt in 1..=DELTAS {
         if salt == DELTAS {
             // If a save opened so many files, it would fail.
-            faulty.hit_once(Operation::Open, 5 * DELTAS, Fault::Fail(5));
+            faulty.hit_once(IoOperation::Open, 5 * DELTAS, IoFault::Fail(5));
         }
         let states = (&table(salt - 1)[..], &table(salt)[..]);
         parent = save_delta(&engine, root(), states, (1, 9000), salt, on(&parent)).expect("saved").identity;
@@ -320,7 +330,7 @@ fn a_merged_parent_of_a_higher_number_stays_as_long_as_its_delta() {
         let delta = save.publish(&digests, 1).expect("published").latest;
         assert!(delta.name.seq < merged.seq, "the delta was begun before");
         let directory = directory_in(&engine, ROOT);
-        let reading = is_read.then(|| Chain::open(&directory, delta).expect("opened"));
+        let reading = is_read.then(|| CheckpointChain::open(&directory, delta).expect("opened"));
         let options = SaveOptions { keep, ..SaveOptions::default() };
         save_with(&engine, root(), &versions[3], (1, 400), 7, options).expect("saved");
         let there: Vec<bool> = [merged, delta.name].map(|name| directory.has(&name.to_string()).expect("there")).into();
@@ -339,9 +349,9 @@ fn where_it_cannot_be_told_what_one_builds_on_nothing_complete_is_removed() {
     let saved = save_chain(&engine, &moments, &[1]);
     let path = root().join(&saved[1].identity.name).join("manifest.json");
     let whole = read_file(&memory, &path, 1 << 20).expect("read");
-    embcache::io::publish(&memory, &path, b"damaged").expect("written");
-    drop(Save::begin(&directory_in(&engine, root()), 9).expect("begun"));
-    embcache::io::publish(&memory, &path, &whole).expect("written");
+    embcache::io::write_atomically(&memory, &path, b"damaged").expect("written");
+    drop(CheckpointSave::begin(&directory_in(&engine, root()), 9).expect("begun"));
+    embcache::io::write_atomically(&memory, &path, &whole).expect("written");
     assert_eq!(load(&engine, root(), 1).expect("loaded"), moments[2]);
 }
 

@@ -4,9 +4,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::checkpoint::{Checkpoint, Directory, Extent, Latest, Part, PartName, RankDigest, Save, sweep_parts};
+use embcache::checkpoint::{
+    CheckpointDirectory, CheckpointPart, CheckpointSave, DenseExtent, LatestCheckpoint, OpenCheckpoint, PartName,
+    RankDigest, remove_stale_parts,
+};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, PsyncEngine};
+use embcache::io::{FaultEngine, IoEngine, IoFault, MemoryEngine, PsyncEngine};
 use embcache::types::{Id, hash_id};
 use embcache::{Kind, Result};
 use embcache_tests::directory_in;
@@ -33,7 +36,7 @@ fn tables(salt: u64) -> Vec<Table> {
 }
 
 /// What [`Save::adopt`] takes from a rank.
-type Named = Vec<(Directory, PartName, RankDigest)>;
+type Named = Vec<(CheckpointDirectory, PartName, RankDigest)>;
 
 /// Write the parts of one rank. One part has tables, the other extents.
 fn write(
@@ -42,32 +45,32 @@ fn write(
     rank: u32,
     salt: u64,
     large: usize,
-) -> Result<(Vec<Extent>, Vec<Part>, Named)> {
+) -> Result<(Vec<DenseExtent>, Vec<CheckpointPart>, Named)> {
     let random = salt * 1000 + u64::from(rank) * 2;
     let directory = directory_in(engine, root);
-    let mut sparse = Part::begin(&directory, random, 0)?;
+    let mut sparse = CheckpointPart::begin(&directory, random, 0)?;
     for table in tables(salt) {
         let buckets = table.buckets_of(rank, WORLD);
         let mut source = table.source(&buckets, 5);
-        sparse.tables()?.write_table(table.spec.clone(), buckets, &mut source)?;
+        sparse.rank_writer()?.write_table(table.spec.clone(), buckets, &mut source)?;
     }
-    let mut dense = Part::begin(&directory, random + 1, 3 * large as u64)?.with_file_bytes(50_000);
+    let mut dense = CheckpointPart::begin(&directory, random + 1, 3 * large as u64)?.with_file_bytes(50_000);
     let mut extents = Vec::new();
     for content in contents(rank, salt, large) {
         for window in content.chunks(1 << 16) {
-            dense.extents()?.append(window)?;
+            dense.dense_writer()?.append(window)?;
         }
-        extents.push(dense.extents()?.end_extent()?);
+        extents.push(dense.dense_writer()?.end_extent()?);
     }
-    let named = |part: &mut Part| Ok((directory.clone(), part.name(), part.finish()?));
+    let named = |part: &mut CheckpointPart| Ok((directory.clone(), part.name(), part.finish()?));
     let digests = vec![named(&mut sparse)?, named(&mut dense)?];
     Ok((extents, vec![sparse, dense], digests))
 }
 
 /// Save as two ranks. The result is the extents of each rank.
-fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Result<Vec<Vec<Extent>>> {
+fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Result<Vec<Vec<DenseExtent>>> {
     let directory = directory_in(engine, root);
-    sweep_parts(&directory)?;
+    remove_stale_parts(&directory)?;
     let (mut extents, mut held, mut named) = (Vec::new(), Vec::new(), Vec::new());
     for rank in 0..WORLD {
         let (of_rank, parts, digests) = write(engine, root, rank, salt, large)?;
@@ -75,7 +78,7 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Res
         held.push(parts);
         named.push(digests);
     }
-    let mut save = Save::begin(&directory, salt)?;
+    let mut save = CheckpointSave::begin(&directory, salt)?;
     let digests = named.iter().zip(0..).map(|(parts, rank)| save.adopt(rank, WORLD, parts));
     let digests = digests.collect::<Result<Vec<_>>>()?;
     save.write_dense_metadata(META)?;
@@ -85,12 +88,12 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Res
 }
 
 /// Every byte of the checkpoint that `LATEST` names, by rank and extent.
-fn read(engine: &Arc<dyn IoEngine>, root: &Path, extents: &[Vec<Extent>]) -> Result<Vec<Vec<Vec<u8>>>> {
+fn read(engine: &Arc<dyn IoEngine>, root: &Path, extents: &[Vec<DenseExtent>]) -> Result<Vec<Vec<Vec<u8>>>> {
     let directory = directory_in(engine, root);
-    let checkpoint = Checkpoint::open(&directory, Latest::read(&directory)?)?;
+    let checkpoint = OpenCheckpoint::open(&directory, LatestCheckpoint::read(&directory)?)?;
     assert_eq!(checkpoint.dense_metadata()?.as_deref(), Some(META));
-    let reader = checkpoint.extent_reader();
-    let read = |rank: u32, extent: &Extent| {
+    let reader = checkpoint.dense_reader();
+    let read = |rank: u32, extent: &DenseExtent| {
         let mut into = vec![0; extent.bytes as usize];
         reader.read(rank, *extent, &mut into).map(|()| into)
     };
@@ -112,24 +115,24 @@ fn extents_come_back_whole_and_in_parts_across_files_and_pieces() {
     assert_eq!(read(&engine, dir.path(), &extents).expect("read"), written(1, large));
     assert_eq!(load(&engine, dir.path(), 3).expect("loaded"), tables(1));
     let directory = directory_in(&engine, dir.path());
-    let latest = Latest::read(&directory).expect("there");
-    let reader = Checkpoint::open(&directory, latest).expect("whole").extent_reader();
+    let latest = LatestCheckpoint::read(&directory).expect("there");
+    let reader = OpenCheckpoint::open(&directory, latest).expect("whole").dense_reader();
     let whole = &extents[1][5];
     let content = &contents(1, 1, large)[5];
     for (start, len) in [(0, 1), (1, 49_999), (49_999, 2), (262_143, 300_000), (large - 1, 1), (large, 0)] {
         let mut into = vec![0; len];
-        let part = Extent { offset: whole.offset + start as u64, bytes: len as u64 };
+        let part = DenseExtent { offset: whole.offset + start as u64, bytes: len as u64 };
         reader.read(1, part, &mut into).expect("read");
         assert_eq!(into, content[start..start + len], "{len} bytes at {start}");
     }
     for outside in [
-        Extent { offset: reader.stream_bytes()[1], bytes: 1 },
-        Extent { offset: u64::MAX, bytes: 1 },
-        Extent { offset: 0, bytes: u64::MAX },
+        DenseExtent { offset: reader.stream_bytes()[1], bytes: 1 },
+        DenseExtent { offset: u64::MAX, bytes: 1 },
+        DenseExtent { offset: 0, bytes: u64::MAX },
     ] {
         assert_eq!(kind(reader.read(1, outside, &mut [0])), Kind::Corruption);
     }
-    assert_eq!(kind(reader.read(2, Extent { offset: 0, bytes: 1 }, &mut [0])), Kind::Corruption);
+    assert_eq!(kind(reader.read(2, DenseExtent { offset: 0, bytes: 1 }, &mut [0])), Kind::Corruption);
 }
 
 #[test]
@@ -177,7 +180,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one() {
             save(&(Arc::new(disk.clone()) as Arc<dyn IoEngine>), Path::new(ROOT), salt, LARGE).expect("saved");
         (disk, extents)
     };
-    let found = |image: MemoryEngine, extents: &[Vec<Extent>]| {
+    let found = |image: MemoryEngine, extents: &[Vec<DenseExtent>]| {
         let image: Arc<dyn IoEngine> = Arc::new(image);
         let dense = read(&image, Path::new(ROOT), extents).expect("a whole checkpoint");
         (dense, load(&image, Path::new(ROOT), 1).expect("a whole checkpoint"))
@@ -187,7 +190,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one() {
     loop {
         let (disk, extents) = made(1);
         let engine = FaultEngine::new(Arc::new(disk.clone()));
-        engine.hit_change(stops, Fault::Stop);
+        engine.hit_change(stops, IoFault::Stop);
         let result = save(&(Arc::new(engine.clone()) as Arc<dyn IoEngine>), Path::new(ROOT), 2, LARGE);
         if !engine.is_stopped() {
             assert_eq!(result.expect("nothing stopped it"), extents, "extents are where they were");
@@ -220,11 +223,12 @@ fn a_failed_write_fails_the_part_and_parts_that_are_held_are_not_swept() {
         let mut passing = 0;
         loop {
             let engine = FaultEngine::new(plain.clone());
-            engine.hit_once(embcache::io::Operation::Write, passing, Fault::Fail(libc::ENOSPC));
+            engine.hit_once(embcache::io::IoOperation::Write, passing, IoFault::Fail(libc::ENOSPC));
             let engine: Arc<dyn IoEngine> = Arc::new(engine);
-            let mut part = Part::begin(&directory_in(&engine, ROOT), 1, large).expect("begun").with_file_bytes(6 << 20);
+            let mut part =
+                CheckpointPart::begin(&directory_in(&engine, ROOT), 1, large).expect("begun").with_file_bytes(6 << 20);
             let content = bytes(large as usize, 1);
-            let result = part.extents().and_then(|extents| extents.append(&content)).and_then(|()| part.finish());
+            let result = part.dense_writer().and_then(|extents| extents.append(&content)).and_then(|()| part.finish());
             let failed = result.as_ref().err().map(embcache::Error::errno);
             assert!(failed.is_none() || failed == Some(Some(libc::ENOSPC)), "{result:?}");
             assert!(part.finish().is_err(), "it is finished, or failed");
@@ -237,9 +241,9 @@ fn a_failed_write_fails_the_part_and_parts_that_are_held_are_not_swept() {
         assert!(passing > 2, "{passing} writes");
     }
     let directory = directory_in(&plain, ROOT);
-    let held = Part::begin(&directory, 7, 0).expect("begun");
-    drop(Part::begin(&directory, 8, 0).expect("begun"));
-    assert!(sweep_parts(&directory).expect("swept").is_empty());
+    let held = CheckpointPart::begin(&directory, 7, 0).expect("begun");
+    drop(CheckpointPart::begin(&directory, 8, 0).expect("begun"));
+    assert!(remove_stale_parts(&directory).expect("swept").is_empty());
     let left: Vec<PathBuf> = disk.list(Path::new(ROOT)).expect("listed");
     assert!(left.contains(&Path::new(ROOT).join(held.name().to_string())), "{left:?}");
     assert!(!left.contains(&Path::new(ROOT).join(PartName(8).to_string())), "{left:?}");

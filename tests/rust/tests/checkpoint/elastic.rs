@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use embcache::Result;
-use embcache::cache::{Ancestor, GroupSink};
-use embcache::checkpoint::{Chain, Latest, Parent, RankWriter, Save, SaveOptions};
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::cache::{BaseCheckpoint, GroupSink};
+use embcache::checkpoint::{CheckpointChain, CheckpointId, CheckpointSave, LatestCheckpoint, RankWriter, SaveOptions};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
 use embcache::rows::RowList;
 use embcache::types::{Id, hash_id};
@@ -27,7 +27,7 @@ fn rank_of(rank: u32, world: u32, dim: usize, optimizer: OptimizerKind, place: &
     config.buckets = split(config.total_num_buckets, rank, world);
     if kind > 0 {
         let dir = format!("/ssd/{place}/{rank}-of-{world}").into();
-        config.ssd = Some(SsdConfig { dir, bytes: 8 << 20, reopen: Reopen::Never, resume_token: None });
+        config.ssd = Some(SsdConfig { dir, bytes: 8 << 20, reopen: ReopenMode::Never, resume_commit_id: None });
     }
     config.device_rows = (kind == 2).then_some(40);
     config
@@ -61,7 +61,12 @@ fn save(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize) {
 }
 
 /// Save all rows, or what changed since an ancestor. The result is the ancestor on which the next delta builds.
-fn save_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Option<&Ancestor>) -> Ancestor {
+fn save_on(
+    engine: &Arc<dyn IoEngine>,
+    ranks: &[Rig],
+    group_bytes: usize,
+    on: Option<&BaseCheckpoint>,
+) -> BaseCheckpoint {
     try_save_on(engine, ranks, group_bytes, on).expect("saved")
 }
 
@@ -70,12 +75,12 @@ pub(crate) fn try_save_on(
     engine: &Arc<dyn IoEngine>,
     ranks: &[Rig],
     group_bytes: usize,
-    on: Option<&Ancestor>,
-) -> Result<Ancestor> {
-    let parent = on.map(|on| Parent { name: on.name.clone(), manifest_xxh3: on.manifest_xxh3 });
+    on: Option<&BaseCheckpoint>,
+) -> Result<BaseCheckpoint> {
+    let parent = on.map(|on| CheckpointId { name: on.name.clone(), manifest_xxh3: on.manifest_xxh3 });
     let options = SaveOptions { parent, ..SaveOptions::default() };
     let directory = directory_in(engine, ROOT);
-    let save = Save::begin_with(&directory, 7, options)?;
+    let save = CheckpointSave::begin_with(&directory, 7, options)?;
     let digest = |(rank, rig): (u32, &Rig)| {
         let world = ranks.len() as u32;
         let writer = RankWriter::new(&directory, save.name(), rank, world)?;
@@ -88,12 +93,17 @@ pub(crate) fn try_save_on(
     };
     let digests: Result<Vec<_>> = (0..).zip(ranks).map(digest).collect();
     let next_epoch = on.map_or(3, |on| on.next_epoch + 1);
-    let Parent { name, manifest_xxh3 } = save.publish(&digests?, next_epoch)?.identity;
-    Ok(Ancestor { name, manifest_xxh3, next_epoch })
+    let CheckpointId { name, manifest_xxh3 } = save.publish(&digests?, next_epoch)?.identity;
+    Ok(BaseCheckpoint { name, manifest_xxh3, next_epoch })
 }
 
 /// Do what `save_on` does, and let the ranks go on from there.
-pub(crate) fn go_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Option<&Ancestor>) -> Ancestor {
+pub(crate) fn go_on(
+    engine: &Arc<dyn IoEngine>,
+    ranks: &[Rig],
+    group_bytes: usize,
+    on: Option<&BaseCheckpoint>,
+) -> BaseCheckpoint {
     let made = save_on(engine, ranks, group_bytes, on);
     for rig in ranks {
         rig.table.set_epoch(made.next_epoch).expect("set");
@@ -104,13 +114,13 @@ pub(crate) fn go_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usiz
 
 pub(crate) fn load(engine: &Arc<dyn IoEngine>, ranks: &[Rig]) {
     let directory = directory_in(engine, ROOT);
-    let latest = Latest::read(&directory).expect("a checkpoint");
+    let latest = LatestCheckpoint::read(&directory).expect("a checkpoint");
     for rig in ranks {
-        let checkpoint = Chain::open(&directory, latest).expect("opened");
+        let checkpoint = CheckpointChain::open(&directory, latest).expect("opened");
         let reader = checkpoint.table_reader("m", "t", rig.table.config().buckets.clone()).expect("its files");
         reader.load_into(&rig.table).expect("loaded");
         let rows = rig.table.len().expect("counted");
-        assert!(rows == reader.most_rows() || rows < reader.most_rows() && checkpoint.links().len() > 1);
+        assert!(rows == reader.max_rows() || rows < reader.max_rows() && checkpoint.links().len() > 1);
     }
 }
 
@@ -208,7 +218,7 @@ impl GroupSink for Reading<'_> {
         self.rig.table.config().layout().vector_floats()
     }
 
-    fn room(&mut self) -> Result<usize> {
+    fn wait_for_space(&mut self) -> Result<usize> {
         self.turn += 1;
         let wanted: Vec<Id> = (0..60).map(|n| hash_id((self.turn * 97 + n * 31) % ROWS) as Id).collect();
         self.rig.evaluate(&wanted, 1, false)?;

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::checkpoint::{
-    Chain, CheckpointKind, Columns, Compaction, Latest, Parent, Published, SaveOptions, Segments, TableRequest,
-    make_for_serving, reshard,
+    ChainCompaction, CheckpointChain, CheckpointId, CheckpointKind, LatestCheckpoint, LoadColumns, LoadSegments,
+    PublishedCheckpoint, SaveOptions, TableRequest, make_for_serving, reshard,
 };
-use embcache::config::{Eviction, EvictionRule, MissingRead, OptimizerKind, TableConfig};
-use embcache::io::{IoEngine, publish, read_file};
-use embcache::lifecycle::Sweep;
-use embcache::rows::Precision;
-use embcache::serve::{ServeOptions, Serving};
+use embcache::config::{EvictionConfig, EvictionRule, MissingRead, OptimizerKind, TableConfig};
+use embcache::io::{IoEngine, read_file, write_atomically};
+use embcache::lifecycle::ExpirySweep;
+use embcache::rows::WeightPrecision;
+use embcache::serve::{ServeOptions, TableServer};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Kind, Result};
 use embcache_tests::{Rig, config, directory_in};
@@ -43,7 +43,7 @@ pub(crate) fn tables(ids: &[Id], salt: u64) -> Vec<Table> {
 }
 
 /// A chain of two ranks: a full checkpoint, and a delta in which rows changed, left and came.
-fn chain(engine: &Arc<dyn IoEngine>) -> (Chain, Vec<Table>) {
+fn chain(engine: &Arc<dyn IoEngine>) -> (CheckpointChain, Vec<Table>) {
     let (before, mut now) = (tables(&ids()[..600], 1), tables(&ids(), 2));
     for (before, now) in before.iter().zip(&mut now) {
         now.rows.retain(|id, _| id % 7 != 0);
@@ -55,18 +55,22 @@ fn chain(engine: &Arc<dyn IoEngine>) -> (Chain, Vec<Table>) {
     (newest(engine, ROOT).expect("opened"), now)
 }
 
-pub(crate) fn newest(engine: &Arc<dyn IoEngine>, root: impl AsRef<Path>) -> Result<Chain> {
+pub(crate) fn newest(engine: &Arc<dyn IoEngine>, root: impl AsRef<Path>) -> Result<CheckpointChain> {
     let directory = directory_in(engine, root);
-    Chain::open(&directory, Latest::read(&directory)?)
+    CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)
 }
 
-pub(crate) fn serve(engine: &Arc<dyn IoEngine>, from: &Chain, precision: Precision) -> Result<Published> {
+pub(crate) fn serve(
+    engine: &Arc<dyn IoEngine>,
+    from: &CheckpointChain,
+    precision: WeightPrecision,
+) -> Result<PublishedCheckpoint> {
     engine.create_dir_all(Path::new(SERVED))?;
     make_for_serving(from, &directory_in(engine, SERVED), (5, 1), precision, &mut |_| Ok(()))
 }
 
 /// Every row of a table, as bits.
-fn rows(chain: &Chain, table: &str, buckets: std::ops::Range<u32>) -> BTreeMap<Id, (u64, u32, Vec<u32>)> {
+fn rows(chain: &CheckpointChain, table: &str, buckets: std::ops::Range<u32>) -> BTreeMap<Id, (u64, u32, Vec<u32>)> {
     let mut found = BTreeMap::new();
     let reader = chain.table_reader("m", table, buckets).expect("its files");
     reader
@@ -83,7 +87,7 @@ fn rows(chain: &Chain, table: &str, buckets: std::ops::Range<u32>) -> BTreeMap<I
 }
 
 /// What a row reads that was stored in a precision, without slots.
-pub(crate) fn expected(row: &[f32], dim: usize, precision: Precision) -> Vec<u32> {
+pub(crate) fn expected(row: &[f32], dim: usize, precision: WeightPrecision) -> Vec<u32> {
     let (mut stored, mut read) = (vec![0; precision.row_bytes(dim)], vec![0.0; dim]);
     precision.store(&row[..dim], dim, &mut stored).expect("held");
     precision.load(&stored, &mut read);
@@ -92,16 +96,16 @@ pub(crate) fn expected(row: &[f32], dim: usize, precision: Precision) -> Vec<u32
 
 #[test]
 fn a_server_reads_what_a_serving_checkpoint_stores() {
-    for precision in Precision::ALL {
+    for precision in WeightPrecision::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let (from, tables) = chain(&engine);
         serve(&engine, &from, precision).expect("made");
-        let serving = Serving::open(directory_in(&engine, SERVED), ServeOptions::default()).expect("opened");
+        let serving = TableServer::open(directory_in(&engine, SERVED), ServeOptions::default()).expect("opened");
         // Made again, as a newer checkpoint, which the server finds.
-        serve(&engine, &from, Precision::Fp16).expect("made");
+        serve(&engine, &from, WeightPrecision::Fp16).expect("made");
         let first = serving.pin().expect("a version");
         serving.poll().expect("a look");
-        for (version, precision) in [(first, precision), (serving.pin().expect("a version"), Precision::Fp16)] {
+        for (version, precision) in [(first, precision), (serving.pin().expect("a version"), WeightPrecision::Fp16)] {
             for table in &tables {
                 let (dim, ids) = (table.spec.dim as usize, table.rows.keys().copied().collect::<Vec<Id>>());
                 let (mut out, mut found) = (vec![0.0_f32; ids.len() * dim], vec![false; ids.len()]);
@@ -118,7 +122,7 @@ fn a_server_reads_what_a_serving_checkpoint_stores() {
 
 #[test]
 fn the_rows_of_a_chain_are_merged_and_read_as_the_precision_stores_them() {
-    for precision in Precision::ALL {
+    for precision in WeightPrecision::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let (from, tables) = chain(&engine);
         serve(&engine, &from, precision).expect("made");
@@ -145,7 +149,7 @@ fn the_rows_of_a_chain_are_merged_and_read_as_the_precision_stores_them() {
 
 #[test]
 fn a_file_is_safetensors_without_slots_and_with_weights_in_few_bytes() {
-    for precision in Precision::ALL {
+    for precision in WeightPrecision::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let (from, tables) = chain(&engine);
         let made = serve(&engine, &from, precision).expect("made");
@@ -186,7 +190,7 @@ fn what_trains_divides_merges_or_converts_refuses_it_and_says_what_it_is_for() {
     let saved = Rig::open(config(4, OptimizerKind::RowWiseAdagrad, 1000), Arc::clone(&engine)).expect("opened");
     saved.train(&[5, 6], 1, 1).expect("trained");
     let full = go_on(&engine, std::slice::from_ref(&saved), 20_000, None);
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
     let made = newest(&engine, SERVED).expect("opened");
     let check = |error: Error| {
         assert_eq!(error.kind(), Kind::Unsupported, "{error}");
@@ -196,30 +200,30 @@ fn what_trains_divides_merges_or_converts_refuses_it_and_says_what_it_is_for() {
     };
     let (other, directory) = (rig(), directory_in(&engine, SERVED));
     let before = other.contents().expect("every row");
-    for columns in [Columns::All, Columns::WithoutSlots] {
-        let segments = Segments::Open;
+    for columns in [LoadColumns::All, LoadColumns::WithoutSlots] {
+        let segments = LoadSegments::Open;
         let request = TableRequest { module: "m", table: "t", buckets: 0..13, columns, segments };
         check(made.check_table(&other.table, &request).expect_err("refused"));
     }
     let reader = made.table_reader("m", "t", 0..13).expect("its files");
     assert_eq!(kind(reader.load_into(&other.table)), Kind::Mismatch);
     assert_eq!(other.contents().expect("every row"), before);
-    check(Compaction::open(&directory, Latest::read(&directory).expect("there")).expect_err("refused"));
+    check(ChainCompaction::open(&directory, LatestCheckpoint::read(&directory).expect("there")).expect_err("refused"));
     engine.create_dir_all(Path::new("/checkpoints/more")).expect("made");
     let more = directory_in(&engine, "/checkpoints/more");
     check(reshard(&made, &more, 1, 2, true).expect_err("refused"));
-    check(make_for_serving(&made, &more, (1, 1), Precision::Fp16, &mut |_| Ok(())).expect_err("refused"));
-    assert!(Latest::find(&more).expect("read").is_none());
+    check(make_for_serving(&made, &more, (1, 1), WeightPrecision::Fp16, &mut |_| Ok(())).expect_err("refused"));
+    assert!(LatestCheckpoint::find(&more).expect("read").is_none());
 }
 
 #[test]
 fn a_delta_does_not_build_on_it_and_a_full_save_follows_it() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (from, now) = chain(&engine);
-    let made = serve(&engine, &from, Precision::Fp32).expect("made");
+    let made = serve(&engine, &from, WeightPrecision::Fp32).expect("made");
     let refused = save_delta(&engine, Path::new(SERVED), (&now, &now), (1, 9000), 9, on(&made.identity));
     assert_eq!(kind(refused), Kind::State);
-    assert_eq!(Latest::read(&directory_in(&engine, SERVED)).expect("there"), made.latest);
+    assert_eq!(LatestCheckpoint::read(&directory_in(&engine, SERVED)).expect("there"), made.latest);
     save(&engine, Path::new(SERVED), &now, 1, 9000, 9).expect("saved");
     assert_eq!(newest(&engine, SERVED).expect("opened").manifest().kind, CheckpointKind::Full);
 }
@@ -228,7 +232,7 @@ fn a_delta_does_not_build_on_it_and_a_full_save_follows_it() {
 fn deltas_on_what_it_was_made_from_are_changes_of_it_and_no_others() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (from, now) = chain(&engine);
-    serve(&engine, &from, Precision::Int8).expect("made");
+    serve(&engine, &from, WeightPrecision::Int8).expect("made");
     let served = newest(&engine, SERVED).expect("opened");
     assert!(from.manifest().check_fits_served(served.manifest()).is_err(), "it does not build on itself");
     let mut next = now.clone();
@@ -255,7 +259,7 @@ fn what_ids_without_rows_read_comes_along() {
     let mut tables = tables(&ids()[..50], 1);
     tables[0].spec.missing_read = MissingRead::Value(0.1);
     save(&engine, Path::new(ROOT), &tables, 2, 9000, 7).expect("saved");
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Bf16).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Bf16).expect("made");
     let made = newest(&engine, SERVED).expect("opened");
     let reads: Vec<MissingRead> = made.manifest().tables.iter().map(|entry| entry.spec.missing_read).collect();
     let initial = MissingRead::Initial;
@@ -264,8 +268,12 @@ fn what_ids_without_rows_read_comes_along() {
 
 #[test]
 fn a_row_that_the_precision_cannot_hold_is_named_and_nothing_is_published() {
-    let cases =
-        [(Precision::Fp16, 65_520.0), (Precision::Bf16, f32::MAX), (Precision::Int8, f32::NAN), (Precision::Int8, 2e7)];
+    let cases = [
+        (WeightPrecision::Fp16, 65_520.0),
+        (WeightPrecision::Bf16, f32::MAX),
+        (WeightPrecision::Int8, f32::NAN),
+        (WeightPrecision::Int8, 2e7),
+    ];
     for (precision, bad) in cases {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let mut tables = tables(&ids()[..50], 1);
@@ -277,19 +285,20 @@ fn a_row_that_the_precision_cannot_hold_is_named_and_nothing_is_published() {
         let text = error.to_string();
         assert!(text.contains(&format!("row {id}")) && text.contains(precision.name()), "{text}");
         assert!(newest(&engine, SERVED).is_err(), "nothing was published");
-        serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Fp32).expect("float32 holds every number");
+        serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Fp32)
+            .expect("float32 holds every number");
     }
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let mut slots = tables(&ids()[..50], 1);
     slots[3].rows.values_mut().for_each(|(_, vector)| vector[64..].fill(f32::INFINITY));
     save(&engine, Path::new(ROOT), &slots, 2, 9000, 7).expect("saved");
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("slots do not matter");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("slots do not matter");
 }
 
 #[test]
 fn sweeps_and_tombstones_of_the_chain_are_in_it() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
-    let eviction = Some(Eviction { rule: EvictionRule::Unused { steps: 1 }, every_steps: None });
+    let eviction = Some(EvictionConfig { rule: EvictionRule::Unused { steps: 1 }, every_steps: None });
     let settings = TableConfig { eviction, ..config(4, OptimizerKind::Sgd, 1000) };
     let rig = Rig::open(settings, Arc::clone(&engine)).expect("opened");
     rig.train(&(0..40).collect::<Vec<Id>>(), 1, 1).expect("trained");
@@ -299,9 +308,9 @@ fn sweeps_and_tombstones_of_the_chain_are_in_it() {
     rig.table.sweep().expect("swept");
     go_on(&engine, std::slice::from_ref(&rig), 20_000, Some(&full));
     let from = newest(&engine, ROOT).expect("opened");
-    let sweeps: &[Sweep] = &from.manifest().tables[0].sweeps;
+    let sweeps: &[ExpirySweep] = &from.manifest().tables[0].sweeps;
     assert_eq!(sweeps.len(), 1);
-    serve(&engine, &from, Precision::Fp32).expect("made");
+    serve(&engine, &from, WeightPrecision::Fp32).expect("made");
     let made = newest(&engine, SERVED).expect("opened");
     let found: Vec<Id> = rows(&made, "t", 0..13).into_keys().collect();
     let expected: Vec<Id> = rig.contents().expect("every row").into_keys().collect();
@@ -325,7 +334,7 @@ fn after_a_stop_at_any_change_of_the_disk_it_is_there_whole_or_not_at_all() {
         1,
         |engine| {
             let engine: Arc<dyn IoEngine> = Arc::new(engine);
-            serve(&engine, &newest(&engine, ROOT)?, Precision::Int8).map(|_| ())
+            serve(&engine, &newest(&engine, ROOT)?, WeightPrecision::Int8).map(|_| ())
         },
         |image, result, _| {
             let engine: Arc<dyn IoEngine> = Arc::new(image);
@@ -352,7 +361,7 @@ fn every_flipped_byte_of_its_files_is_damage() {
     let mut small = tables(&ids()[..40], 1);
     small.truncate(2);
     save(&engine, Path::new(ROOT), &small, 1, 9000, 7).expect("saved");
-    let made = serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+    let made = serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
     let dir = Path::new(SERVED).join(&made.identity.name);
     let files: Vec<PathBuf> = ["m+a", "m+b"]
         .iter()
@@ -364,14 +373,14 @@ fn every_flipped_byte_of_its_files_is_damage() {
         for at in (0..whole.len()).step_by(if whole.len() > 2000 { 13 } else { 1 }) {
             let mut damaged = whole.clone();
             damaged[at] ^= 0x10;
-            publish(&*engine, &file, &damaged).expect("written");
+            write_atomically(&*engine, &file, &damaged).expect("written");
             let read = newest(&engine, SERVED).and_then(|chain| {
                 let tables = ["a", "b"].map(|table| chain.table_reader("m", table, 0..7)?.verify());
                 tables.into_iter().collect::<Result<Vec<_>>>()
             });
             assert!(read.is_err(), "byte {at} of {}", file.display());
         }
-        publish(&*engine, &file, &whole).expect("written");
+        write_atomically(&*engine, &file, &whole).expect("written");
     }
     assert!(newest(&engine, SERVED).is_ok());
 }
@@ -380,13 +389,13 @@ fn every_flipped_byte_of_its_files_is_damage() {
 fn a_save_that_says_it_is_for_serving_must_be() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (from, now) = chain(&engine);
-    let made_from = Some(Parent { name: "x".into(), manifest_xxh3: 1 });
+    let made_from = Some(CheckpointId { name: "x".into(), manifest_xxh3: 1 });
     let options = SaveOptions { made_from, ..SaveOptions::default() };
     engine.create_dir_all(Path::new(SERVED)).expect("made");
     let refused = save_with(&engine, Path::new(SERVED), &now, (1, 9000), 3, options);
     assert_eq!(kind(refused), Kind::State);
     let mut stored = now;
-    stored[0].spec.precision = Some(Precision::Int8);
+    stored[0].spec.precision = Some(WeightPrecision::Int8);
     assert_eq!(kind(save(&engine, Path::new(SERVED), &stored, 1, 9000, 3)), Kind::Input, "its dtype is F32");
     stored[0].spec.dtype = "U8".into();
     assert_eq!(kind(save(&engine, Path::new(SERVED), &stored, 1, 9000, 3)), Kind::State, "a full one");

@@ -8,10 +8,11 @@ use std::sync::Arc;
 use embcache::Kind;
 use embcache::cache::Table;
 use embcache::checkpoint::{
-    Chain, CheckpointKind, Compaction, Latest, LinkedTable, Published, RankWriter, Save, SaveOptions, reshard,
+    ChainCompaction, CheckpointChain, CheckpointKind, CheckpointSave, LatestCheckpoint, LinkedTable,
+    PublishedCheckpoint, RankWriter, SaveOptions, reshard,
 };
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{Fault, FaultEngine, IoEngine, Open, Operation, publish, read_file};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOpenMode, IoOperation, read_file, write_atomically};
 use embcache::ssd::StateCounters;
 use embcache::types::{Id, hash_id};
 use embcache_tests::{Contents, Rig, config, directory_in};
@@ -21,8 +22,8 @@ use crate::made::{ROOT, memory};
 pub(crate) const TIER: &str = "/tier/t";
 const IDS: u64 = 500;
 
-pub(crate) fn table_config(reopen: Reopen) -> TableConfig {
-    let ssd = SsdConfig { dir: TIER.into(), bytes: 1 << 20, reopen, resume_token: None };
+pub(crate) fn table_config(reopen: ReopenMode) -> TableConfig {
+    let ssd = SsdConfig { dir: TIER.into(), bytes: 1 << 20, reopen, resume_commit_id: None };
     TableConfig { ssd: Some(ssd), ..config(4, OptimizerKind::RowWiseAdagrad, 30) }
 }
 
@@ -44,11 +45,11 @@ pub(crate) fn save(
     table: &Table,
     random: u64,
     snapshot: bool,
-) -> embcache::Result<(Published, LinkedTable)> {
+) -> embcache::Result<(PublishedCheckpoint, LinkedTable)> {
     let root = Path::new(ROOT);
     let options = SaveOptions { linked: snapshot, keep: 1, ..SaveOptions::default() };
     let directory = directory_in(engine, root);
-    let save = Save::begin_with(&directory, random, options)?;
+    let save = CheckpointSave::begin_with(&directory, random, options)?;
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1)?;
     let linked = if snapshot {
         writer.link_rows_of("m", table, BTreeMap::new())?
@@ -62,9 +63,9 @@ pub(crate) fn save(
     Ok((published, linked))
 }
 
-pub(crate) fn chain(engine: &Arc<dyn IoEngine>) -> embcache::Result<Chain> {
+pub(crate) fn chain(engine: &Arc<dyn IoEngine>) -> embcache::Result<CheckpointChain> {
     let directory = directory_in(engine, ROOT);
-    Chain::open(&directory, Latest::read(&directory)?)
+    CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)
 }
 
 /// The rows of the newest checkpoint, read in the same way as those of any checkpoint.
@@ -90,7 +91,7 @@ pub(crate) fn open(engine: &Arc<dyn IoEngine>) -> embcache::Result<Table> {
     let files = chain.links()[0].segments_of("m", "t", &(0..13))?.expect("a snapshot's segments");
     let spec = &chain.table("m", "t")?.spec;
     let counters = StateCounters { step: spec.step, epoch: chain.manifest().next_epoch };
-    Table::open_from(table_config(Reopen::Discard), None, Arc::clone(engine), Some((&files, counters)))
+    Table::open_from(table_config(ReopenMode::Discard), None, Arc::clone(engine), Some((&files, counters)))
 }
 
 pub(crate) fn contents(table: &Table) -> Contents {
@@ -113,7 +114,7 @@ pub(crate) fn segments(engine: &dyn IoEngine, dir: &Path) -> Vec<PathBuf> {
     paths
 }
 
-pub(crate) fn snapshot_dir(published: &Published) -> PathBuf {
+pub(crate) fn snapshot_dir(published: &PublishedCheckpoint) -> PathBuf {
     Path::new(ROOT).join(published.latest.to_string()).join("m+t")
 }
 
@@ -124,14 +125,14 @@ fn a_stop_at_every_operation_leaves_the_checkpoint_before_or_the_snapshot_and_th
         let memory = memory();
         let engine = FaultEngine::new(Arc::new(memory.clone()));
         let shared: Arc<dyn IoEngine> = Arc::new(engine.clone());
-        let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&shared)).expect("opened");
+        let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&shared)).expect("opened");
         train(&rig, 0..8);
         rig.table.flush(1).expect("flushed");
         let old = rig.contents().expect("exported");
         save(&shared, &rig.table, 1, false).expect("saved");
         train(&rig, 8..14);
         let new = rig.contents().expect("exported");
-        engine.hit_change(stops, Fault::Stop);
+        engine.hit_change(stops, IoFault::Stop);
         let result = save(&shared, &rig.table, 2, true);
         let stopped = engine.is_stopped();
         if !stopped {
@@ -147,7 +148,7 @@ fn a_stop_at_every_operation_leaves_the_checkpoint_before_or_the_snapshot_and_th
                 assert_eq!(contents(&open(&image).expect("opened")), new);
             } else {
                 kept += 1;
-                let resumed = Rig::open(table_config(Reopen::Resume), Arc::clone(&image)).expect("resumed");
+                let resumed = Rig::open(table_config(ReopenMode::Resume), Arc::clone(&image)).expect("resumed");
                 assert_eq!(resumed.contents().expect("exported"), old, "after {stops} changes");
                 // Saving goes on from there.
                 save(&image, &resumed.table, 3, true).expect("saved");
@@ -167,7 +168,7 @@ fn what_the_table_does_afterwards_changes_no_bit_of_the_snapshot_also_when_resum
     let memory = memory();
     let engine = FaultEngine::new(Arc::new(memory));
     let shared: Arc<dyn IoEngine> = Arc::new(engine.clone());
-    let mut rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&shared)).expect("opened");
+    let mut rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&shared)).expect("opened");
     train(&rig, 0..30);
     let moment = rig.contents().expect("exported");
     let (published, linked) = save(&shared, &rig.table, 1, true).expect("saved");
@@ -183,15 +184,15 @@ fn what_the_table_does_afterwards_changes_no_bit_of_the_snapshot_also_when_resum
         rig.table.flush(u64::from(round) + 1).expect("flushed");
         if round % 2 == 1 {
             drop(rig);
-            rig = Rig::open(table_config(Reopen::Resume), Arc::clone(&shared)).expect("resumed");
+            rig = Rig::open(table_config(ReopenMode::Resume), Arc::clone(&shared)).expect("resumed");
         }
         assert!(bytes() == before, "round {round}: a file of the snapshot was written");
     }
-    let reused = |(operation, path): &(Operation, PathBuf)| {
-        *operation == Operation::Rename && path.extension().is_some_and(|extension| extension == "seg")
+    let reused = |(operation, path): &(IoOperation, PathBuf)| {
+        *operation == IoOperation::Rename && path.extension().is_some_and(|extension| extension == "seg")
     };
     assert!(engine.log().iter().any(reused), "no file of a segment was written again: the test shows nothing");
-    let is_shared = |path: &PathBuf| engine.open(path, Open::Read).expect("opened").links().expect("counted") > 1;
+    let is_shared = |path: &PathBuf| engine.open(path, IoOpenMode::Read).expect("opened").links().expect("counted") > 1;
     let still = segments(&engine, &dir).iter().filter(|path| is_shared(path)).count();
     assert!(still < before.len(), "the tier let go of none of the {still} segments");
     assert_eq!(read(&shared).expect("read"), moment);
@@ -203,7 +204,7 @@ fn what_the_table_does_afterwards_changes_no_bit_of_the_snapshot_also_when_resum
 #[test]
 fn a_table_goes_on_from_a_snapshot_as_if_it_had_never_stopped() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
-    let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&engine)).expect("opened");
+    let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&engine)).expect("opened");
     train(&rig, 0..10);
     rig.table.remove_rows(&[1, 2, 3]).expect("removed");
     save(&engine, &rig.table, 1, true).expect("saved");
@@ -216,7 +217,7 @@ fn a_table_goes_on_from_a_snapshot_as_if_it_had_never_stopped() {
     // What is flushed from there is resumed.
     table.flush(1).expect("flushed");
     drop(table);
-    let rig = Rig::open(table_config(Reopen::Resume), Arc::clone(&engine)).expect("resumed");
+    let rig = Rig::open(table_config(ReopenMode::Resume), Arc::clone(&engine)).expect("resumed");
     train(&rig, 10..20);
     assert_eq!(rig.contents().expect("exported"), straight);
 }
@@ -226,14 +227,14 @@ fn another_file_system_gets_copies_and_the_report_says_so() {
     let memory = memory();
     let engine = FaultEngine::new(Arc::new(memory.clone()));
     let shared: Arc<dyn IoEngine> = Arc::new(engine.clone());
-    let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&shared)).expect("opened");
+    let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&shared)).expect("opened");
     train(&rig, 0..10);
     let moment = rig.contents().expect("exported");
-    engine.hit_every(Operation::Link, Fault::Fail(libc::EXDEV));
+    engine.hit_every(IoOperation::Link, IoFault::Fail(libc::EXDEV));
     let (published, linked) = save(&shared, &rig.table, 1, true).expect("saved");
     assert!(linked.bytes.linked == 0 && linked.bytes.copied > 0, "{linked:?}");
     for path in segments(&engine, &snapshot_dir(&published)) {
-        assert_eq!(engine.open(&path, Open::Read).expect("opened").links().expect("counted"), 1);
+        assert_eq!(engine.open(&path, IoOpenMode::Read).expect("opened").links().expect("counted"), 1);
     }
     drop(rig);
     // The rows are durable.
@@ -246,9 +247,9 @@ fn another_file_system_gets_copies_and_the_report_says_so() {
 fn other_links_failures_fail_the_save_and_the_table_trains_on() {
     let engine = FaultEngine::new(Arc::new(memory()));
     let shared: Arc<dyn IoEngine> = Arc::new(engine.clone());
-    let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&shared)).expect("opened");
+    let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&shared)).expect("opened");
     train(&rig, 0..10);
-    engine.hit_once(Operation::Link, 1, Fault::Fail(libc::ENOSPC));
+    engine.hit_once(IoOperation::Link, 1, IoFault::Fail(libc::ENOSPC));
     let error = save(&shared, &rig.table, 1, true).expect_err("a full disk");
     assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)));
     train(&rig, 10..40);
@@ -260,7 +261,7 @@ fn other_links_failures_fail_the_save_and_the_table_trains_on() {
 fn a_flipped_bit_is_found_before_a_table_is_opened_or_when_its_record_is_read() {
     let memory = memory();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-    let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&engine)).expect("opened");
+    let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&engine)).expect("opened");
     train(&rig, 0..4);
     let (published, _) = save(&engine, &rig.table, 1, true).expect("saved");
     drop(rig);
@@ -272,7 +273,7 @@ fn a_flipped_bit_is_found_before_a_table_is_opened_or_when_its_record_is_read() 
             let image: Arc<dyn IoEngine> = Arc::new(memory.kill());
             let mut damaged = whole.clone();
             damaged[at] ^= 0x10;
-            publish(&*image, path, &damaged).expect("written");
+            write_atomically(&*image, path, &damaged).expect("written");
             let error = read(&image).expect_err("damage");
             assert!(error.kind() == Kind::Corruption && embcache_tests::tells_of_damage(&error), "byte {at}: {error}");
             let checked = chain(&image).and_then(|chain| chain.links()[0].segments_of("m", "t", &(0..13)));
@@ -289,7 +290,7 @@ fn a_flipped_bit_is_found_before_a_table_is_opened_or_when_its_record_is_read() 
 #[test]
 fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
-    let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&engine)).expect("opened");
+    let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&engine)).expect("opened");
     train(&rig, 0..10);
     let moment = rig.contents().expect("exported");
     save(&engine, &rig.table, 1, true).expect("saved");
@@ -303,14 +304,15 @@ fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
     engine.create_dir_all(elsewhere).expect("made");
     let elsewhere = directory_in(&engine, elsewhere);
     reshard(&snapshot, &elsewhere, 5, 3, true).expect("written");
-    let divided = Chain::open(&elsewhere, Latest::read(&elsewhere).expect("there")).expect("opened");
+    let divided =
+        CheckpointChain::open(&elsewhere, LatestCheckpoint::read(&elsewhere).expect("there")).expect("opened");
     assert_eq!((divided.manifest().kind, divided.manifest().ranks.len()), (CheckpointKind::Full, 3));
     assert_eq!(divided.table("m", "t").expect("there").rows, moment.len() as u64);
     let directory = directory_in(&engine, ROOT);
-    let merged = Compaction::open(&directory, Latest::read(&directory).expect("there")).expect("opened");
+    let merged = ChainCompaction::open(&directory, LatestCheckpoint::read(&directory).expect("there")).expect("opened");
     let merged = merged.expect("a snapshot is no checkpoint yet");
     let options = SaveOptions { merged: Some(merged.chain().identity()), ..SaveOptions::default() };
-    let save = Save::begin_with(&directory, 6, options).expect("begun");
+    let save = CheckpointSave::begin_with(&directory, 6, options).expect("begun");
     let digests: Vec<_> =
         (0..2).map(|rank| merged.write(save.name(), (rank, 2), &mut |_| Ok(())).expect("written")).collect();
     save.publish(&digests, merged.chain().manifest().next_epoch).expect("published");
@@ -321,13 +323,13 @@ fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
 #[test]
 fn a_delta_on_a_snapshot_is_not_published() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
-    let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&engine)).expect("opened");
+    let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&engine)).expect("opened");
     train(&rig, 0..5);
     let moment = rig.contents().expect("exported");
     let (snapshot, _) = save(&engine, &rig.table, 1, true).expect("saved");
     let options = SaveOptions { parent: Some(snapshot.identity.clone()), ..SaveOptions::default() };
     let directory = directory_in(&engine, ROOT);
-    let save = Save::begin_with(&directory, 2, options).expect("begun");
+    let save = CheckpointSave::begin_with(&directory, 2, options).expect("begun");
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
     writer.write_rows_of("m", &rig.table, BTreeMap::new()).expect("written");
     let epoch = rig.table.epoch().expect("open") + 1;

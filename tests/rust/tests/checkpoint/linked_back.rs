@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::config::Reopen;
-use embcache::io::{Fault, FaultEngine, IoEngine, Operation, read_file};
+use embcache::config::ReopenMode;
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, read_file};
 use embcache_tests::Rig;
 
 use crate::linked::{TIER, contents, open, read, save, segments, snapshot_dir, table_config, train};
@@ -19,7 +19,7 @@ fn a_stop_at_every_operation_of_a_load_leaves_the_snapshot_whole_and_the_tier_on
         let memory = memory();
         let engine = FaultEngine::new(Arc::new(memory.clone()));
         let shared: Arc<dyn IoEngine> = Arc::new(engine.clone());
-        let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&shared)).expect("opened");
+        let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&shared)).expect("opened");
         train(&rig, 0..8);
         let moment = rig.contents().expect("exported");
         let (published, _) = save(&shared, &rig.table, 1, true).expect("saved");
@@ -33,7 +33,7 @@ fn a_stop_at_every_operation_of_a_load_leaves_the_snapshot_whole_and_the_tier_on
         rig.table.flush(1).expect("flushed");
         let replaced = rig.contents().expect("exported");
         drop(rig);
-        engine.hit_change(stops, Fault::Stop);
+        engine.hit_change(stops, IoFault::Stop);
         let result = open(&shared).and_then(|table| table.flush(2).map(|()| contents(&table)));
         let stopped = engine.is_stopped();
         if !stopped {
@@ -43,7 +43,7 @@ fn a_stop_at_every_operation_of_a_load_leaves_the_snapshot_whole_and_the_tier_on
             let image: Arc<dyn IoEngine> = Arc::new(image);
             assert_eq!(read(&image).expect("the snapshot"), moment, "after {stops} changes");
             let is_empty = image.list(Path::new(TIER)).expect("listed").iter().all(|path| path.ends_with("lock"));
-            match Rig::open(table_config(Reopen::Resume), Arc::clone(&image)) {
+            match Rig::open(table_config(ReopenMode::Resume), Arc::clone(&image)) {
                 Ok(rig) => {
                     let found = rig.contents().expect("exported");
                     if found == moment {
@@ -76,12 +76,12 @@ fn a_snapshot_that_is_removed_while_it_is_loaded_is_missed() {
     let memory = memory();
     let engine = FaultEngine::new(Arc::new(memory.clone()));
     let shared: Arc<dyn IoEngine> = Arc::new(engine.clone());
-    let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&shared)).expect("opened");
+    let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(&shared)).expect("opened");
     train(&rig, 0..8);
     let (published, _) = save(&shared, &rig.table, 1, true).expect("saved");
     drop(rig);
     let paths = segments(&memory, &snapshot_dir(&published));
-    engine.hold(Operation::Link);
+    engine.hold(IoOperation::Link);
     let error = std::thread::scope(|scope| {
         let loading = scope.spawn(|| open(&shared).map(drop));
         engine.wait_until_held();

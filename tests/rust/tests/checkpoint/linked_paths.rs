@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::cache::Table;
-use embcache::checkpoint::{Chain, Latest, LinkedTable, RankWriter, Save, SaveOptions};
-use embcache::config::{Reopen, SsdConfig, TableConfig};
-use embcache::io::{BeneathEngine, FaultEngine, Operation, PsyncEngine};
-use embcache::paths::{Checks, open_to_load, open_to_save};
-use embcache::ssd::{SegmentFiles, StateCounters};
+use embcache::checkpoint::{CheckpointChain, CheckpointSave, LatestCheckpoint, LinkedTable, RankWriter, SaveOptions};
+use embcache::config::{ReopenMode, SsdConfig, TableConfig};
+use embcache::io::{ConfinedEngine, FaultEngine, IoOperation, PsyncEngine};
+use embcache::paths::{PathChecks, open_to_load, open_to_save};
+use embcache::ssd::{LinkedSegments, StateCounters};
 use embcache_tests::{Contents, Rig, directory_in};
 
 use crate::linked::{contents, table_config, train};
@@ -42,8 +42,8 @@ impl Fixture {
 
     fn config(&self, tier: &str) -> TableConfig {
         let dir = self.base.path().join(tier);
-        let ssd = SsdConfig { dir, bytes: 1 << 20, reopen: Reopen::Discard, resume_token: None };
-        TableConfig { ssd: Some(ssd), ..table_config(Reopen::Discard) }
+        let ssd = SsdConfig { dir, bytes: 1 << 20, reopen: ReopenMode::Discard, resume_commit_id: None };
+        TableConfig { ssd: Some(ssd), ..table_config(ReopenMode::Discard) }
     }
 
     fn trained(&self) -> Rig {
@@ -56,10 +56,10 @@ impl Fixture {
     fn save(&self, table: &Table) -> embcache::Result<LinkedTable> {
         let (root, directory) = open_to_save(&self.root)?;
         let engine =
-            BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory, Checks::Strict.entry_check());
+            ConfinedEngine::engine(Arc::new(self.engine.clone()), &root, directory, PathChecks::Strict.entry_check());
         let options = SaveOptions { linked: true, keep: 1, ..SaveOptions::default() };
         let directory = directory_in(&engine, &root);
-        let save = Save::begin_with(&directory, 1, options)?;
+        let save = CheckpointSave::begin_with(&directory, 1, options)?;
         let mut writer = RankWriter::new(&directory, save.name(), 0, 1)?;
         let linked = writer.link_rows_of("m", table, BTreeMap::new())?;
         save.publish(&[writer.finish()?], 1)?;
@@ -67,12 +67,12 @@ impl Fixture {
     }
 
     /// The segments of the linked checkpoint, wherever its directory is by now.
-    fn segments(&self, root: &Path) -> embcache::Result<SegmentFiles> {
+    fn segments(&self, root: &Path) -> embcache::Result<LinkedSegments> {
         let (root, directory) = open_to_load(root)?;
         let engine =
-            BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory, Checks::Strict.entry_check());
+            ConfinedEngine::engine(Arc::new(self.engine.clone()), &root, directory, PathChecks::Strict.entry_check());
         let directory = directory_in(&engine, &root);
-        let chain = Chain::open(&directory, Latest::read(&directory)?)?;
+        let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)?;
         Ok(chain.links()[0].segments_of("m", "t", &(0..13))?.expect("a snapshot"))
     }
 
@@ -85,7 +85,7 @@ impl Fixture {
 
     /// Do `attack` while `work` is about to link the first file.
     fn amid<T: Send>(&self, work: impl FnOnce() -> T + Send, attack: impl FnOnce()) -> T {
-        self.engine.hold(Operation::Link);
+        self.engine.hold(IoOperation::Link);
         std::thread::scope(|scope| {
             let working = scope.spawn(work);
             self.engine.wait_until_held();

@@ -6,12 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::checkpoint::{
-    Chain, Changes, Directory, Latest, OptimizerSpec, Parent, Published, RankDigest, RankWriter, RowSink, Save,
-    SaveOptions, TableSpec,
+    CheckpointChain, CheckpointDirectory, CheckpointId, CheckpointSave, DeltaChanges, LatestCheckpoint, OptimizerSpec,
+    PublishedCheckpoint, RankDigest, RankWriter, RowSink, SaveOptions, TableSpec,
 };
 use embcache::config::{MissingRead, OptimizerKind};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine};
-use embcache::rows::{Initializer, RowHeader};
+use embcache::io::{FaultEngine, IoEngine, IoFault, MemoryEngine};
+use embcache::rows::{InitializerSpec, RowHeader};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Result};
 use embcache_tests::directory_in;
@@ -20,9 +20,9 @@ use embcache_tests::directory_in;
 pub(crate) const ROOT: &str = "/checkpoints/sparse";
 
 /// The identity of the newest checkpoint in [`ROOT`]. It differs between saves of the same rows, because manifests have the time.
-pub(crate) fn newest_identity(engine: &Arc<dyn IoEngine>) -> Result<Parent> {
+pub(crate) fn newest_identity(engine: &Arc<dyn IoEngine>) -> Result<CheckpointId> {
     let directory = directory_in(engine, ROOT);
-    Ok(Chain::open(&directory, Latest::read(&directory)?)?.identity())
+    Ok(CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)?.identity())
 }
 
 /// Rows by id: header and vector part.
@@ -63,9 +63,9 @@ impl Table {
             },
             step: salt,
             seed: u64::MAX,
-            initializer: Initializer::Uniform { low: -0.1, high: 0.1 },
+            initializer: InitializerSpec::Uniform { low: -0.1, high: 0.1 },
             total_num_buckets: 7,
-            shared_row: None,
+            oov_row: None,
             missing_read: MissingRead::Initial,
             precision: None,
         };
@@ -114,7 +114,7 @@ pub(crate) fn stop_at_each_change(
     loop {
         let memory = disk();
         let engine = FaultEngine::new(Arc::new(memory.clone()));
-        engine.hit_change(stops, Fault::Stop);
+        engine.hit_change(stops, IoFault::Stop);
         let result = work(engine.clone());
         if !engine.is_stopped() {
             result.expect("nothing stopped it");
@@ -143,7 +143,7 @@ pub(crate) fn save(
     world: u32,
     group_bytes: usize,
     random: u64,
-) -> Result<Published> {
+) -> Result<PublishedCheckpoint> {
     save_with(engine, root, tables, (world, group_bytes), random, SaveOptions::default())
 }
 
@@ -155,31 +155,31 @@ pub(crate) fn save_with(
     ranks: (u32, usize),
     random: u64,
     options: SaveOptions,
-) -> Result<Published> {
+) -> Result<PublishedCheckpoint> {
     save_to(&directory_in(engine, root), tables, ranks, random, options)
 }
 
 /// Does what `save_with` does, in a directory.
 pub(crate) fn save_to(
-    directory: &Directory,
+    directory: &CheckpointDirectory,
     tables: &[Table],
     ranks: (u32, usize),
     random: u64,
     options: SaveOptions,
-) -> Result<Published> {
+) -> Result<PublishedCheckpoint> {
     let (save, digests) = write(directory, tables, ranks, random, options)?;
     save.publish(&digests, 1)
 }
 
 /// A save whose ranks have written everything, and which is to be published with their digests.
 pub(crate) fn write(
-    directory: &Directory,
+    directory: &CheckpointDirectory,
     tables: &[Table],
     (world, group_bytes): (u32, usize),
     random: u64,
     options: SaveOptions,
-) -> Result<(Save, Vec<RankDigest>)> {
-    let save = Save::begin_with(directory, random, options)?;
+) -> Result<(CheckpointSave, Vec<RankDigest>)> {
+    let save = CheckpointSave::begin_with(directory, random, options)?;
     let digests = (0..world)
         .map(|rank| {
             let mut writer = RankWriter::new(directory, save.name(), rank, world)?.with_group_bytes(group_bytes);
@@ -202,7 +202,7 @@ pub(crate) fn save_delta(
     ranks: (u32, usize),
     random: u64,
     options: SaveOptions,
-) -> Result<Published> {
+) -> Result<PublishedCheckpoint> {
     let (save, digests) = write_delta(engine, root, pair, ranks, random, options)?;
     save.publish(&digests, 1)
 }
@@ -215,9 +215,9 @@ pub(crate) fn write_delta(
     (world, group_bytes): (u32, usize),
     random: u64,
     options: SaveOptions,
-) -> Result<(Save, Vec<RankDigest>)> {
+) -> Result<(CheckpointSave, Vec<RankDigest>)> {
     let directory = directory_in(engine, root);
-    let save = Save::begin_with(&directory, random, options)?;
+    let save = CheckpointSave::begin_with(&directory, random, options)?;
     let digests = (0..world)
         .map(|rank| {
             let mut writer = RankWriter::new(&directory, save.name(), rank, world)?.with_group_bytes(group_bytes);
@@ -229,7 +229,7 @@ pub(crate) fn write_delta(
                 // A tombstone of a row that is there again, or that never was there, does no harm.
                 let mut left: Vec<Id> = was.keys().copied().filter(|id| is.get(id) != was.get(id)).collect();
                 left.extend((1000..1005).filter(|&id| buckets.contains(&now.spec.bucketing().of(id))));
-                let changes = Changes { left: &left, sweeps: &[], total_rows: is.len() as u64 };
+                let changes = DeltaChanges { tombstones: &left, sweeps: &[], total_rows: is.len() as u64 };
                 let mut source = changed.source(&buckets, 5);
                 writer.write_changes(now.spec.clone(), buckets, &mut source, changes)?;
             }
@@ -240,7 +240,7 @@ pub(crate) fn write_delta(
 }
 
 /// The options of a save that builds on `parent`.
-pub(crate) fn on(parent: &Parent) -> SaveOptions {
+pub(crate) fn on(parent: &CheckpointId) -> SaveOptions {
     SaveOptions { parent: Some(parent.clone()), ..SaveOptions::default() }
 }
 
@@ -250,8 +250,8 @@ pub(crate) fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Resul
 }
 
 /// Does what `load` does, in a directory.
-pub(crate) fn load_from(directory: &Directory, world: u32) -> Result<Vec<Table>> {
-    load_link(directory, world, Latest::read(directory)?, None)
+pub(crate) fn load_from(directory: &CheckpointDirectory, world: u32) -> Result<Vec<Table>> {
+    load_link(directory, world, LatestCheckpoint::read(directory)?, None)
 }
 
 /// Does what `load` does, with any checkpoint, and holds at most `held` ids of deltas at once.
@@ -259,16 +259,21 @@ pub(crate) fn load_chain(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
     world: u32,
-    latest: Latest,
+    latest: LatestCheckpoint,
     ids_at_once: Option<u64>,
 ) -> Result<Vec<Table>> {
     load_link(&directory_in(engine, root), world, latest, ids_at_once)
 }
 
-fn load_link(directory: &Directory, world: u32, latest: Latest, ids_at_once: Option<u64>) -> Result<Vec<Table>> {
+fn load_link(
+    directory: &CheckpointDirectory,
+    world: u32,
+    latest: LatestCheckpoint,
+    ids_at_once: Option<u64>,
+) -> Result<Vec<Table>> {
     let mut tables: Vec<Table> = Vec::new();
     for rank in 0..world {
-        let mut checkpoint = Chain::open(directory, latest)?;
+        let mut checkpoint = CheckpointChain::open(directory, latest)?;
         if let Some(ids) = ids_at_once {
             checkpoint = checkpoint.with_ids_at_once(ids);
         }
@@ -290,7 +295,7 @@ fn load_link(directory: &Directory, world: u32, latest: Latest, ids_at_once: Opt
                 Ok(())
             })?;
             assert_eq!(rows.len() as u64, read);
-            assert!(reader.most_rows() >= read);
+            assert!(reader.max_rows() >= read);
             tables[n].rows.extend(rows);
         }
         let counted: u64 = checkpoint.manifest().tables.iter().map(|entry| entry.total_rows).sum();

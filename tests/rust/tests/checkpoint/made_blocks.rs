@@ -5,10 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::checkpoint::{
-    BlockReader, BlockSave, BlockToWrite, Directory, Finished, Join, Shard, ShardWriter, TableShare, WrittenTable,
+    CheckpointDirectory, RecisBlockSpec, RecisJoinMode, RecisReader, RecisSave, RecisShard, RecisShardOutcome,
+    RecisShardWriter, RecisTableShare, RecisWrittenTable,
 };
 use embcache::io::{IoEngine, MemoryEngine};
-use embcache::types::{Bucketing, Id};
+use embcache::types::{BucketMapper, Id};
 use embcache::{Error, Kind, Result};
 
 pub(crate) const ROOT: &str = "/blocks";
@@ -22,8 +23,8 @@ pub(crate) struct Found {
     pub(crate) dense: Vec<u8>,
 }
 
-fn bucketing() -> Bucketing {
-    Bucketing::new(BUCKETS)
+fn bucketing() -> BucketMapper {
+    BucketMapper::new(BUCKETS)
 }
 
 /// Rows and a tensor that follow from `salt`.
@@ -36,21 +37,21 @@ pub(crate) fn never() -> Result<()> {
     Err(Error::new(Kind::State, "nobody else holds the directory"))
 }
 
-pub(crate) fn directory(engine: impl IoEngine + 'static) -> Directory {
-    Directory::in_engine(Arc::new(engine), Path::new(ROOT))
+pub(crate) fn directory(engine: impl IoEngine + 'static) -> CheckpointDirectory {
+    CheckpointDirectory::with_engine(Arc::new(engine), Path::new(ROOT))
 }
 
 fn bytes<T: bytemuck::NoUninit>(values: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(values).to_vec()
 }
 
-fn buckets_of(shard: Shard) -> [u32; 2] {
+fn buckets_of(shard: RecisShard) -> [u32; 2] {
     let start = |index: u32| BUCKETS * index / shard.count;
     [start(shard.index), start(shard.index + 1)]
 }
 
 /// Append in two pieces, so that a stop can come between them.
-fn append(writer: &ShardWriter, block: usize, data: &[u8]) -> Result<()> {
+fn append(writer: &RecisShardWriter, block: usize, data: &[u8]) -> Result<()> {
     let half = data.len() / 2;
     for part in [&data[..half], &data[half..]] {
         writer.append(block, part.len(), |at, into| into.copy_from_slice(&part[at..at + into.len()]))?;
@@ -58,8 +59,8 @@ fn append(writer: &ShardWriter, block: usize, data: &[u8]) -> Result<()> {
     Ok(())
 }
 
-fn share(shard: Shard, step: u64, runs: Vec<u64>) -> TableShare {
-    TableShare {
+fn share(shard: RecisShard, step: u64, runs: Vec<u64>) -> RecisTableShare {
+    RecisTableShare {
         name: "item".into(),
         dim: 1,
         optimizer: "sgd".into(),
@@ -74,7 +75,7 @@ fn share(shard: Shard, step: u64, runs: Vec<u64>) -> TableShare {
 }
 
 /// Write one shard's part of `what`; the error comes after the part was given up, as Python's sessions do it.
-pub(crate) fn write(save: &BlockSave, shard: Shard, step: u64, what: &Found) -> Result<Finished> {
+pub(crate) fn write(save: &RecisSave, shard: RecisShard, step: u64, what: &Found) -> Result<RecisShardOutcome> {
     let [begin, end] = buckets_of(shard);
     let bucket = |id: Id| bucketing().of(id);
     let mine: Vec<(Id, f32)> = what
@@ -84,7 +85,7 @@ pub(crate) fn write(save: &BlockSave, shard: Shard, step: u64, what: &Found) -> 
         .filter(|&(id, _)| (begin..end).contains(&bucket(id)))
         .collect();
     let rows = mine.len() as u64;
-    let of_table = |slot: &str, dtype: &str, shape: Vec<u64>| BlockToWrite {
+    let of_table = |slot: &str, dtype: &str, shape: Vec<u64>| RecisBlockSpec {
         name: "item".into(),
         slot: Some(slot.into()),
         dtype: dtype.into(),
@@ -93,9 +94,9 @@ pub(crate) fn write(save: &BlockSave, shard: Shard, step: u64, what: &Found) -> 
     let mut blocks = vec![of_table("id", "I64", vec![rows]), of_table("embedding", "F32", vec![rows, 1])];
     if shard.index == 0 {
         let shape = vec![what.dense.len() as u64];
-        blocks.push(BlockToWrite { name: "w".into(), slot: None, dtype: "U8".into(), shape });
+        blocks.push(RecisBlockSpec { name: "w".into(), slot: None, dtype: "U8".into(), shape });
     }
-    let writer = ShardWriter::new(save, 2, blocks)?;
+    let writer = RecisShardWriter::new(save, 2, blocks)?;
     let (mut runs, mut starts) = (Vec::new(), Vec::new());
     for run in mine.chunks(RUN_ROWS) {
         let mut run = run.to_vec();
@@ -110,7 +111,7 @@ pub(crate) fn write(save: &BlockSave, shard: Shard, step: u64, what: &Found) -> 
     if shard.index == 0 {
         append(&writer, 2, &what.dense)?;
     }
-    writer.finish(save, vec![WrittenTable { share: share(shard, step, runs), starts }], &mut never)
+    writer.finish(save, vec![RecisWrittenTable { share: share(shard, step, runs), starts }], &mut never)
 }
 
 pub(crate) fn steps(step: u64) -> Vec<(String, u64)> {
@@ -121,12 +122,12 @@ pub(crate) fn steps(step: u64) -> Vec<(String, u64)> {
 pub(crate) fn save(engine: impl IoEngine + 'static, count: u32, salt: u32) -> Result<()> {
     let directory = directory(engine);
     for index in 0..count {
-        let shard = Shard { index, count };
+        let shard = RecisShard { index, count };
         let (step, random) = (u64::from(salt), u64::from(salt) * 100 + u64::from(index));
-        let save = BlockSave::begin(&directory, shard, &steps(step), &Join::NewestOrNew, random, &mut never)?;
+        let save = RecisSave::begin(&directory, shard, &steps(step), &RecisJoinMode::NewestOrNew, random, &mut never)?;
         match write(&save, shard, step, &contents(salt)) {
-            Ok(Finished::OthersWait) => assert!(index + 1 < count),
-            Ok(Finished::Published(_)) => assert!(index + 1 == count),
+            Ok(RecisShardOutcome::WaitingForShards) => assert!(index + 1 < count),
+            Ok(RecisShardOutcome::Published(_)) => assert!(index + 1 == count),
             Err(error) => {
                 let _ = save.abandon();
                 return Err(error);
@@ -138,7 +139,7 @@ pub(crate) fn save(engine: impl IoEngine + 'static, count: u32, salt: u32) -> Re
 
 /// The rows of `buckets`, and the tensor.
 pub(crate) fn load_some(engine: impl IoEngine + 'static, buckets: std::ops::Range<u32>) -> Result<Found> {
-    let reader = BlockReader::open(&directory(engine), &mut never)?;
+    let reader = RecisReader::open(&directory(engine), &mut never)?;
     let mut found = Found::default();
     for run in reader.runs("item", bucketing(), &buckets)? {
         let rows = run.rows() as usize;

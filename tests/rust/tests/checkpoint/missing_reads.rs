@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::checkpoint::{
-    BesideOptions, Chain, Compaction, Latest, RankMoment, RankWriter, Save, SaveOptions, TableToSave, reshard,
+    AsyncSaveOptions, AsyncSaveTable, ChainCompaction, CheckpointChain, CheckpointSave, LatestCheckpoint, RankSnapshot,
+    RankWriter, SaveOptions, reshard,
 };
-use embcache::config::MissingRead::{self, Initial, SharedRow, Value, Zeros};
-use embcache::config::{Admission, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::MissingRead::{self, Initial, OovRow, Value, Zeros};
+use embcache::config::{AdmissionRule, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
 use embcache::rows::RowHeader;
 use embcache::types::Id;
@@ -26,14 +27,14 @@ const CASES: [(bool, MissingRead); 8] = [
     (false, Value(0.1)),
     (false, Value(f32::from_bits(1))),
     (false, Value(f32::MIN)),
-    (true, SharedRow),
+    (true, OovRow),
     (true, Initial),
     (true, Zeros),
 ];
 
 fn settings(shares: bool, missing_read: MissingRead) -> TableConfig {
-    let not_admitted = if shares { SharedRow } else { Zeros };
-    let admission = Admission::ReadOnly;
+    let not_admitted = if shares { OovRow } else { Zeros };
+    let admission = AdmissionRule::ReadOnly;
     TableConfig { admission, not_admitted, missing_read, ..config(4, OptimizerKind::RowWiseAdagrad, 500) }
 }
 
@@ -42,13 +43,13 @@ fn import(rig: &Rig, ids: std::ops::Range<Id>) {
     rig.import(&ids.map(|id| (id, row_of(id))).collect()).expect("imported");
 }
 
-fn newest(engine: &Arc<dyn IoEngine>, root: &str) -> Chain {
+fn newest(engine: &Arc<dyn IoEngine>, root: &str) -> CheckpointChain {
     let directory = directory_in(engine, root);
-    Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened")
+    CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint")).expect("opened")
 }
 
 /// The newest checkpoint says that an evaluation reads `said`.
-fn check(chain: &Chain, said: MissingRead, what: &str) {
+fn check(chain: &CheckpointChain, said: MissingRead, what: &str) {
     assert_eq!(chain.manifest().tables[0].spec.missing_read, said, "{what}");
     let reader = chain.table_reader("m", "t", 0..13).expect("its files");
     assert_eq!(reader.spec().missing_read, said, "{what}");
@@ -56,16 +57,16 @@ fn check(chain: &Chain, said: MissingRead, what: &str) {
 
 fn save_beside(engine: &Arc<dyn IoEngine>, rig: &Rig) {
     let directory = directory_in(engine, ROOT);
-    let save = Save::begin(&directory, 9).expect("begun");
+    let save = CheckpointSave::begin(&directory, 9).expect("begun");
     let next_epoch = rig.table.epoch().expect("an epoch") + 1;
-    let tables = vec![TableToSave {
+    let tables = vec![AsyncSaveTable {
         module: "m".into(),
         table: rig.table.clone(),
         hyperparameters: BTreeMap::new(),
-        ancestor: None,
+        base: None,
     }];
-    let beside = BesideOptions { next_epoch, image_bytes: 1 << 20, bytes_per_second: None, counts: true };
-    let mut moment = RankMoment::begin(&directory, save.name(), (0, 1), tables, beside).expect("begun");
+    let beside = AsyncSaveOptions { next_epoch, pre_image_bytes: 1 << 20, bytes_per_second: None, counts: true };
+    let mut moment = RankSnapshot::begin(&directory, save.name(), (0, 1), tables, beside).expect("begun");
     while moment.write_next().expect("written").is_some() {}
     save.publish(&[moment.finish().expect("finished")], next_epoch).expect("published");
 }
@@ -94,10 +95,11 @@ fn every_checkpoint_of_a_table_says_what_an_evaluation_reads() {
 
 fn merge(engine: &Arc<dyn IoEngine>) {
     let directory = directory_in(engine, ROOT);
-    let latest = Latest::read(&directory).expect("a checkpoint");
-    let compaction = Compaction::open(&directory, latest).expect("opened").expect("a delta");
+    let latest = LatestCheckpoint::read(&directory).expect("a checkpoint");
+    let compaction = ChainCompaction::open(&directory, latest).expect("opened").expect("a delta");
     let merged = Some(compaction.chain().identity());
-    let save = Save::begin_with(&directory, 4, SaveOptions { merged, ..SaveOptions::default() }).expect("begun");
+    let save =
+        CheckpointSave::begin_with(&directory, 4, SaveOptions { merged, ..SaveOptions::default() }).expect("begun");
     let digest = compaction.write(save.name(), (0, 1), &mut |_| Ok(())).expect("written");
     save.publish(&[digest], compaction.chain().manifest().next_epoch).expect("published");
 }
@@ -106,13 +108,14 @@ fn merge(engine: &Arc<dyn IoEngine>) {
 fn a_linked_checkpoint_says_it_too() {
     for (shares, said) in CASES {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
-        let ssd = SsdConfig { dir: "/tier/t".into(), bytes: 1 << 20, reopen: Reopen::Never, resume_token: None };
+        let ssd =
+            SsdConfig { dir: "/tier/t".into(), bytes: 1 << 20, reopen: ReopenMode::Never, resume_commit_id: None };
         let settings = TableConfig { ssd: Some(ssd), ..settings(shares, said) };
         let rig = Rig::open(settings, Arc::clone(&engine)).expect("opened");
         import(&rig, 1..4);
         let directory = directory_in(&engine, ROOT);
         let options = SaveOptions { linked: true, ..SaveOptions::default() };
-        let save = Save::begin_with(&directory, 3, options).expect("begun");
+        let save = CheckpointSave::begin_with(&directory, 3, options).expect("begun");
         let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("a writer");
         writer.link_rows_of("m", &rig.table, BTreeMap::new()).expect("linked");
         save.publish(&[writer.finish().expect("finished")], 2).expect("published");
@@ -135,7 +138,7 @@ fn a_table_that_is_loaded_goes_on_as_it_is_configured() {
 #[test]
 fn a_save_refuses_what_cannot_be_read() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
-    for said in [Value(f32::NAN), Value(f32::INFINITY), Value(f32::NEG_INFINITY), SharedRow] {
+    for said in [Value(f32::NAN), Value(f32::INFINITY), Value(f32::NEG_INFINITY), OovRow] {
         let mut table = Table::new("m", "t", OptimizerKind::Sgd, 2, &[1, 2], 1);
         table.spec.missing_read = said;
         assert_eq!(kind(save(&engine, Path::new(ROOT), &[table], 1, 1000, 7)), Kind::Input, "{said:?}");

@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::checkpoint::{Checkpoint, RankWriter, Save};
+use embcache::checkpoint::{CheckpointSave, OpenCheckpoint, RankWriter};
 use embcache::config::OptimizerKind::{Adagrad, Adam, AdamW, PartialRowWiseAdam, RowWiseAdagrad, Sgd};
-use embcache::io::{Fault, FaultEngine, IoEngine, Operation, PsyncEngine};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, PsyncEngine};
 use embcache::types::Id;
 use embcache::{Error, Kind};
 use embcache_tests::directory_in;
@@ -59,7 +59,7 @@ fn a_second_save_replaces_the_first_and_leaves_nothing_of_it() {
     }
     let second = save(&engine, root, &tables, 3, 4096, 8).expect("saved");
     assert_eq!((first.latest.name.seq, second.latest.name.seq), (1, 2));
-    assert!(second.left.is_empty());
+    assert!(second.cleanup_errors.is_empty());
     assert_eq!(load(&engine, root, 1).expect("loaded"), tables);
     let entries = engine.list(root).expect("listed");
     assert_eq!(entries, [root.join(second.latest.name.to_string()), root.join("LATEST"), root.join("lock")]);
@@ -72,11 +72,11 @@ fn what_an_abandoned_save_left_is_swept_but_not_a_save_under_way() {
     let tables = several();
     save(&engine, root, &tables, 1, 4096, 7).expect("saved");
     let directory = directory_in(&engine, root);
-    drop(Save::begin(&directory, 8).expect("begun"));
-    let under_way = Save::begin(&directory, 9).expect("begun");
+    drop(CheckpointSave::begin(&directory, 8).expect("begun"));
+    let under_way = CheckpointSave::begin(&directory, 9).expect("begun");
     assert_eq!(engine.list(root).expect("listed").len(), 4, "the dropped save's directory is gone");
     let published = save(&engine, root, &tables, 1, 4096, 10).expect("saved");
-    assert!(published.left.is_empty());
+    assert!(published.cleanup_errors.is_empty());
     assert!(engine.exists(&root.join(under_way.name().to_string())).unwrap());
     let mut writer = RankWriter::new(&directory, under_way.name(), 0, 1).expect("made");
     let none = &mut |_: &mut embcache::checkpoint::RowSink<'_>| Ok(());
@@ -84,7 +84,7 @@ fn what_an_abandoned_save_left_is_swept_but_not_a_save_under_way() {
     let digest = writer.finish().expect("finished");
     under_way.publish(&[digest], 1).expect("published");
     assert_eq!(load(&engine, root, 1).expect("loaded"), tables[2..3]);
-    Save::begin(&directory, 11).expect("begun").abandon().expect("removed");
+    CheckpointSave::begin(&directory, 11).expect("begun").abandon().expect("removed");
     assert_eq!(engine.list(root).expect("listed").len(), 3);
 }
 
@@ -144,7 +144,7 @@ fn a_rank_reads_its_own_byte_ranges_only() {
     let shared = (own * 1024).next_multiple_of(16 << 10);
     bytes[start + shared..end].iter_mut().for_each(|byte| *byte = !*byte);
     std::fs::write(&path, bytes).expect("written");
-    let checkpoint = Checkpoint::open(&directory_in(&engine, dir.path()), latest).expect("opened");
+    let checkpoint = OpenCheckpoint::open(&directory_in(&engine, dir.path()), latest).expect("opened");
     let read = |rank: u32| {
         let reader = checkpoint.table_reader("m", "t", split(7, rank, 7))?;
         let mut rows = 0;
@@ -168,7 +168,7 @@ fn ranks_that_disagree_are_not_published() {
     let publish = |shares: &[(u64, std::ops::Range<u32>)]| {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let directory = directory_in(&engine, root);
-        let save = Save::begin(&directory, 7)?;
+        let save = CheckpointSave::begin(&directory, 7)?;
         let world = shares.len() as u32;
         let digests = shares
             .iter()
@@ -197,7 +197,7 @@ fn rows_that_do_not_belong_are_refused_by_the_writer() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let root = Path::new(ROOT);
     let directory = directory_in(&engine, root);
-    let save = Save::begin(&directory, 7).expect("begun");
+    let save = CheckpointSave::begin(&directory, 7).expect("begun");
     let table = Table::new("m", "t", Sgd, 2, &[1], 1);
     let (header, vector) = table.rows[&1].clone();
     let write = |rank, rows: &[(Id, usize)], buckets: std::ops::Range<u32>| {
@@ -224,7 +224,7 @@ fn a_missing_checkpoint_and_a_missing_table_are_named() {
     let root = Path::new(ROOT);
     assert_eq!(kind(load(&engine, root, 1)), Kind::Path);
     let saved = save(&engine, root, &several(), 1, 4096, 7).expect("saved");
-    let checkpoint = Checkpoint::open(&directory_in(&engine, root), saved.latest).expect("opened");
+    let checkpoint = OpenCheckpoint::open(&directory_in(&engine, root), saved.latest).expect("opened");
     let error = checkpoint.table("model.ebc", "missing").expect_err("not there");
     assert_eq!(error.kind(), Kind::Mismatch);
     assert!(error.to_string().contains("model.ebc/one"), "{error}");
@@ -279,7 +279,7 @@ fn a_look_that_fails_makes_no_checkpoint_missing_and_removes_none() {
     for passing in 0.. {
         let fault = FaultEngine::new(Arc::new(whole.kill()));
         let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-        fault.hit_once(Operation::Look, passing, Fault::Fail(libc::EIO));
+        fault.hit_once(IoOperation::Exists, passing, IoFault::Fail(libc::EIO));
         match load(&engine, root, 1) {
             Ok(found) => assert_eq!(found, newer, "look {passing}"),
             Err(error) => {

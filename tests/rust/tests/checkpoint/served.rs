@@ -1,7 +1,7 @@
 //! Checks of what is served, for the tests of this folder and for those of hostile files.
 
-use embcache::rows::RowBirth;
-use embcache::serve::{ServedTable, Serving};
+use embcache::rows::RowInitializer;
+use embcache::serve::{ServedTable, TableServer};
 use embcache::types::Id;
 
 use super::made::Table;
@@ -16,7 +16,7 @@ pub(crate) fn check_table(served: &ServedTable, expected: &Table) {
     let missing = served.lookup(&ids, &mut out, &mut found).expect("served");
     assert_eq!(missing, ids.len() - expected.rows.len());
     let birth =
-        RowBirth::new(expected.spec.initializer, expected.spec.seed, expected.spec.key).expect("an initializer");
+        RowInitializer::new(expected.spec.initializer, expected.spec.seed, expected.spec.key).expect("an initializer");
     for (position, id) in ids.iter().enumerate() {
         let mut wanted = vec![0.0; dim];
         match expected.rows.get(id) {
@@ -29,7 +29,7 @@ pub(crate) fn check_table(served: &ServedTable, expected: &Table) {
 }
 
 /// Every row of all tables of the current version.
-pub(crate) fn check(serving: &Serving, expected: &[Table]) {
+pub(crate) fn check(serving: &TableServer, expected: &[Table]) {
     let version = serving.pin().expect("a version");
     assert_eq!(version.tables().len(), expected.len());
     for table in expected {

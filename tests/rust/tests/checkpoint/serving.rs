@@ -4,12 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use embcache::checkpoint::{Changes, CheckpointName, Directory, Parent, RankWriter, Save, SaveOptions};
+use embcache::checkpoint::{
+    CheckpointDirectory, CheckpointId, CheckpointName, CheckpointSave, DeltaChanges, RankWriter, SaveOptions,
+};
 use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, PsyncEngine};
-use embcache::lifecycle::{Rule, Sweep};
-use embcache::paths::Checks;
-use embcache::serve::{MissingRead, Polled, Pooling, ServeOptions, Serving, make_index};
+use embcache::lifecycle::{ExpiryRule, ExpirySweep};
+use embcache::paths::PathChecks;
+use embcache::serve::{MissingRead, PollOutcome, PoolingMode, ServeOptions, TableServer, make_index};
 use embcache::types::Id;
 use embcache::{Error, Kind};
 use embcache_tests::{Contents, directory_in};
@@ -18,7 +20,7 @@ use super::made::{ROOT, Table, kind, load, memory, on, save, save_delta, save_wi
 use super::served::check;
 
 /// The rows of table "t" of module "m", as the current version has them, and no others of some ids.
-pub(crate) fn check_rows(serving: &Serving, expected: &Contents) {
+pub(crate) fn check_rows(serving: &TableServer, expected: &Contents) {
     let version = serving.pin().expect("a version");
     let table = version.table("m/t").expect("the table");
     let (dim, ids) = (table.dim(), (-50..20_000).chain(expected.keys().copied()).collect::<Vec<Id>>());
@@ -73,11 +75,11 @@ fn every_row_is_served_whatever_the_number_of_ranks_that_saved_it() {
         for world in 1..=4 {
             let saved = tables(u64::from(world));
             save(&engine, &root, &saved, world, 3000, u64::from(world)).expect("saved");
-            let serving = Serving::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened");
+            let serving = TableServer::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened");
             check(&serving, &saved);
-            let again = Serving::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened again");
+            let again = TableServer::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened again");
             check(&again, &saved);
-            assert!(make_index(&directory_in(&engine, &root), None, &mut || Ok(())).expect("an index").was_there);
+            assert!(make_index(&directory_in(&engine, &root), None, &mut || Ok(())).expect("an index").existed);
         }
     }
 }
@@ -105,8 +107,8 @@ pub(crate) fn changed(before: &[Table], salt: u64) -> Vec<Table> {
 fn a_follower_serves_what_a_load_of_the_same_chain_gives() {
     for (engine, root, _dir) in engines() {
         let mut now = tables(3);
-        let mut parent: Parent = save(&engine, &root, &now, 2, 3000, 1).expect("saved").identity;
-        let serving = Serving::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened");
+        let mut parent: CheckpointId = save(&engine, &root, &now, 2, 3000, 1).expect("saved").identity;
+        let serving = TableServer::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened");
         for round in 0..12 {
             let next = changed(&now, 100 + round);
             let published = if round == 7 {
@@ -116,12 +118,12 @@ fn a_follower_serves_what_a_load_of_the_same_chain_gives() {
             };
             (now, parent) = (next, published.expect("saved").identity);
             let pinned = serving.pin().expect("a version");
-            assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
-            assert_eq!(serving.poll().expect("a look"), Polled::Same);
+            assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
+            assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate);
             assert_ne!(pinned.name(), serving.pin().expect("a version").name());
             check(&serving, &now);
             assert!(load(&engine, &root, 2).expect("loaded") == now);
-            let again = Serving::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened");
+            let again = TableServer::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened");
             check(&again, &now);
             if round == 4 {
                 make_index(&directory_in(&engine, &root), None, &mut || Ok(())).expect("an index of the chain");
@@ -145,8 +147,8 @@ fn rows_that_were_preloaded_are_never_waited_for() {
     let without = opened(&engine, root, ServeOptions::default());
     check(&serving, &saved);
     check(&without, &saved);
-    assert_eq!(serving.stats().far_rows, 0);
-    assert!(without.stats().far_rows > 0, "without it rows are read as they are asked for");
+    assert_eq!(serving.stats().cold_rows, 0);
+    assert!(without.stats().cold_rows > 0, "without it rows are read as they are asked for");
     let next = changed(&saved, 6);
     save_delta(&engine, root, (&saved, &next), (2, 3000), 6, on(&parent)).expect("saved");
     serving.poll().expect("a look");
@@ -154,21 +156,21 @@ fn rows_that_were_preloaded_are_never_waited_for() {
     save_with(&engine, root, &saved, (1, 3000), 7, SaveOptions::default()).expect("saved");
     serving.poll().expect("a look");
     check(&serving, &saved);
-    assert_eq!(serving.stats().far_rows, 0);
+    assert_eq!(serving.stats().cold_rows, 0);
     let mut turns = 0;
-    let ended = Serving::open_while(directory_in(&engine, root), options, &mut || {
+    let ended = TableServer::open_while(directory_in(&engine, root), options, &mut || {
         turns += 1;
         if turns > 3 { Err(Error::new(Kind::State, "the user left")) } else { Ok(()) }
     });
     assert!(ended.is_err(), "preloading can be ended");
 }
 
-pub(crate) fn opened(engine: &Arc<dyn IoEngine>, root: &Path, options: ServeOptions) -> Arc<Serving> {
-    Serving::open(directory_in(engine, root), options).expect("opened")
+pub(crate) fn opened(engine: &Arc<dyn IoEngine>, root: &Path, options: ServeOptions) -> Arc<TableServer> {
+    TableServer::open(directory_in(engine, root), options).expect("opened")
 }
 
 /// A directory on disk with a full checkpoint of `tables(5)`, and what was saved.
-pub(crate) fn saved_on_disk() -> (tempfile::TempDir, Arc<dyn IoEngine>, Vec<Table>, Parent) {
+pub(crate) fn saved_on_disk() -> (tempfile::TempDir, Arc<dyn IoEngine>, Vec<Table>, CheckpointId) {
     let dir = tempfile::tempdir().expect("a directory");
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::new(false));
     let saved = tables(5);
@@ -234,7 +236,10 @@ fn a_delta_that_is_damaged_anywhere_leaves_the_version_before_serving() {
         std::fs::write(&path, &whole).expect("written");
     }
     assert!(refused > 50 && served > 0 && served < refused, "{refused} refused, {served} served");
-    assert_eq!(serving.poll().expect("whole again"), Polled::Newer(name.parse::<CheckpointName>().expect("a name")));
+    assert_eq!(
+        serving.poll().expect("whole again"),
+        PollOutcome::Newer(name.parse::<CheckpointName>().expect("a name"))
+    );
     check(&serving, &after);
     assert_eq!(serving.stats().last_error, None);
 }
@@ -274,16 +279,16 @@ fn what_is_served_stays_when_its_directory_is_removed() {
 #[test]
 fn a_directory_that_cannot_be_written_is_served_from_memory() {
     let (dir, engine, saved, parent) = saved_on_disk();
-    let root = Directory::to_load(dir.path(), Checks::Basic).expect("a directory");
+    let root = CheckpointDirectory::open_to_load(dir.path(), PathChecks::Basic).expect("a directory");
     let allowed = ServeOptions { host_bytes: Some(1 << 20), ..ServeOptions::default() };
-    check(&Serving::open(root.clone(), allowed).expect("opened"), &saved);
+    check(&TableServer::open(root.clone(), allowed).expect("opened"), &saved);
     // A directory in the place of the index's temporary file: nothing can be written there.
     std::fs::remove_file(dir.path().join(&parent.name).join("serve.idx")).expect("it was made");
     std::fs::create_dir(dir.path().join(&parent.name).join("serve.idx.tmp")).expect("made");
-    let serving = Serving::open(root.clone(), ServeOptions::default()).expect("opened");
+    let serving = TableServer::open(root.clone(), ServeOptions::default()).expect("opened");
     check(&serving, &saved);
     assert!(serving.stats().private_bytes > 0 && serving.stats().shared_index_bytes == 0);
-    let refused = Serving::open(root, ServeOptions { host_bytes: Some(100), ..ServeOptions::default() });
+    let refused = TableServer::open(root, ServeOptions { host_bytes: Some(100), ..ServeOptions::default() });
     assert_eq!(kind(refused), Kind::Capacity);
     drop(engine);
 }
@@ -300,7 +305,7 @@ fn a_version_can_be_chosen_and_gone_back_from() {
     check(&serving, &second);
     assert_eq!(serving.rollback().expect("one before").to_string(), parent.name);
     check(&serving, &first);
-    assert_eq!(serving.poll().expect("a look"), Polled::Same, "it was rolled back from");
+    assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate, "it was rolled back from");
     check(&serving, &first);
     let third = changed(&second, 2);
     save_delta(&engine, dir.path(), (&second, &third), (1, 2000), 3, on(&on_first)).expect("saved");
@@ -309,9 +314,9 @@ fn a_version_can_be_chosen_and_gone_back_from() {
     for (at, expected) in [("1", &first), ("0000000002", &second), (on_first.name.as_str(), &second), ("3", &third)] {
         let one = opened(&engine, dir.path(), ServeOptions { at: Some(at.into()), ..ServeOptions::default() });
         check(&one, expected);
-        assert_eq!(one.poll().expect("a look"), Polled::Same, "a chosen version stays");
+        assert_eq!(one.poll().expect("a look"), PollOutcome::UpToDate, "a chosen version stays");
     }
-    let none = Serving::open(
+    let none = TableServer::open(
         directory_in(&engine, dir.path()),
         ServeOptions { at: Some("7".into()), ..ServeOptions::default() },
     );
@@ -332,7 +337,9 @@ fn bags_are_pooled_and_bad_requests_are_refused() {
     let weights: Vec<f32> = (0..ids.len()).map(|n| n as f32 * 0.25).collect();
     let mut rows = vec![0.0; ids.len() * 16];
     table.lookup(&ids, &mut rows, &mut vec![false; ids.len()]).expect("served");
-    for (pooling, weights) in [(Pooling::Sum, None), (Pooling::Mean, None), (Pooling::Sum, Some(&weights[..]))] {
+    for (pooling, weights) in
+        [(PoolingMode::Sum, None), (PoolingMode::Mean, None), (PoolingMode::Sum, Some(&weights[..]))]
+    {
         let mut out = vec![0.0; 6 * 16];
         let missing = table.lookup_pooled(&ids, &offsets, pooling, weights, &mut out).expect("served");
         assert_eq!(missing, 2);
@@ -343,17 +350,21 @@ fn bags_are_pooled_and_bad_requests_are_refused() {
                     |n: usize| f64::from(rows[n * 16 + column]) * weights.map_or(1.0, |weights| f64::from(weights[n]));
                 let sum: f64 = span.clone().map(term).sum();
                 let scale: f64 = span.clone().map(|n| term(n).abs()).sum();
-                let expected = if pooling == Pooling::Mean { sum / span.len().max(1) as f64 } else { sum };
+                let expected = if pooling == PoolingMode::Mean { sum / span.len().max(1) as f64 } else { sum };
                 assert!((f64::from(out[column]) - expected).abs() <= 1e-6 * scale, "bag {bag}, column {column}");
             }
         }
     }
     let mut out = vec![0.0; 6 * 16];
     for offsets in [&[][..], &[0, 1], &[1, 5002], &[0, 9, 3, 5002], &[0, 5003], &[-1, 5002]] {
-        assert_eq!(kind(table.lookup_pooled(&ids, offsets, Pooling::Sum, None, &mut out)), Kind::Input, "{offsets:?}");
+        assert_eq!(
+            kind(table.lookup_pooled(&ids, offsets, PoolingMode::Sum, None, &mut out)),
+            Kind::Input,
+            "{offsets:?}"
+        );
     }
     assert_eq!(
-        kind(table.lookup_pooled(&ids, &[0, 5002], Pooling::Sum, None, &mut out)),
+        kind(table.lookup_pooled(&ids, &[0, 5002], PoolingMode::Sum, None, &mut out)),
         Kind::Input,
         "room for six bags"
     );
@@ -370,24 +381,24 @@ fn what_is_too_old_is_refused_where_that_was_asked_for() {
     std::thread::sleep(Duration::from_millis(5));
     assert_eq!(kind(refusing.pin()), Kind::Stale);
     assert!(refusing.stats().staleness_seconds > 0.0);
-    let shared = ServeOptions { missing: Some(MissingRead::SharedRow), ..ServeOptions::default() };
-    assert_eq!(kind(Serving::open(directory_in(&engine, dir.path()), shared)), Kind::Mismatch);
+    let shared = ServeOptions { missing: Some(MissingRead::OovRow), ..ServeOptions::default() };
+    assert_eq!(kind(TableServer::open(directory_in(&engine, dir.path()), shared)), Kind::Mismatch);
 }
 
 /// Save a delta of one table on `parent`: the rows of `changed`, and a sweep after which `total_rows` stay.
 pub(crate) fn save_sweep(
     engine: &Arc<dyn IoEngine>,
-    parent: &Parent,
+    parent: &CheckpointId,
     changed: &Table,
-    sweeps: &[Sweep],
+    sweeps: &[ExpirySweep],
     total_rows: u64,
     random: u64,
-) -> Parent {
+) -> CheckpointId {
     let directory = directory_in(engine, ROOT);
-    let save = Save::begin_with(&directory, random, on(parent)).expect("begun");
+    let save = CheckpointSave::begin_with(&directory, random, on(parent)).expect("begun");
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("a writer");
     let buckets = changed.buckets_of(0, 1);
-    let changes = Changes { left: &[], sweeps, total_rows };
+    let changes = DeltaChanges { tombstones: &[], sweeps, total_rows };
     let mut source = changed.source(&buckets, 5);
     writer.write_changes(changed.spec.clone(), buckets, &mut source, changes).expect("written");
     let digest = writer.finish().expect("durable");
@@ -406,10 +417,10 @@ fn a_row_that_a_sweep_took_does_not_give_way_to_the_one_that_it_had_replaced() {
         table
     };
     let full = save(&engine, Path::new(ROOT), &[table(9.0, &[1, 2, 3])], 1, 1000, 1).expect("saved").identity;
-    let serving = Serving::open(directory_in(&engine, ROOT), ServeOptions::default()).expect("opened");
+    let serving = TableServer::open(directory_in(&engine, ROOT), ServeOptions::default()).expect("opened");
     let small = save_sweep(&engine, &full, &table(0.1, &[2]), &[], 3, 2);
     serving.poll().expect("a look");
-    let sweep = Sweep { step: 5, rule: Rule::NormBelow(1.0) };
+    let sweep = ExpirySweep { step: 5, rule: ExpiryRule::NormBelow(1.0) };
     save_sweep(&engine, &small, &table(0.0, &[]), &[sweep], 2, 3);
     let expected = [table(9.0, &[1, 3])];
     assert!(load(&engine, Path::new(ROOT), 1).expect("loaded")[0].rows == expected[0].rows);
@@ -417,5 +428,5 @@ fn a_row_that_a_sweep_took_does_not_give_way_to_the_one_that_it_had_replaced() {
     check(&serving, &expected);
     // By an index of the whole chain.
     engine.remove_file(&Path::new(ROOT).join(&full.name).join("serve.idx")).expect("it was made");
-    check(&Serving::open(directory_in(&engine, ROOT), ServeOptions::default()).expect("opened"), &expected);
+    check(&TableServer::open(directory_in(&engine, ROOT), ServeOptions::default()).expect("opened"), &expected);
 }

@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::checkpoint::{Parent, SaveOptions};
+use embcache::checkpoint::{CheckpointId, SaveOptions};
 use embcache::config::OptimizerKind;
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
-use embcache::serve::{Polled, ServeOptions, Serving};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine};
+use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
 use embcache::{Error, Kind};
 use embcache_tests::directory_in;
@@ -32,8 +32,8 @@ fn tables(salt: u64) -> Vec<Table> {
     ]
 }
 
-fn open(engine: &Arc<dyn IoEngine>) -> Arc<Serving> {
-    Serving::open(directory_in(engine, ROOT), ServeOptions::default()).expect("opened")
+fn open(engine: &Arc<dyn IoEngine>) -> Arc<TableServer> {
+    TableServer::open(directory_in(engine, ROOT), ServeOptions::default()).expect("opened")
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn a_trainer_that_is_killed_at_any_point_of_a_publication_leaves_a_published_ver
         let is_new = serving.pin().expect("a version").name().seq == 2;
         check(&serving, if is_new { &after } else { &before });
         *(if is_new { &mut new } else { &mut old }) += 1;
-        assert_eq!(serving.poll().expect("a look"), Polled::Same, "stop {stop}");
+        assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate, "stop {stop}");
     });
     assert!(stops > 20 && old > 20 && new > 0, "{stops} stops, {old} before, {new} after");
 }
@@ -70,14 +70,14 @@ fn a_server_that_looks_while_a_trainer_publishes_sees_a_published_version() {
     for stop in 0.. {
         let memory = memory();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-        let parent: Parent = save(&engine, root(), &before, 1, 2000, 1).expect("saved").identity;
+        let parent: CheckpointId = save(&engine, root(), &before, 1, 2000, 1).expect("saved").identity;
         let serving = open(&engine);
         let trainer = FaultEngine::new(Arc::new(memory));
-        trainer.hit_change(stop, Fault::Stop);
+        trainer.hit_change(stop, IoFault::Stop);
         let theirs: Arc<dyn IoEngine> = Arc::new(trainer.clone());
         let saved = save_delta(&theirs, root(), (&before, &after), (1, 2000), 2, on(&parent));
         let polled = serving.poll().expect("what LATEST names is whole");
-        let is_same = polled == Polled::Same;
+        let is_same = polled == PollOutcome::UpToDate;
         check(&serving, if is_same { &before } else { &after });
         *(if is_same { &mut same } else { &mut newer }) += 1;
         if !trainer.is_stopped() {
@@ -99,18 +99,18 @@ fn a_delta_whose_parent_was_merged_while_it_was_written_is_served_next() {
     check(&serving, &versions[1]);
     let delta = save.publish(&digests, 1).expect("published");
     assert!(delta.latest.name.seq < merged.latest.name.seq, "the delta was begun before");
-    assert_eq!(serving.poll().expect("a look"), Polled::Newer(delta.latest.name));
+    assert_eq!(serving.poll().expect("a look"), PollOutcome::Newer(delta.latest.name));
     check(&serving, &versions[2]);
-    assert_eq!(serving.poll().expect("a look"), Polled::Same);
+    assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate);
     let pair = (&*versions[2], &*versions[3]);
     save_delta(&engine, root(), pair, (1, 400), 7, on(&delta.identity)).expect("the next delta");
-    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+    assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
     check(&serving, &versions[3]);
 }
 
 #[test]
 fn a_disk_that_is_full_or_broken_while_the_index_is_written_only_costs_memory() {
-    for fault in [Fault::Fail(ENOSPC), Fault::Tear(ENOSPC), Fault::Fail(EIO), Fault::Flip] {
+    for fault in [IoFault::Fail(ENOSPC), IoFault::Tear(ENOSPC), IoFault::Fail(EIO), IoFault::Flip] {
         for passing in 0.. {
             let memory = memory();
             let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
@@ -134,8 +134,8 @@ fn a_disk_that_is_full_or_broken_while_the_index_is_written_only_costs_memory() 
 #[test]
 fn a_read_that_fails_while_a_delta_is_opened_leaves_the_version_before() {
     let (before, after) = (tables(1), tables(2));
-    for fault in [Fault::Fail(EIO), Fault::Flip] {
-        for operation in [Operation::Read, Operation::Open] {
+    for fault in [IoFault::Fail(EIO), IoFault::Flip] {
+        for operation in [IoOperation::Read, IoOperation::Open] {
             for passing in (0..).step_by(3) {
                 let memory = memory();
                 let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
@@ -150,8 +150,8 @@ fn a_read_that_fails_while_a_delta_is_opened_leaves_the_version_before() {
                 faulty.clear();
                 serving.poll().expect("the disk is well again");
                 check(&serving, &after);
-                if !was_hit || fault == Fault::Flip && operation == Operation::Open {
-                    assert!(passing > 3 || fault == Fault::Flip, "{fault:?} {operation:?} {passing}");
+                if !was_hit || fault == IoFault::Flip && operation == IoOperation::Open {
+                    assert!(passing > 3 || fault == IoFault::Flip, "{fault:?} {operation:?} {passing}");
                     break;
                 }
             }
@@ -192,7 +192,7 @@ fn a_follower_goes_on_after_a_panic_and_says_so() {
     let _follower = serving.follow(std::time::Duration::from_millis(1)).expect("a thread");
     for number in 2..6 {
         let failed = serving.stats().failed_polls;
-        faulty.panic_at(Operation::Read, number * 7);
+        faulty.panic_at(IoOperation::Read, number * 7);
         save_with(&engine, root(), &tables(number), (1, 2000), number, SaveOptions::default()).expect("saved");
         wait_for(|| !faulty.will_panic(), "it panicked");
         wait_for(|| serving.stats().failed_polls == failed + 1, "the panic was counted");
@@ -273,7 +273,7 @@ fn newer_checkpoints_are_served_while_changes_are_merged() {
             // Whoever makes an index holds the checkpoint. So the merge waits here until it is given up.
             held = Some(engine.lock_dir(&root().join(&parent.name)).expect("nobody holds it"));
         }
-        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == seq as u64));
+        assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == seq as u64));
         check(&serving, &chain[seq - 1]);
         assert!(serving.stats().overlay_ids > 70_000, "nothing is merged yet");
     }
@@ -320,7 +320,7 @@ fn a_follower_that_waits_for_an_index_can_be_ended() {
     let stats = serving.stats();
     assert_eq!((stats.polls, stats.failed_polls, stats.last_error, stats.version.seq), (1, 0, None, 1));
     drop(held);
-    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+    assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
     check(&serving, &tables(2));
 }
 
@@ -336,7 +336,7 @@ fn whoever_waits_for_an_index_or_makes_one_can_be_ended() {
             count += 1;
             if count > looks { Err(ended()) } else { Ok(()) }
         };
-        Serving::open_while(directory_in(&engine, ROOT), ServeOptions::default(), &mut wait).map(|_| ())
+        TableServer::open_while(directory_in(&engine, ROOT), ServeOptions::default(), &mut wait).map(|_| ())
     };
     let held = engine.lock_dir(&directory).expect("nobody holds it");
     assert_eq!(open_while(3).expect_err("it waits for whoever holds the checkpoint").kind(), Kind::State);

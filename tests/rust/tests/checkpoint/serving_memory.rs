@@ -7,7 +7,7 @@ use std::sync::Arc;
 use embcache::checkpoint::SaveOptions;
 use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, PsyncEngine};
-use embcache::serve::{Polled, ServeOptions, Serving};
+use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
 use embcache_tests::directory_in;
 
@@ -28,7 +28,7 @@ pub(crate) struct Held {
     pub(crate) anonymous: u64,
 }
 
-pub(crate) fn held(serving: &Serving, root: &Path) -> Held {
+pub(crate) fn held(serving: &TableServer, root: &Path) -> Held {
     let text = |path: &str| std::fs::read_to_string(path).expect("what the system says of this process");
     let below = root.to_str().expect("a path of text");
     let anonymous = text("/proc/self/status");
@@ -69,7 +69,7 @@ fn follow_a_thousand_deltas() {
     let mut now = vec![Table::new("m", "a", OptimizerKind::Sgd, 4, &ids, 1)];
     let full = SaveOptions { keep: 2, ..SaveOptions::default() };
     let mut parent = save_with(&engine, &root, &now, (1, 2000), 1, full.clone()).expect("saved").identity;
-    let serving = Serving::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened");
+    let serving = TableServer::open(directory_in(&engine, &root), ServeOptions::default()).expect("opened");
     let mut most: BTreeMap<u64, Held> = BTreeMap::new();
     for delta in 1..=DELTAS {
         let before = now.clone();
@@ -84,7 +84,7 @@ fn follow_a_thousand_deltas() {
             let options = SaveOptions { keep: 2, ..on(&parent) };
             save_delta(&engine, &root, (&before, &now), (1, 2000), delta + 1, options).expect("saved").identity
         };
-        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+        assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
         if delta % 10 == 9 {
             check(&serving, &now);
         }

@@ -5,11 +5,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use embcache::checkpoint::{Parent, SaveOptions};
-use embcache::config::{OptimizerKind, Reopen};
-use embcache::io::{Access, DirLock, FileMapping, Hold, IoEngine, IoFile, Open, PsyncEngine, Read, ReadSink};
-use embcache::rows::Precision;
-use embcache::serve::{Polled, ServeOptions, Serving};
+use embcache::checkpoint::{CheckpointId, SaveOptions};
+use embcache::config::{OptimizerKind, ReopenMode};
+use embcache::io::{
+    DirLock, DirLockPurpose, FileMapping, IoEngine, IoFile, IoOpenMode, IoReadRequest, MappingAccess, PsyncEngine,
+    ReadSink,
+};
+use embcache::rows::WeightPrecision;
+use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
 use embcache::{Kind, Result};
 use embcache_tests::{Rig, directory_in};
@@ -26,7 +29,7 @@ use super::serving_faults::wait_for;
 
 /// A table, the full checkpoint of it that is served, and the rows that it has.
 fn served_rig(engine: &Arc<dyn IoEngine>) -> (Rig, embcache_tests::Contents) {
-    let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(engine)).expect("opened");
+    let rig = Rig::open(table_config(ReopenMode::Discard), Arc::clone(engine)).expect("opened");
     train(&rig, 0..8);
     save_rig(engine, &rig.table, 1, false).expect("saved");
     let rows = rig.contents().expect("exported");
@@ -53,7 +56,7 @@ fn a_linked_checkpoint_leaves_the_one_before_served_until_it_is_compacted() {
         assert_eq!(stats.last_error, Some(text));
         check_rows(&serving, &before);
     }
-    assert_eq!(kind(Serving::open(directory_in(&engine, ROOT), ServeOptions::default())), Kind::Mismatch);
+    assert_eq!(kind(TableServer::open(directory_in(&engine, ROOT), ServeOptions::default())), Kind::Mismatch);
     let mut follower = serving.follow(Duration::from_millis(1)).expect("a thread");
     wait_for(|| serving.stats().failed_polls >= 4, "the follower meets it too");
     check_rows(&serving, &before);
@@ -63,14 +66,14 @@ fn a_linked_checkpoint_leaves_the_one_before_served_until_it_is_compacted() {
     follower.stop();
     check_rows(&serving, &linked);
     assert_eq!(serving.stats().last_error, None);
-    assert_eq!(serving.poll().expect("a look"), Polled::Same);
+    assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate);
     // The next linked checkpoint is passed over where a full one comes after it.
     train(&rig, 14..20);
     save_rig(&engine, &rig.table, 4, true).expect("saved");
     assert_eq!(kind(serving.poll()), Kind::Mismatch);
     check_rows(&serving, &linked);
     save_rig(&engine, &rig.table, 5, false).expect("saved");
-    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 5));
+    assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == 5));
     check_rows(&serving, &rig.contents().expect("exported"));
 }
 
@@ -78,7 +81,7 @@ fn a_linked_checkpoint_leaves_the_one_before_served_until_it_is_compacted() {
 fn a_linked_checkpoint_of_a_trainer_leaves_what_was_converted_served_until_it_is_converted() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (rig, before) = served_rig(&engine);
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Fp32).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Fp32).expect("made");
     let options = ServeOptions { source: Some(directory_in(&engine, ROOT)), ..ServeOptions::default() };
     let serving = opened(&engine, Path::new(SERVED), options);
     assert_eq!(serving.stats().last_error, None);
@@ -89,8 +92,8 @@ fn a_linked_checkpoint_of_a_trainer_leaves_what_was_converted_served_until_it_is
     assert!(error.to_string().contains("`embcache convert`"), "{error}");
     assert_eq!((serving.stats().failed_polls, serving.stats().last_error), (1, Some(error.to_string())));
     check_rows(&serving, &before);
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Fp32).expect("made");
-    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Fp32).expect("made");
+    assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
     check_rows(&serving, &rig.contents().expect("exported"));
 }
 
@@ -104,7 +107,7 @@ fn swap_names(root: &Path, (one, other): (&str, &str)) {
 }
 
 /// A server of the checkpoint `name`, which meets the newest one at its next look.
-fn opened_at(engine: &Arc<dyn IoEngine>, root: &Path, name: &str, newest: &str) -> Arc<Serving> {
+fn opened_at(engine: &Arc<dyn IoEngine>, root: &Path, name: &str, newest: &str) -> Arc<TableServer> {
     std::fs::write(root.join("LATEST"), format!("{name}\n")).expect("written");
     let serving = opened(engine, root, ServeOptions::default());
     std::fs::write(root.join("LATEST"), format!("{newest}\n")).expect("written");
@@ -114,7 +117,7 @@ fn opened_at(engine: &Arc<dyn IoEngine>, root: &Path, name: &str, newest: &str) 
 #[test]
 fn checkpoints_under_each_others_names_are_refused_until_they_have_their_own() {
     let (dir, engine, full, identity) = saved_on_disk();
-    let (root, mut states, mut parents): (_, _, Vec<Parent>) = (dir.path(), vec![full], vec![identity]);
+    let (root, mut states, mut parents): (_, _, Vec<CheckpointId>) = (dir.path(), vec![full], vec![identity]);
     for number in 1..4 {
         let next = changed(&states[number - 1], number as u64);
         let options = SaveOptions { keep: 9, ..on(&parents[number - 1]) };
@@ -132,7 +135,7 @@ fn checkpoints_under_each_others_names_are_refused_until_they_have_their_own() {
             if other <= at {
                 // Nothing is read again of what is served.
                 served += 1;
-                assert!(matches!(polled.expect("a look"), Polled::Newer(name) if name.to_string() == names[3]));
+                assert!(matches!(polled.expect("a look"), PollOutcome::Newer(name) if name.to_string() == names[3]));
                 check(&serving, &states[3]);
             } else {
                 refused += 1;
@@ -143,7 +146,7 @@ fn checkpoints_under_each_others_names_are_refused_until_they_have_their_own() {
                 assert_eq!((stats.failed_polls, stats.swaps, stats.last_error), (1, 0, Some(error.to_string())));
                 check(&serving, &states[at]);
             }
-            let anew = Serving::open(directory_in(&engine, root), ServeOptions::default());
+            let anew = TableServer::open(directory_in(&engine, root), ServeOptions::default());
             assert_eq!(kind(anew), Kind::Corruption, "{one} and {other}");
             swap_names(root, (names[one], names[other]));
             serving.poll().expect("a look");
@@ -218,7 +221,7 @@ fn damaged_optimizer_slots_do_no_harm_to_a_server() {
         let harmless = damage_slots(root, &delta.name);
         assert!(harmless >= 2 * 5, "{harmless} columns");
         assert_eq!(kind(load(&engine, root, 1)), Kind::Corruption, "whoever trains needs them");
-        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.to_string() == delta.name));
+        assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.to_string() == delta.name));
         check(&serving, &after);
         check(&opened(&engine, root, options()), &after);
         for name in [&full.name, &delta.name] {
@@ -269,7 +272,7 @@ impl IoFile for NotingFile {
     fn links(&self) -> Result<u64> {
         self.inner.links()
     }
-    fn map(&self, access: Access) -> Result<FileMapping> {
+    fn map(&self, access: MappingAccess) -> Result<FileMapping> {
         self.inner.map(access)
     }
     fn as_any(&self) -> &dyn std::any::Any {
@@ -278,11 +281,11 @@ impl IoFile for NotingFile {
 }
 
 impl IoEngine for Noting {
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+    fn open(&self, path: &Path, how: IoOpenMode) -> Result<Arc<dyn IoFile>> {
         let inner = self.inner.open(path, how)?;
         Ok(Arc::new(NotingFile { inner, read: Arc::clone(&self.read) }))
     }
-    fn read_batch(&self, _: &[Read], _: &mut ReadSink<'_>) {
+    fn read_batch(&self, _: &[IoReadRequest], _: &mut ReadSink<'_>) {
         panic!("checkpoints are not read in batches, which are not noted");
     }
     fn name(&self) -> String {
@@ -315,8 +318,8 @@ impl IoEngine for Noting {
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
         self.inner.lock_dir(path)
     }
-    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
-        self.inner.hold_dir(path, how)
+    fn lock_dir_for(&self, path: &Path, how: DirLockPurpose) -> Result<DirLock> {
+        self.inner.lock_dir_for(path, how)
     }
 }
 

@@ -5,8 +5,8 @@ use std::process::{Child, Command};
 use std::sync::{Arc, Barrier};
 
 use embcache::config::OptimizerKind;
-use embcache::io::{FaultEngine, IoEngine, Operation, PsyncEngine};
-use embcache::serve::{ServeOptions, Serving, make_index};
+use embcache::io::{FaultEngine, IoEngine, IoOperation, PsyncEngine};
+use embcache::serve::{ServeOptions, TableServer, make_index};
 use embcache::types::Id;
 use embcache_tests::directory_in;
 
@@ -47,8 +47,8 @@ fn mapped_indexes(root: &Path) -> Vec<(u64, bool)> {
 }
 
 /// Open the newest checkpoint, and serve its rows by an index that is shared. The result is the number of the index's file.
-fn open(engine: &Arc<dyn IoEngine>, root: &Path, newest: &Path) -> (Arc<Serving>, u64) {
-    let serving = Serving::open(directory_in(engine, root), ServeOptions::default()).expect("opened");
+fn open(engine: &Arc<dyn IoEngine>, root: &Path, newest: &Path) -> (Arc<TableServer>, u64) {
+    let serving = TableServer::open(directory_in(engine, root), ServeOptions::default()).expect("opened");
     let index = inode(&newest.join("serve.idx"));
     check(&serving, &tables(2));
     let stats = serving.stats();
@@ -84,8 +84,8 @@ fn one_of_many_threads_makes_the_index() {
         });
         let index = inode(&newest.join("serve.idx"));
         assert!(opened.iter().all(|(_, found)| *found == index), "its file was never replaced");
-        let is_index = |(operation, path): &&(Operation, PathBuf)| {
-            *operation == Operation::Rename && path.to_string_lossy().contains("serve.idx")
+        let is_index = |(operation, path): &&(IoOperation, PathBuf)| {
+            *operation == IoOperation::Rename && path.to_string_lossy().contains("serve.idx")
         };
         assert_eq!(changes.log().iter().filter(is_index).count(), 1, "one index was made");
     }
@@ -106,7 +106,7 @@ fn open_as_told(root: &Path) {
         let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::new(false));
         let directory = directory_in(&engine, root);
         let made = makes.then(|| make_index(&directory, None, &mut || Ok(())).expect("an index"));
-        (made.is_some_and(|made| !made.was_there), open(&engine, root, &newest))
+        (made.is_some_and(|made| !made.existed), open(&engine, root, &newest))
     };
     let opened: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = [true, true].map(|makes| scope.spawn(move || one(makes))).into_iter().collect();

@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::checkpoint::{Parent, SaveOptions};
+use embcache::checkpoint::{CheckpointId, SaveOptions};
 use embcache::config::OptimizerKind;
-use embcache::io::{IoEngine, publish};
-use embcache::lifecycle::{Rule, Sweep};
-use embcache::rows::Precision;
-use embcache::serve::{Polled, ServeOptions, Serving};
+use embcache::io::{IoEngine, write_atomically};
+use embcache::lifecycle::{ExpiryRule, ExpirySweep};
+use embcache::rows::WeightPrecision;
+use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
 use embcache::{Error, Kind};
 use embcache_tests::directory_in;
@@ -25,12 +25,12 @@ fn with_source(engine: &Arc<dyn IoEngine>) -> ServeOptions {
     ServeOptions { source: Some(directory_in(engine, ROOT)), ..ServeOptions::default() }
 }
 
-pub(crate) fn open(engine: &Arc<dyn IoEngine>) -> Arc<Serving> {
-    Serving::open(directory_in(engine, SERVED), with_source(engine)).expect("opened")
+pub(crate) fn open(engine: &Arc<dyn IoEngine>) -> Arc<TableServer> {
+    TableServer::open(directory_in(engine, SERVED), with_source(engine)).expect("opened")
 }
 
 /// Every row is what its conversion reads, and ids that left have none.
-pub(crate) fn check(serving: &Serving, tables: &[Table], left: &[Id], precision: Precision) {
+pub(crate) fn check(serving: &TableServer, tables: &[Table], left: &[Id], precision: WeightPrecision) {
     let version = serving.pin().expect("a version");
     for table in tables {
         let dim = table.spec.dim as usize;
@@ -76,14 +76,18 @@ pub(crate) fn files(engine: &Arc<dyn IoEngine>, directory: &Path) -> Vec<PathBuf
 
 #[test]
 fn a_trainers_deltas_read_as_if_they_were_converted() {
-    for precision in Precision::ALL {
+    for precision in WeightPrecision::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let mut now = tables(&ids()[..600], 1);
-        let mut parent: Parent = save(&engine, root(), &now, 2, 9000, 1).expect("saved").identity;
+        let mut parent: CheckpointId = save(&engine, root(), &now, 2, 9000, 1).expect("saved").identity;
         serve(&engine, &newest(&engine, ROOT).expect("opened"), precision).expect("made");
         let serving = open(&engine);
         check(&serving, &now, &ids(), precision);
-        assert_eq!(serving.poll().expect("a look"), Polled::Same, "the trainer's newest is what was converted");
+        assert_eq!(
+            serving.poll().expect("a look"),
+            PollOutcome::UpToDate,
+            "the trainer's newest is what was converted"
+        );
         for salt in 2..6 {
             let next = changed(&now, salt);
             let world = 1 + salt as u32 % 3;
@@ -91,7 +95,9 @@ fn a_trainers_deltas_read_as_if_they_were_converted() {
                 save_delta(&engine, root(), (&now, &next), (world, 9000), salt, on(&parent)).expect("saved").identity;
             let before = files(&engine, root());
             now = next;
-            assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.to_string() == parent.name));
+            assert!(
+                matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.to_string() == parent.name)
+            );
             check(&serving, &now, &ids(), precision);
             // One that is opened now takes all deltas up at once.
             check(&open(&engine), &now, &ids(), precision);
@@ -110,36 +116,36 @@ fn a_new_chain_of_the_trainer_is_served_when_it_was_converted() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (first, second) = (tables(&ids()[..600], 1), tables(&ids(), 2));
     save(&engine, root(), &first, 1, 9000, 1).expect("saved");
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
     let serving = open(&engine);
     let full = save_with(&engine, root(), &second, (2, 9000), 2, SaveOptions { keep: 2, ..SaveOptions::default() });
     let full = full.expect("saved").identity;
     assert_eq!(kind(serving.poll()), Kind::Mismatch);
     assert!(serving.stats().last_error.expect("an error").contains(&full.name));
-    check(&serving, &first, &ids(), Precision::Int8);
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Fp16).expect("made");
-    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
-    check(&serving, &second, &ids(), Precision::Fp16);
-    assert_eq!(serving.poll().expect("a look"), Polled::Same);
+    check(&serving, &first, &ids(), WeightPrecision::Int8);
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Fp16).expect("made");
+    assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
+    check(&serving, &second, &ids(), WeightPrecision::Fp16);
+    assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate);
     let before = serving.rollback().expect("the version before");
-    assert_eq!(serving.poll().expect("a look"), Polled::Same, "it was rolled back from");
+    assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate, "it was rolled back from");
     assert_eq!(serving.pin().expect("a version").name(), before);
-    check(&serving, &first, &ids(), Precision::Int8);
+    check(&serving, &first, &ids(), WeightPrecision::Int8);
     // The trainer is a chain and a delta ahead of the server.
     let third = save_with(&engine, root(), &first, (2, 9000), 3, SaveOptions { keep: 2, ..SaveOptions::default() });
     let third = third.expect("saved").identity;
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Bf16).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Bf16).expect("made");
     let fourth = changed(&first, 7);
     save_delta(&engine, root(), (&first, &fourth), (1, 9000), 4, on(&third)).expect("saved");
-    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 4));
-    check(&serving, &fourth, &ids(), Precision::Bf16);
+    assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == 4));
+    check(&serving, &fourth, &ids(), WeightPrecision::Bf16);
     // What was converted is converted again, and the one before is gone: the next delta is served on the newer one.
     let fourth_name = newest(&engine, ROOT).expect("opened").identity();
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
     let fifth = changed(&fourth, 8);
     save_delta(&engine, root(), (&fourth, &fifth), (1, 9000), 5, on(&fourth_name)).expect("saved");
-    assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 5));
-    check(&serving, &fifth, &ids(), Precision::Int8);
+    assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == 5));
+    check(&serving, &fifth, &ids(), WeightPrecision::Int8);
     assert_eq!(serving.stats().failed_polls, 1);
 }
 
@@ -149,28 +155,28 @@ fn a_served_directory_that_is_gone_or_damaged_does_not_stop_the_trainers_deltas(
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let first = tables(&ids()[..600], 1);
         let full = save(&engine, root(), &first, 1, 9000, 1).expect("saved").identity;
-        serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+        serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
         let serving = open(&engine);
         let second = changed(&first, 2);
         let delta = save_delta(&engine, root(), (&first, &second), (1, 9000), 2, on(&full)).expect("saved").identity;
         if is_gone {
             engine.remove_dir_all(Path::new(SERVED)).expect("removed");
         } else {
-            let newer = serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+            let newer = serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
             let manifest = Path::new(SERVED).join(newer.identity.name).join("manifest.json");
-            publish(&*engine, &manifest, b"damaged").expect("written");
+            write_atomically(&*engine, &manifest, b"damaged").expect("written");
         }
-        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 2));
-        check(&serving, &second, &ids(), Precision::Int8);
+        assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == 2));
+        check(&serving, &second, &ids(), WeightPrecision::Int8);
         let third = changed(&second, 3);
         save_delta(&engine, root(), (&second, &third), (2, 9000), 3, on(&delta)).expect("saved");
-        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == 3));
-        check(&serving, &third, &ids(), Precision::Int8);
+        assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == 3));
+        check(&serving, &third, &ids(), WeightPrecision::Int8);
         // A chain that does not build on what is served needs the directory, and what is wrong there is told.
         save(&engine, root(), &first, 1, 9000, 4).expect("saved");
         let wanted = if is_gone { Kind::Path } else { Kind::Corruption };
         assert_eq!(kind(serving.poll()), wanted);
-        check(&serving, &third, &ids(), Precision::Int8);
+        check(&serving, &third, &ids(), WeightPrecision::Int8);
     }
 }
 
@@ -179,15 +185,15 @@ fn a_look_that_is_ended_while_it_takes_a_newer_conversion_up_takes_nothing_else_
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let (first, second) = (tables(&ids()[..600], 1), tables(&ids(), 2));
     let full = save(&engine, root(), &first, 1, 9000, 1).expect("saved").identity;
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
     let serving = open(&engine);
     save_delta(&engine, root(), (&first, &second), (1, 9000), 2, on(&full)).expect("saved");
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Bf16).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Bf16).expect("made");
     let ended = serving.poll_while(&mut || Err(Error::new(Kind::State, "the user left")));
     assert!(ended.expect_err("ended").to_string().contains("the user left"));
     assert_eq!((serving.stats().failed_polls, serving.stats().version.seq), (0, 1));
     serving.poll().expect("a look");
-    check(&serving, &second, &ids(), Precision::Bf16);
+    check(&serving, &second, &ids(), WeightPrecision::Bf16);
 }
 
 #[test]
@@ -200,16 +206,16 @@ fn a_delta_that_cannot_be_served_as_it_is_leaves_the_version_before() {
         }
         table
     };
-    let weights = Sweep { step: 10, rule: Rule::NormBelow(1.0) };
-    let age = Sweep { step: 10, rule: Rule::LastStep(2) };
+    let weights = ExpirySweep { step: 10, rule: ExpiryRule::NormBelow(1.0) };
+    let age = ExpirySweep { step: 10, rule: ExpiryRule::LastStep(2) };
     for (precision, sweep, weight, wanted) in [
-        (Precision::Fp32, &weights, 0.5, Ok(4)),
-        (Precision::Int8, &weights, 0.5, Err(Kind::Mismatch)),
-        (Precision::Int8, &age, 0.5, Ok(3)),
-        (Precision::Fp16, &age, 0.5, Ok(3)),
-        (Precision::Fp16, &age, 1e30, Err(Kind::Input)),
-        (Precision::Int8, &age, f32::NAN, Err(Kind::Input)),
-        (Precision::Bf16, &age, 1e30, Ok(3)),
+        (WeightPrecision::Fp32, &weights, 0.5, Ok(4)),
+        (WeightPrecision::Int8, &weights, 0.5, Err(Kind::Mismatch)),
+        (WeightPrecision::Int8, &age, 0.5, Ok(3)),
+        (WeightPrecision::Fp16, &age, 0.5, Ok(3)),
+        (WeightPrecision::Fp16, &age, 1e30, Err(Kind::Input)),
+        (WeightPrecision::Int8, &age, f32::NAN, Err(Kind::Input)),
+        (WeightPrecision::Bf16, &age, 1e30, Ok(3)),
     ] {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let full = save(&engine, root(), &[table(9.0, &[1, 2, 3])], 1, 1000, 1).expect("saved").identity;
@@ -245,24 +251,24 @@ fn many_changes_of_a_trainer_are_merged_without_a_file_beside_them() {
         vec![table]
     };
     let full = save(&engine, root(), &table(1.0), 1, 1 << 20, 1).expect("saved").identity;
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Fp16).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Fp16).expect("made");
     let serving = open(&engine);
     let second = save_delta(&engine, root(), (&table(1.0), &table(2.0)), (1, 1 << 20), 2, on(&full)).expect("saved");
     let (trainers, own) = (files(&engine, root()), files(&engine, Path::new(SERVED)));
     serving.poll().expect("a look");
-    check(&serving, &table(2.0), &[], Precision::Fp16);
+    check(&serving, &table(2.0), &[], WeightPrecision::Fp16);
     super::serving_faults::wait_for(|| serving.stats().overlay_ids == 0, "the delta is merged");
-    check(&serving, &table(2.0), &[], Precision::Fp16);
+    check(&serving, &table(2.0), &[], WeightPrecision::Fp16);
     assert_eq!(serving.stats().shared_index_bytes, 0, "the index is in this process's memory");
     assert_eq!((files(&engine, root()), files(&engine, Path::new(SERVED))), (trainers, own));
     // Deltas go on after the merge.
     save_delta(&engine, root(), (&table(2.0), &table(3.0)), (1, 1 << 20), 3, on(&second.identity)).expect("saved");
     serving.poll().expect("a look");
-    check(&serving, &table(3.0), &[], Precision::Fp16);
+    check(&serving, &table(3.0), &[], WeightPrecision::Fp16);
     // The trainer's directory may be gone: what is served stays.
     engine.remove_dir_all(root()).expect("removed");
     assert!(serving.poll().is_err());
-    check(&serving, &table(3.0), &[], Precision::Fp16);
+    check(&serving, &table(3.0), &[], WeightPrecision::Fp16);
 }
 
 #[test]
@@ -270,25 +276,25 @@ fn an_index_that_would_pass_host_bytes_is_not_made() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let table = |salt| tables(&ids(), salt);
     let full = save(&engine, root(), &table(1), 1, 9000, 1).expect("saved").identity;
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Fp16).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Fp16).expect("made");
     // Four tables of 700 rows, whose overlays take more than an index of them may.
     let options = ServeOptions { host_bytes: Some(10_000), ..with_source(&engine) };
-    let serving = Serving::open(directory_in(&engine, SERVED), options).expect("the index is shared");
+    let serving = TableServer::open(directory_in(&engine, SERVED), options).expect("the index is shared");
     save_delta(&engine, root(), (&table(1), &table(2)), (1, 9000), 2, on(&full)).expect("saved");
     let error = serving.poll().expect_err("neither fits");
     assert_eq!(error.kind(), Kind::Capacity);
     assert!(error.to_string().contains("would take 47600 bytes"), "{error}");
-    check(&serving, &table(1), &ids(), Precision::Fp16);
+    check(&serving, &table(1), &ids(), WeightPrecision::Fp16);
 }
 
 #[test]
 fn one_checkpoint_is_served_for_good_or_a_trainer_is_followed() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     save(&engine, root(), &tables(&ids(), 1), 1, 9000, 1).expect("saved");
-    serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Fp16).expect("made");
+    serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Fp16).expect("made");
     let both = ServeOptions { at: Some("1".into()), ..with_source(&engine) };
-    assert_eq!(kind(Serving::open(directory_in(&engine, SERVED), both)), Kind::Config);
+    assert_eq!(kind(TableServer::open(directory_in(&engine, SERVED), both)), Kind::Config);
     // A directory that has a copy of the trainer's own checkpoint can be followed as well.
-    let own = Serving::open(directory_in(&engine, ROOT), with_source(&engine)).expect("opened");
-    assert_eq!(own.poll().expect("a look"), Polled::Same);
+    let own = TableServer::open(directory_in(&engine, ROOT), with_source(&engine)).expect("opened");
+    assert_eq!(own.poll().expect("a look"), PollOutcome::UpToDate);
 }

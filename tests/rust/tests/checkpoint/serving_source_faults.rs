@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::checkpoint::{Parent, SaveOptions, make_for_serving};
+use embcache::checkpoint::{CheckpointId, SaveOptions, make_for_serving};
 use embcache::config::OptimizerKind;
-use embcache::io::{Fault, FaultEngine, IoEngine, Operation, PsyncEngine, publish, read_file};
-use embcache::rows::Precision;
-use embcache::serve::{Polled, ServeOptions, Serving};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, PsyncEngine, read_file, write_atomically};
+use embcache::rows::WeightPrecision;
+use embcache::serve::{PollOutcome, ServeOptions, TableServer};
 use embcache::types::Id;
 use embcache_tests::directory_in;
 
@@ -27,16 +27,20 @@ fn root() -> &'static Path {
 }
 
 /// Convert the newest checkpoint of a trainer.
-pub(crate) fn convert(engine: &Arc<dyn IoEngine>, trainer: &Path, to: &Path, precision: Precision) {
+pub(crate) fn convert(engine: &Arc<dyn IoEngine>, trainer: &Path, to: &Path, precision: WeightPrecision) {
     engine.create_dir_all(to).expect("made");
     let from = newest(engine, trainer).expect("opened");
     make_for_serving(&from, &directory_in(engine, to), (5, 1), precision, &mut |_| Ok(())).expect("made");
 }
 
 /// A server of a directory, whose source is a trainer's.
-fn follow(engine: &Arc<dyn IoEngine>, served: &Path, (theirs, trainer): (&Arc<dyn IoEngine>, &Path)) -> Arc<Serving> {
+fn follow(
+    engine: &Arc<dyn IoEngine>,
+    served: &Path,
+    (theirs, trainer): (&Arc<dyn IoEngine>, &Path),
+) -> Arc<TableServer> {
     let options = ServeOptions { source: Some(directory_in(theirs, trainer)), ..ServeOptions::default() };
-    Serving::open(directory_in(engine, served), options).expect("opened")
+    TableServer::open(directory_in(engine, served), options).expect("opened")
 }
 
 /// Three states of a trainer, each a delta on the one before.
@@ -48,14 +52,14 @@ fn three() -> [Vec<Table>; 3] {
 }
 
 /// Save the first state in full and convert it.
-fn converted(engine: &Arc<dyn IoEngine>, first: &[Table], precision: Precision) -> Parent {
+fn converted(engine: &Arc<dyn IoEngine>, first: &[Table], precision: WeightPrecision) -> CheckpointId {
     let full = save(engine, root(), first, 2, 9000, 1).expect("saved").identity;
     serve(engine, &newest(engine, ROOT).expect("opened"), precision).expect("made");
     full
 }
 
 /// Save a state as a delta on another one.
-fn delta(engine: &Arc<dyn IoEngine>, states: (&[Table], &[Table]), random: u64, parent: &Parent) -> Parent {
+fn delta(engine: &Arc<dyn IoEngine>, states: (&[Table], &[Table]), random: u64, parent: &CheckpointId) -> CheckpointId {
     save_delta(engine, root(), states, (2, 9000), random, on(parent)).expect("saved").identity
 }
 
@@ -65,7 +69,7 @@ fn delta(engine: &Arc<dyn IoEngine>, states: (&[Table], &[Table]), random: u64, 
 fn a_second_delta_that_is_damaged_anywhere_leaves_the_first_one_served() {
     let [first, second, third] = three();
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
-    let full = converted(&engine, &first, Precision::Int8);
+    let full = converted(&engine, &first, WeightPrecision::Int8);
     let serving = open(&engine);
     let parent = delta(&engine, (&first, &second), 2, &full);
     serving.poll().expect("a look");
@@ -76,37 +80,37 @@ fn a_second_delta_that_is_damaged_anywhere_leaves_the_first_one_served() {
         for at in (0..whole.len()).step_by((whole.len() / 7).max(1)) {
             let mut bytes = whole.clone();
             bytes[at] ^= 0x10;
-            publish(&*engine, &path, &bytes).expect("written");
+            write_atomically(&*engine, &path, &bytes).expect("written");
             let server = follow(&engine, Path::new(SERVED), (&engine, root()));
             if server.stats().last_error.is_none() {
                 // Optimizer slots and headers of rows are not read.
                 harmless += 1;
-                check(&server, &third, &ids(), Precision::Int8);
+                check(&server, &third, &ids(), WeightPrecision::Int8);
                 continue;
             }
             refused += 1;
             // Whoever sees both deltas at once serves neither.
-            check(&server, &first, &ids(), Precision::Int8);
+            check(&server, &first, &ids(), WeightPrecision::Int8);
             for look in 0..2 {
                 let error = serving.poll().expect_err("damaged");
                 assert!(error.to_string().contains(&damaged.name), "look {look}: {error}");
                 assert_eq!(error.kind(), Kind::Corruption, "byte {at} of {}: {error}", path.display());
                 assert_eq!(serving.stats().last_error, Some(error.to_string()));
-                check(&serving, &second, &ids(), Precision::Int8);
+                check(&serving, &second, &ids(), WeightPrecision::Int8);
             }
         }
-        publish(&*engine, &path, &whole).expect("written");
+        write_atomically(&*engine, &path, &whole).expect("written");
     }
     assert!(refused > 50 && harmless > 0, "{refused} refused, {harmless} harmless");
     assert_eq!(serving.stats().failed_polls, 2 * refused);
-    assert_eq!(serving.poll().expect("it is whole again"), Polled::Newer(damaged.name.parse().expect("a name")));
-    check(&serving, &third, &ids(), Precision::Int8);
+    assert_eq!(serving.poll().expect("it is whole again"), PollOutcome::Newer(damaged.name.parse().expect("a name")));
+    check(&serving, &third, &ids(), WeightPrecision::Int8);
 }
 
 #[test]
 fn what_comes_after_a_damaged_delta_is_served_when_it_was_converted() {
     let [first, second, third] = three();
-    for precision in Precision::ALL {
+    for precision in WeightPrecision::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let full = converted(&engine, &first, precision);
         let serving = open(&engine);
@@ -115,7 +119,7 @@ fn what_comes_after_a_damaged_delta_is_served_when_it_was_converted() {
         let damaged = delta(&engine, (&second, &third), 3, &parent);
         let directory = root().join(&damaged.name);
         for path in files(&engine, &directory).into_iter().filter(|path| path.parent() != Some(&directory)) {
-            publish(&*engine, &path, b"damaged").expect("written");
+            write_atomically(&*engine, &path, b"damaged").expect("written");
         }
         assert_eq!(kind(serving.poll()), Kind::Corruption);
         // A delta on it needs it, too.
@@ -132,11 +136,11 @@ fn what_comes_after_a_damaged_delta_is_served_when_it_was_converted() {
         assert!(!error.to_string().contains(&later.name), "{error}");
         check(&serving, &second, &ids(), precision);
         serve(&engine, &newest(&engine, ROOT).expect("opened"), precision).expect("made");
-        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+        assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
         check(&serving, &fifth, &ids(), precision);
         let sixth = changed(&fifth, 6);
         delta(&engine, (&fifth, &sixth), 6, &full);
-        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+        assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
         check(&serving, &sixth, &ids(), precision);
         assert_eq!((serving.stats().failed_polls, serving.stats().last_error), (3, None));
     }
@@ -159,7 +163,7 @@ fn looks_that_fail_keep_no_mapping_no_open_file_and_no_hold() {
     let (_folder, all, trainer, served) = on_disk();
     let disk: Arc<dyn IoEngine> = Arc::new(PsyncEngine::new(false));
     let full = save(&disk, &trainer, &first, 2, 9000, 1).expect("saved").identity;
-    convert(&disk, &trainer, &served, Precision::Fp16);
+    convert(&disk, &trainer, &served, WeightPrecision::Fp16);
     let parent = save_delta(&disk, &trainer, (&first, &second), (2, 9000), 2, on(&full)).expect("saved").identity;
     // What faults are put into copies files, and what is only damaged maps them.
     let faulty = FaultEngine::new(Arc::clone(&disk));
@@ -191,19 +195,19 @@ fn looks_that_fail_keep_no_mapping_no_open_file_and_no_hold() {
         kept();
         std::fs::write(&path, whole).expect("written");
     }
-    for operation in [Operation::Open, Operation::Read, Operation::Look] {
+    for operation in [IoOperation::Open, IoOperation::Read, IoOperation::Exists] {
         let mut failed = 0;
         // Only a fault that is met amid a look makes it fail. When it is not met, the delta is served.
         while servers[1].pin().expect("a version").name().seq == 2 {
-            faulty.hit_once(operation, failed, Fault::Fail(EMFILE));
+            faulty.hit_once(operation, failed, IoFault::Fail(EMFILE));
             if servers[1].poll().is_ok() {
                 break;
             }
             assert!(!faulty.will_hit());
             kept();
-            check(&servers[1], &second, &ids(), Precision::Fp16);
+            check(&servers[1], &second, &ids(), WeightPrecision::Fp16);
             failed += 1;
-            if failed == 30 && operation != Operation::Look {
+            if failed == 30 && operation != IoOperation::Exists {
                 break;
             }
         }
@@ -212,7 +216,7 @@ fn looks_that_fail_keep_no_mapping_no_open_file_and_no_hold() {
     }
     for serving in &servers {
         serving.poll().expect("a look");
-        check(serving, &third, &ids(), Precision::Fp16);
+        check(serving, &third, &ids(), WeightPrecision::Fp16);
     }
 }
 
@@ -222,12 +226,12 @@ fn looks_that_fail_keep_no_mapping_no_open_file_and_no_hold() {
 fn a_read_that_fails_while_a_trainers_delta_is_opened_leaves_what_was_served() {
     let [first, second, third] = three();
     let mut hits = BTreeMap::new();
-    for fault in [Fault::Fail(EIO), Fault::Tear(EIO), Fault::Flip] {
-        for operation in [Operation::Read, Operation::Open, Operation::Look, Operation::List] {
-            for passing in (0..).step_by(if operation == Operation::Look { 1 } else { 5 }) {
+    for fault in [IoFault::Fail(EIO), IoFault::Tear(EIO), IoFault::Flip] {
+        for operation in [IoOperation::Read, IoOperation::Open, IoOperation::Exists, IoOperation::List] {
+            for passing in (0..).step_by(if operation == IoOperation::Exists { 1 } else { 5 }) {
                 let memory = memory();
                 let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-                let full = converted(&engine, &first, Precision::Int8);
+                let full = converted(&engine, &first, WeightPrecision::Int8);
                 let faulty = FaultEngine::new(Arc::new(memory));
                 let theirs: Arc<dyn IoEngine> = Arc::new(faulty.clone());
                 let serving = follow(&engine, Path::new(SERVED), (&theirs, root()));
@@ -237,19 +241,19 @@ fn a_read_that_fails_while_a_trainers_delta_is_opened_leaves_what_was_served() {
                 faulty.hit_once(operation, passing, fault);
                 let polled = serving.poll();
                 let was_hit = !faulty.will_hit();
-                check(&serving, if polled.is_ok() { &third } else { &second }, &ids(), Precision::Int8);
+                check(&serving, if polled.is_ok() { &third } else { &second }, &ids(), WeightPrecision::Int8);
                 *hits.entry(format!("{operation:?} {fault:?}")).or_insert(0) += u32::from(polled.is_err());
                 faulty.clear();
                 serving.poll().expect("the disk is well again");
-                check(&serving, &third, &ids(), Precision::Int8);
+                check(&serving, &third, &ids(), WeightPrecision::Int8);
                 assert_eq!(serving.stats().last_error, None);
-                if !was_hit || fault == Fault::Flip && operation != Operation::Read {
+                if !was_hit || fault == IoFault::Flip && operation != IoOperation::Read {
                     break;
                 }
             }
         }
     }
-    for wanted in ["Read Fail(5)", "Read Tear(5)", "Read Flip", "Open Fail(5)", "Look Fail(5)"] {
+    for wanted in ["Read Fail(5)", "Read Tear(5)", "Read Flip", "Open Fail(5)", "Exists Fail(5)"] {
         assert!(hits[wanted] > 1, "{hits:?}");
     }
 }
@@ -257,11 +261,11 @@ fn a_read_that_fails_while_a_trainers_delta_is_opened_leaves_what_was_served() {
 #[test]
 fn a_panic_amid_a_look_leaves_what_was_served_and_the_next_look_goes_on() {
     let [first, second, _] = three();
-    for operation in [Operation::Read, Operation::Open] {
+    for operation in [IoOperation::Read, IoOperation::Open] {
         for passing in (0..).step_by(7) {
             let memory = memory();
             let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-            let full = converted(&engine, &first, Precision::Fp16);
+            let full = converted(&engine, &first, WeightPrecision::Fp16);
             let faulty = FaultEngine::new(Arc::new(memory));
             let theirs: Arc<dyn IoEngine> = Arc::new(faulty.clone());
             let serving = follow(&engine, Path::new(SERVED), (&theirs, root()));
@@ -273,10 +277,10 @@ fn a_panic_amid_a_look_leaves_what_was_served_and_the_next_look_goes_on() {
                 break;
             }
             if !matches!(looked, Ok(Ok(_))) {
-                check(&serving, &first, &ids(), Precision::Fp16);
+                check(&serving, &first, &ids(), WeightPrecision::Fp16);
             }
             serving.poll().expect("a look");
-            check(&serving, &second, &ids(), Precision::Fp16);
+            check(&serving, &second, &ids(), WeightPrecision::Fp16);
         }
     }
 }
@@ -290,7 +294,7 @@ fn a_read_that_fails_while_changes_are_merged_leaves_them_beside_the_index() {
         vec![table]
     };
     let (first, second) = (table(1.0), table(2.0));
-    let save_on = |engine: &Arc<dyn IoEngine>, states: (&[Table], &[Table]), random, parent: &Parent| {
+    let save_on = |engine: &Arc<dyn IoEngine>, states: (&[Table], &[Table]), random, parent: &CheckpointId| {
         save_delta(engine, root(), states, (1, 1 << 20), random, on(parent)).expect("saved").identity
     };
     let (mut looks, mut merges) = (0, 0);
@@ -298,19 +302,19 @@ fn a_read_that_fails_while_changes_are_merged_leaves_them_beside_the_index() {
         let memory = memory();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
         let full = save(&engine, root(), &first, 1, 1 << 20, 1).expect("saved").identity;
-        serve(&engine, &newest(&engine, ROOT).expect("opened"), Precision::Int8).expect("made");
+        serve(&engine, &newest(&engine, ROOT).expect("opened"), WeightPrecision::Int8).expect("made");
         let faulty = FaultEngine::new(Arc::new(memory));
         let theirs: Arc<dyn IoEngine> = Arc::new(faulty.clone());
         let serving = follow(&engine, Path::new(SERVED), (&theirs, root()));
         let mut parent = save_on(&engine, (&first, &second), 2, &full);
-        faulty.hit_once(Operation::Read, passing, Fault::Fail(EIO));
+        faulty.hit_once(IoOperation::Read, passing, IoFault::Fail(EIO));
         if serving.poll().is_err() {
             looks += 1;
-            check(&serving, &first, &[], Precision::Int8);
+            check(&serving, &first, &[], WeightPrecision::Int8);
             continue;
         }
         wait_for(|| !faulty.will_hit() || serving.stats().overlay_ids == 0, "the merge meets the fault, or ends");
-        check(&serving, &second, &[], Precision::Int8);
+        check(&serving, &second, &[], WeightPrecision::Int8);
         let was_hit = !faulty.will_hit();
         merges += u32::from(was_hit);
         faulty.clear();
@@ -329,7 +333,7 @@ fn a_read_that_fails_while_changes_are_merged_leaves_them_beside_the_index() {
             },
             "what failed is merged later",
         );
-        check(&serving, &now, &[], Precision::Int8);
+        check(&serving, &now, &[], WeightPrecision::Int8);
         if !was_hit {
             break;
         }
@@ -342,7 +346,7 @@ fn a_read_that_fails_while_changes_are_merged_leaves_them_beside_the_index() {
 #[test]
 fn a_trainer_that_keeps_one_checkpoint_takes_nothing_away() {
     let options = |options: SaveOptions| SaveOptions { keep: 1, ..options };
-    for precision in [Precision::Fp16, Precision::Int8] {
+    for precision in [WeightPrecision::Fp16, WeightPrecision::Int8] {
         let (_folder, all, trainer, served) = on_disk();
         let disk: Arc<dyn IoEngine> = Arc::new(PsyncEngine::new(false));
         let mut now = tables(&ids()[..200], 1);
@@ -369,16 +373,16 @@ fn a_trainer_that_keeps_one_checkpoint_takes_nothing_away() {
                 check(&serving, &before, &ids(), precision);
                 convert(&disk, &trainer, &served, precision);
             }
-            assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+            assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
             check(&serving, &now, &ids(), precision);
-            assert_eq!(serving.poll().expect("a look"), Polled::Same);
+            assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate);
         }
         // The version before, whose files may all be gone, and the newest one of a trainer that goes on after that.
         serving.rollback().expect("the version before");
         check(&serving, &before, &ids(), precision);
         let next = changed(&now, 14);
         save_delta(&disk, &trainer, (&now, &next), (2, 9000), 14, options(on(&parent))).expect("saved");
-        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+        assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
         check(&serving, &next, &ids(), precision);
         std::fs::remove_dir_all(&all).expect("removed");
         check(&serving, &next, &ids(), precision);
@@ -392,11 +396,11 @@ fn a_look_amid_a_save_that_removes_older_checkpoints_sees_a_published_one() {
         for stop in 0.. {
             let memory = memory();
             let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-            let full = converted(&engine, &first, Precision::Int8);
+            let full = converted(&engine, &first, WeightPrecision::Int8);
             let serving = open(&engine);
             let parent = delta(&engine, (&first, &second), 2, &full);
             let trainer = FaultEngine::new(Arc::new(memory));
-            trainer.hit_change(stop, Fault::Stop);
+            trainer.hit_change(stop, IoFault::Stop);
             let theirs: Arc<dyn IoEngine> = Arc::new(trainer.clone());
             let saved = if is_full {
                 save_with(&theirs, root(), &third, (1, 9000), 3, SaveOptions::default())
@@ -404,15 +408,17 @@ fn a_look_amid_a_save_that_removes_older_checkpoints_sees_a_published_one() {
                 save_delta(&theirs, root(), (&second, &third), (1, 9000), 3, on(&parent))
             };
             match serving.poll() {
-                Ok(Polled::Newer(name)) if name.seq == 2 => check(&serving, &second, &ids(), Precision::Int8),
-                Ok(Polled::Newer(_)) => {
-                    assert!(!is_full, "it was not converted");
-                    check(&serving, &third, &ids(), Precision::Int8);
+                Ok(PollOutcome::Newer(name)) if name.seq == 2 => {
+                    check(&serving, &second, &ids(), WeightPrecision::Int8)
                 }
-                Ok(Polled::Same) => panic!("stop {stop}: the delta was published before"),
+                Ok(PollOutcome::Newer(_)) => {
+                    assert!(!is_full, "it was not converted");
+                    check(&serving, &third, &ids(), WeightPrecision::Int8);
+                }
+                Ok(PollOutcome::UpToDate) => panic!("stop {stop}: the delta was published before"),
                 Err(error) => {
                     assert!(is_full && error.kind() == Kind::Mismatch, "stop {stop}: {error}");
-                    check(&serving, &first, &ids(), Precision::Int8);
+                    check(&serving, &first, &ids(), WeightPrecision::Int8);
                 }
             }
             if !trainer.is_stopped() {
@@ -431,22 +437,23 @@ fn a_look_amid_a_conversion_serves_the_trainers_newest() {
     for stop in 0.. {
         let memory = memory();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-        let full = converted(&engine, &first, Precision::Int8);
+        let full = converted(&engine, &first, WeightPrecision::Int8);
         let serving = open(&engine);
         let parent = delta(&engine, (&first, &second), 2, &full);
         let from = newest(&engine, ROOT).expect("opened");
         let name = delta(&engine, (&second, &third), 3, &parent).name;
         let converter = FaultEngine::new(Arc::new(memory));
-        converter.hit_change(stop, Fault::Stop);
+        converter.hit_change(stop, IoFault::Stop);
         let theirs: Arc<dyn IoEngine> = Arc::new(converter.clone());
         // The one before is removed when the new one is published.
-        let made = make_for_serving(&from, &directory_in(&theirs, SERVED), (6, 1), Precision::Int8, &mut |_| Ok(()));
+        let made =
+            make_for_serving(&from, &directory_in(&theirs, SERVED), (6, 1), WeightPrecision::Int8, &mut |_| Ok(()));
         let before = files(&engine, Path::new(SERVED));
-        assert_eq!(serving.poll().expect("a look"), Polled::Newer(name.parse().expect("a name")), "stop {stop}");
-        check(&serving, &third, &ids(), Precision::Int8);
+        assert_eq!(serving.poll().expect("a look"), PollOutcome::Newer(name.parse().expect("a name")), "stop {stop}");
+        check(&serving, &third, &ids(), WeightPrecision::Int8);
         *(if files(&engine, Path::new(SERVED)) == before { &mut old } else { &mut new }) += 1;
-        assert_eq!(serving.poll().expect("a look"), Polled::Same);
-        check(&open(&engine), &third, &ids(), Precision::Int8);
+        assert_eq!(serving.poll().expect("a look"), PollOutcome::UpToDate);
+        check(&open(&engine), &third, &ids(), WeightPrecision::Int8);
         if !converter.is_stopped() {
             made.expect("nothing stopped it");
             break;
@@ -486,7 +493,7 @@ fn follow_three_hundred_deltas() {
     };
     let mut now = vec![small(&ids, 1)];
     let mut parent = save(&disk, &trainer, &now, 1, 20_000, 1).expect("saved").identity;
-    convert(&disk, &trainer, &served, Precision::Int8);
+    convert(&disk, &trainer, &served, WeightPrecision::Int8);
     let serving = follow(&disk, &served, (&disk, &trainer));
     let (first, mut middle) = (held(&serving, &all), None);
     for delta in 1..=DELTAS {
@@ -497,9 +504,9 @@ fn follow_three_hundred_deltas() {
         now[0].rows.remove(&ids[delta as usize % 300]);
         let published = save_delta(&disk, &trainer, (&before, &now), (1, 20_000), delta + 1, on(&parent));
         parent = published.expect("saved").identity;
-        assert!(matches!(serving.poll().expect("a look"), Polled::Newer(_)));
+        assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(_)));
         if delta % 50 == 0 {
-            check(&serving, &now, &ids, Precision::Int8);
+            check(&serving, &now, &ids, WeightPrecision::Int8);
         }
         if delta == DELTAS / 2 {
             middle = Some(held(&serving, &all));
@@ -514,19 +521,19 @@ fn follow_three_hundred_deltas() {
     assert!(last.anonymous < middle.anonymous + (16 << 20), "{middle:?} {last:?}");
     let at_once = follow(&disk, &served, (&disk, &trainer));
     assert_eq!(at_once.stats().version.to_string(), parent.name);
-    check(&at_once, &now, &ids, Precision::Int8);
+    check(&at_once, &now, &ids, WeightPrecision::Int8);
     assert_eq!(at_once.stats().private_bytes, last.private_bytes);
     assert_eq!((serving.stats().failed_polls, at_once.stats().last_error), (0, None));
     drop(at_once);
     assert_eq!(held(&serving, &all).mappings, last.mappings);
     // A conversion of all of them ends the chain: the next delta is served on that alone, and the one before it is kept for a rollback.
-    convert(&disk, &trainer, &served, Precision::Int8);
+    convert(&disk, &trainer, &served, WeightPrecision::Int8);
     for salt in [1000, 1001] {
         let next = vec![small(&ids[..250], salt)];
         let published = save_delta(&disk, &trainer, (&now, &next), (1, 20_000), salt, on(&parent));
         (now, parent) = (next, published.expect("saved").identity);
         serving.poll().expect("a look");
-        check(&serving, &now, &ids, Precision::Int8);
+        check(&serving, &now, &ids, WeightPrecision::Int8);
     }
     assert_eq!(held(&serving, &all).mappings, first.mappings + 2);
     drop(serving);

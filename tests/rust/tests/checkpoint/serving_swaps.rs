@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
-use embcache::checkpoint::{Changes, Parent, RankWriter, Save, SaveOptions};
+use embcache::checkpoint::{CheckpointId, CheckpointSave, DeltaChanges, RankWriter, SaveOptions};
 use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, PsyncEngine};
-use embcache::lifecycle::{Rule, Sweep};
-use embcache::serve::{Polled, ServeOptions, Serving, Version};
+use embcache::lifecycle::{ExpiryRule, ExpirySweep};
+use embcache::serve::{PollOutcome, ServeOptions, ServedVersion, TableServer};
 use embcache::types::Id;
 use embcache_tests::directory_in;
 
@@ -49,17 +49,18 @@ fn numbered(number: u64) -> Vec<Table> {
 }
 
 /// Save a version as a delta. Of the ids that left, every other one has a tombstone, and a sweep takes the rest.
-fn save_changes(engine: &Arc<dyn IoEngine>, root: &Path, number: u64, parent: &Parent) -> Parent {
+fn save_changes(engine: &Arc<dyn IoEngine>, root: &Path, number: u64, parent: &CheckpointId) -> CheckpointId {
     let directory = directory_in(engine, root);
-    let save = Save::begin_with(&directory, number, on(parent)).expect("begun");
+    let save = CheckpointSave::begin_with(&directory, number, on(parent)).expect("begun");
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("a writer");
-    let norm = Rule::NormBelow(1e9 - number as f64);
-    let sweeps = [Sweep { step: number - 1, rule: Rule::All(vec![Rule::LastStep(number - 1), norm]) }];
+    let norm = ExpiryRule::NormBelow(1e9 - number as f64);
+    let sweeps =
+        [ExpirySweep { step: number - 1, rule: ExpiryRule::All(vec![ExpiryRule::LastStep(number - 1), norm]) }];
     for (before, now) in numbered(number - 1).iter().zip(&numbered(number)) {
         let buckets = now.buckets_of(0, 1);
         let left = before.rows.keys().filter(|id| !now.rows.contains_key(id)).step_by(2).copied();
         let left: Vec<Id> = left.collect();
-        let changes = Changes { left: &left, sweeps: &sweeps, total_rows: now.rows.len() as u64 };
+        let changes = DeltaChanges { tombstones: &left, sweeps: &sweeps, total_rows: now.rows.len() as u64 };
         let mut source = now.source(&buckets, 50);
         writer.write_changes(now.spec.clone(), buckets, &mut source, changes).expect("written");
     }
@@ -67,7 +68,7 @@ fn save_changes(engine: &Arc<dyn IoEngine>, root: &Path, number: u64, parent: &P
 }
 
 /// Look all ids up in all tables of a version. The result is the number that the rows carry.
-fn look_up(version: &Version, ids: &[Id]) -> u64 {
+fn look_up(version: &ServedVersion, ids: &[Id]) -> u64 {
     let number = version.name().seq;
     for table in version.tables() {
         let dim = table.dim();
@@ -93,7 +94,7 @@ struct Seen {
     last: AtomicU64,
 }
 
-fn read_until(done: &AtomicBool, serving: &Serving, seen: &Seen) {
+fn read_until(done: &AtomicBool, serving: &TableServer, seen: &Seen) {
     // The trainer needs the processor too. On Linux this is the priority of the thread; where it is refused the test takes longer.
     let _ = rustix::process::setpriority_process(None, 19);
     let ids = all_ids();
@@ -123,7 +124,7 @@ fn swap_under_load(engine: &Arc<dyn IoEngine>, root: &Path, versions: u64) {
         save_with(engine, root, &numbered(number), (1, 2000), number, options).expect("saved").identity
     };
     let mut parent = full(1);
-    let serving = Serving::open(directory_in(engine, root), ServeOptions::default()).expect("opened");
+    let serving = TableServer::open(directory_in(engine, root), ServeOptions::default()).expect("opened");
     let (done, seen): (_, [Seen; READERS]) = (AtomicBool::new(false), std::array::from_fn(|_| Seen::default()));
     let (mut merges, mut waited) = (0, 0);
     std::thread::scope(|scope| {
@@ -132,7 +133,7 @@ fn swap_under_load(engine: &Arc<dyn IoEngine>, root: &Path, versions: u64) {
         for number in 2..=versions {
             let deltas = (number - 1) % FULL_EVERY;
             parent = if deltas == 0 { full(number) } else { save_changes(engine, root, number, &parent) };
-            assert!(matches!(serving.poll().expect("a look"), Polled::Newer(name) if name.seq == number));
+            assert!(matches!(serving.poll().expect("a look"), PollOutcome::Newer(name) if name.seq == number));
             // In every other chain newer versions are served while deltas are merged.
             if deltas == DELTAS_TO_MERGE && ((number - 1) / FULL_EVERY).is_multiple_of(2) {
                 wait_for(|| serving.stats().overlay_ids == 0, "the deltas are merged into an index");

@@ -5,14 +5,15 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::cache::{Ancestor, PlanMode, RowBlock};
+use embcache::cache::{BaseCheckpoint, PlanMode, RowBlock};
 use embcache::checkpoint::{
-    BesideOptions, Chain, CheckpointKind, IdState, Latest, Parent, RankMoment, Save, SaveOptions, TableToSave, reshard,
+    AsyncSaveOptions, AsyncSaveTable, CheckpointChain, CheckpointId, CheckpointKind, CheckpointSave, IdState,
+    LatestCheckpoint, RankSnapshot, SaveOptions, reshard,
 };
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
-use embcache::lifecycle::{Standing, rising};
-use embcache::rows::{Decay, RowHeader};
+use embcache::lifecycle::{RankKey, sortable_score};
+use embcache::rows::{RowHeader, ScoreDecay};
 use embcache::types::Id;
 use embcache_tests::dice::Dice;
 use embcache_tests::{Contents, Rig, config, directory_in};
@@ -32,8 +33,11 @@ fn rules() -> [EvictionRule; 6] {
         ScoreBelow(0.7),
         Any(vec![Unused { steps: 25 }, NormBelow(1.0)]),
         All(vec![Unused { steps: 5 }, ScoreBelow(1.2), NormBelow(1.6)]),
-        Below { score: rising(0.7), last_step: 9, id: 500 },
-        All(vec![Any(vec![Unused { steps: 9 }, NormBelow(1.0)]), Below { score: rising(1.5), last_step: 0, id: 0 }]),
+        Below { score: sortable_score(0.7), last_step: 9, id: 500 },
+        All(vec![
+            Any(vec![Unused { steps: 9 }, NormBelow(1.0)]),
+            Below { score: sortable_score(1.5), last_step: 0, id: 0 },
+        ]),
     ]
 }
 
@@ -43,10 +47,10 @@ pub(crate) fn rank_of(rank: u32, world: u32, rule: &EvictionRule, every: u64, pl
     let mut config = config(DIM, OptimizerKind::RowWiseAdagrad, if has_ssd { 60 } else { 5000 });
     config.buckets = split(config.total_num_buckets, rank, world);
     config.score_half_life_steps = 16;
-    config.eviction = Some(Eviction { rule: rule.clone(), every_steps: NonZeroU64::new(every) });
+    config.eviction = Some(EvictionConfig { rule: rule.clone(), every_steps: NonZeroU64::new(every) });
     if has_ssd {
         let dir = format!("/ssd/{place}/{rank}-of-{world}").into();
-        config.ssd = Some(SsdConfig { dir, bytes: 512 << 20, reopen: Reopen::Never, resume_token: None });
+        config.ssd = Some(SsdConfig { dir, bytes: 512 << 20, reopen: ReopenMode::Never, resume_commit_id: None });
     }
     config
 }
@@ -74,19 +78,19 @@ pub(crate) fn train(ranks: &[Rig], dice: &mut Dice, steps: usize) {
 }
 
 /// Hold what the chain tells of some of these ids against the rows of now. Returns how many rows it says that sweeps took.
-fn check_lives(chain: &Chain, ids: &BTreeSet<Id>, rows: &Contents) -> usize {
+fn check_lives(chain: &CheckpointChain, ids: &BTreeSet<Id>, rows: &Contents) -> usize {
     let mut taken = 0;
     for &id in ids.iter().step_by(31).chain([&Id::MIN]) {
-        let life = chain.life_of("m", "t", id).expect("its bucket is whole");
+        let life = chain.id_history("m", "t", id).expect("its bucket is whole");
         assert_eq!(life.len(), chain.links().len());
-        assert_eq!(life[0].now == IdState::HasRow, rows.contains_key(&id), "id {id}");
+        assert_eq!(life[0].state == IdState::HasRow, rows.contains_key(&id), "id {id}");
         let newest = life.iter().find_map(|link| link.row.as_ref());
         if let Some((header, vector)) = rows.get(&id) {
             let (found, weights) = newest.expect("a row of now lies in some checkpoint");
             assert_eq!(found.last_step, header.last_step, "id {id}");
             assert!(weights.iter().map(|weight| weight.to_bits()).eq(vector[..DIM].iter().copied()), "id {id}");
         }
-        taken += life.iter().filter(|link| link.row.is_none() && !link.taken.is_empty()).count();
+        taken += life.iter().filter(|link| link.row.is_none() && !link.expired_by.is_empty()).count();
     }
     taken
 }
@@ -97,7 +101,7 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
         let saved = ranks(&engine, 2, rule, 4, "saved");
         let mut dice = Dice((number as u64) << 32);
-        let mut link: Option<Ancestor> = None;
+        let mut link: Option<BaseCheckpoint> = None;
         let (mut with_sweeps, mut taken, mut ever) = (0, 0, BTreeSet::new());
         for round in 0..6 {
             train(&saved, &mut dice, if round == 3 { 2 } else { 15 });
@@ -115,7 +119,8 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
             link = Some(go_on(&engine, &saved, 20_000, link.as_ref()));
             let expected = rows_of(&saved);
             let directory = directory_in(&engine, ROOT);
-            let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+            let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint"))
+                .expect("opened");
             let sweeps = &chain.manifest().tables[0].sweeps;
             assert!(sweeps.len() <= 1, "a later sweep of the same rule takes what the others took");
             with_sweeps += sweeps.len();
@@ -134,17 +139,20 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
         assert!(evicted.sum::<u64>() > 100, "rule {number}");
         // Written again by other ranks, and merged.
         let directory = directory_in(&engine, ROOT);
-        let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+        let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint"))
+            .expect("opened");
         engine.create_dir_all(Path::new("/checkpoints/elsewhere")).expect("made");
         let elsewhere = directory_in(&engine, "/checkpoints/elsewhere");
         reshard(&chain, &elsewhere, 3, 3, true).expect("written again");
-        let chain = Chain::open(&elsewhere, Latest::read(&elsewhere).expect("a checkpoint")).expect("opened");
+        let chain = CheckpointChain::open(&elsewhere, LatestCheckpoint::read(&elsewhere).expect("a checkpoint"))
+            .expect("opened");
         let again = ranks(&engine, 1, rule, 4, &format!("{number}-again"));
         chain.table_reader("m", "t", 0..13).expect("its files").load_into(&again[0].table).expect("loaded");
         assert!(rows_of(&again) == rows_of(&saved), "rule {number}, written again");
         drop(chain);
         compact(&engine, 3, 9).expect("merged");
-        let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+        let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint"))
+            .expect("opened");
         assert_eq!(chain.manifest().kind, CheckpointKind::Full);
         assert!(chain.manifest().tables[0].sweeps.is_empty(), "what a sweep took is not there");
         let merged = ranks(&engine, 2, rule, 4, &format!("{number}-merged"));
@@ -156,36 +164,37 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
 #[test]
 fn a_chain_whose_sweeps_each_have_a_cut_of_their_own_is_the_tables_that_saved_it() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
-    let saved = ranks(&engine, 2, &EvictionRule::Given, 0, "saved");
-    let decay = Decay::new(16).expect("in range");
+    let saved = ranks(&engine, 2, &EvictionRule::PerSweep, 0, "saved");
+    let decay = ScoreDecay::new(16).expect("in range");
     let (mut dice, mut step) = (Dice(77), 0);
-    let mut link: Option<Ancestor> = None;
+    let mut link: Option<BaseCheckpoint> = None;
     let mut most = 0;
     for round in 0..8 {
         for _ in 0..3 {
             train(&saved, &mut dice, 5);
             step += 5;
             let rows = rows_of(&saved);
-            let mut standings: Vec<Standing> =
-                rows.values().map(|(header, _)| Standing::of(header, &decay, step)).collect();
+            let mut standings: Vec<RankKey> =
+                rows.values().map(|(header, _)| RankKey::of(header, &decay, step)).collect();
             standings.sort_unstable();
             // More and fewer go, so that a later cut does not take all that one before took.
             let cut = standings[standings.len() / [4, 30, 9][dice.roll(3) as usize]];
             let below = EvictionRule::Below { score: cut.score, last_step: cut.last_step, id: cut.id };
             for rig in &saved {
-                rig.table.sweep_by(&below).expect("a sweep");
+                rig.table.sweep_with_rule(&below).expect("a sweep");
             }
             let expected: Contents =
-                rows.into_iter().filter(|(_, (header, _))| Standing::of(header, &decay, step) >= cut).collect();
+                rows.into_iter().filter(|(_, (header, _))| RankKey::of(header, &decay, step) >= cut).collect();
             assert!(rows_of(&saved) == expected, "{round}");
         }
         link = Some(go_on(&engine, &saved, 20_000, link.as_ref()));
         let expected = rows_of(&saved);
         let directory = directory_in(&engine, ROOT);
-        let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+        let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint"))
+            .expect("opened");
         most = most.max(chain.manifest().tables[0].sweeps.len());
         for readers in 1..=3 {
-            let loaded = ranks(&engine, readers, &EvictionRule::Given, 0, &format!("cuts-{round}-{readers}"));
+            let loaded = ranks(&engine, readers, &EvictionRule::PerSweep, 0, &format!("cuts-{round}-{readers}"));
             load(&engine, &loaded);
             assert!(rows_of(&loaded) == expected, "{round} deltas, {readers} ranks");
         }
@@ -216,7 +225,8 @@ fn rows_that_a_sweep_takes_cost_a_delta_nothing_each() {
     saved[0].table.sweep().expect("a sweep");
     go_on(&engine, &saved, 20_000, Some(&link));
     let directory = directory_in(&engine, ROOT);
-    let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+    let chain =
+        CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).expect("a checkpoint")).expect("opened");
     let entry = &chain.manifest().tables[0];
     assert_eq!((entry.tombstones, entry.sweeps.len(), entry.rows), (1, 1, 2), "id -3 was trained since the parent");
     assert_eq!(entry.total_rows, 2);
@@ -238,13 +248,13 @@ fn a_delta_does_not_build_on_anything_while_a_sweep_spares_rows_of_a_batch() {
     for id in 10..13 {
         rig.train(&[id], BAG, 1).expect("a step");
     }
-    assert!(rig.table.ancestors().expect("an open table").is_empty());
-    assert_eq!(rig.table.left_since(&link).expect_err("not known").kind(), embcache::Kind::State);
+    assert!(rig.table.base_checkpoints().expect("an open table").is_empty());
+    assert_eq!(rig.table.tombstones_since(&link).expect_err("not known").kind(), embcache::Kind::State);
     assert_eq!(rows_of(&saved).into_keys().collect::<Vec<Id>>(), [1, 11, 12]);
     let full = go_on(&engine, &saved, 20_000, None);
     drop(plan);
     assert_eq!(rows_of(&saved).into_keys().collect::<Vec<Id>>(), [11, 12]);
-    assert_eq!(rig.table.ancestors().expect("an open table").last(), Some(&full));
+    assert_eq!(rig.table.base_checkpoints().expect("an open table").last(), Some(&full));
     go_on(&engine, &saved, 20_000, Some(&full));
     let loaded = ranks(&engine, 1, &EvictionRule::Unused { steps: 2 }, 1, "loaded");
     load(&engine, &loaded);
@@ -256,7 +266,7 @@ fn a_delta_does_not_build_on_anything_while_a_sweep_spares_rows_of_a_batch() {
 fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
     for is_trained in [false, true] {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
-        let open = |place: &str| ranks(&engine, 1, &EvictionRule::Given, 0, place);
+        let open = |place: &str| ranks(&engine, 1, &EvictionRule::PerSweep, 0, place);
         let saved = open("saved");
         let rig = &saved[0];
         for ids in [[1, 2], [3, 4], [5, 6]] {
@@ -267,9 +277,9 @@ fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
         let plan = rig.plan(&[1, 5], PlanMode::TRAIN).expect("a plan");
         rig.place(&plan).expect("a place");
         for rule in [EvictionRule::TrainedUntil { step: 1 }, EvictionRule::Nothing] {
-            rig.table.sweep_by(&rule).expect("a sweep");
+            rig.table.sweep_with_rule(&rule).expect("a sweep");
         }
-        assert!(rig.table.ancestors().expect("an open table").is_empty(), "row 1 may still die");
+        assert!(rig.table.base_checkpoints().expect("an open table").is_empty(), "row 1 may still die");
         if is_trained {
             let out = rig.forward(&plan, 2, BAG).expect("a forward");
             rig.backward(&plan, out.len(), 1).expect("a backward");
@@ -281,10 +291,10 @@ fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
         // Once more, with a save amid the batch, and with sweeps before it and after it.
         let plan = rig.plan(&[3, 6], PlanMode::TRAIN).expect("a plan");
         rig.place(&plan).expect("a place");
-        rig.table.sweep_by(&EvictionRule::TrainedUntil { step: 2 }).expect("a sweep");
-        assert_eq!(rig.table.left_since(&link).expect_err("not known").kind(), embcache::Kind::State);
+        rig.table.sweep_with_rule(&EvictionRule::TrainedUntil { step: 2 }).expect("a sweep");
+        assert_eq!(rig.table.tombstones_since(&link).expect_err("not known").kind(), embcache::Kind::State);
         let full = go_on(&engine, &saved, 20_000, None);
-        rig.table.sweep_by(&EvictionRule::Nothing).expect("a sweep");
+        rig.table.sweep_with_rule(&EvictionRule::Nothing).expect("a sweep");
         drop(plan);
         go_on(&engine, &saved, 20_000, Some(&full));
         let loaded = open(&format!("loaded {is_trained}"));
@@ -307,25 +317,26 @@ fn a_delta_beside_training_and_one_after_a_resume_know_the_sweeps() {
     let link = go_on(&engine, &saved, 20_000, None);
     train(&saved, &mut dice, 12);
     // Beside training.
-    let parent = Some(Parent { name: link.name.clone(), manifest_xxh3: link.manifest_xxh3 });
-    let save = Save::begin_with(&directory, 5, SaveOptions { parent, ..SaveOptions::default() }).expect("begun");
+    let parent = Some(CheckpointId { name: link.name.clone(), manifest_xxh3: link.manifest_xxh3 });
+    let save =
+        CheckpointSave::begin_with(&directory, 5, SaveOptions { parent, ..SaveOptions::default() }).expect("begun");
     let next_epoch = saved[0].table.epoch().expect("an epoch") + 1;
-    let options = BesideOptions { next_epoch, image_bytes: 1 << 20, bytes_per_second: None, counts: true };
-    let tables = vec![TableToSave {
+    let options = AsyncSaveOptions { next_epoch, pre_image_bytes: 1 << 20, bytes_per_second: None, counts: true };
+    let tables = vec![AsyncSaveTable {
         module: "m".into(),
         table: saved[0].table.clone(),
         hyperparameters: std::collections::BTreeMap::new(),
-        ancestor: Some(link.clone()),
+        base: Some(link.clone()),
     }];
     let expected = rows_of(&saved);
-    let mut moment = RankMoment::begin(&directory, save.name(), (0, 1), tables, options).expect("held");
+    let mut moment = RankSnapshot::begin(&directory, save.name(), (0, 1), tables, options).expect("held");
     train(&saved, &mut dice, 9);
     while moment.write_next().expect("written").is_some() {}
     let digest = moment.finish().expect("durable");
     let published = save.publish(&[digest], next_epoch).expect("published");
-    let Parent { name, manifest_xxh3 } = published.identity;
-    let beside = Ancestor { name, manifest_xxh3, next_epoch };
-    saved[0].table.saved_beside(next_epoch, Some(beside.clone()));
+    let CheckpointId { name, manifest_xxh3 } = published.identity;
+    let beside = BaseCheckpoint { name, manifest_xxh3, next_epoch };
+    saved[0].table.finish_background_save(next_epoch, Some(beside.clone()));
     let loaded = ranks(&engine, 1, &rule, 3, "loaded");
     load(&engine, &loaded);
     assert!(rows_of(&loaded) == expected, "as of the moment");
@@ -333,7 +344,7 @@ fn a_delta_beside_training_and_one_after_a_resume_know_the_sweeps() {
     train(&saved, &mut dice, 9);
     saved[0].table.flush_next().expect("a flush");
     saved.clear();
-    config.ssd.as_mut().expect("an SSD tier").reopen = Reopen::Resume;
+    config.ssd.as_mut().expect("an SSD tier").reopen = ReopenMode::Resume;
     saved.push(Rig::open(config, Arc::clone(&engine)).expect("resumed"));
     train(&saved, &mut dice, 5);
     go_on(&engine, &saved, 20_000, Some(&beside));

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use embcache::Result;
-use embcache::cache::Ancestor;
-use embcache::checkpoint::Latest;
+use embcache::cache::BaseCheckpoint;
+use embcache::checkpoint::LatestCheckpoint;
 use embcache::config::{EvictionRule, TableConfig};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine};
+use embcache::io::{FaultEngine, IoEngine, IoFault, MemoryEngine};
 use embcache_tests::dice::Dice;
 use embcache_tests::{Contents, Rig, directory_in};
 
@@ -36,11 +36,11 @@ struct Run {
 impl Run {
     /// Train and save. A save comes amid the sweep that is made for it, or amid that of a step.
     fn go(&mut self, engine: &Arc<dyn IoEngine>, rig: Rig) -> Result<()> {
-        let (ranks, mut dice, mut link) = ([rig], Dice(5), None::<Ancestor>);
+        let (ranks, mut dice, mut link) = ([rig], Dice(5), None::<BaseCheckpoint>);
         for save in 0..SAVES {
             advance(&ranks, &mut dice, save)?;
             let stats = ranks[0].table.stats()?;
-            self.amid_sweeps += usize::from(stats.eviction.is_some_and(|eviction| eviction.under_way));
+            self.amid_sweeps += usize::from(stats.eviction.is_some_and(|eviction| eviction.is_sweeping));
             let made = try_save_on(engine, &ranks, 2000, link.as_ref())?;
             self.saved += 1;
             ranks[0].table.set_epoch(made.next_epoch)?;
@@ -79,7 +79,7 @@ fn expected() -> Vec<Contents> {
 fn check(image: MemoryEngine, run: &Run, expected: &[Contents], context: &str) {
     let engine: Arc<dyn IoEngine> = Arc::new(image);
     let loaded = [table(&engine, false, "").expect("opened")];
-    if run.saved == 0 && Latest::read(&directory_in(&engine, ROOT)).is_err() {
+    if run.saved == 0 && LatestCheckpoint::read(&directory_in(&engine, ROOT)).is_err() {
         return;
     }
     load(&engine, &loaded);
@@ -105,7 +105,7 @@ fn a_stop_at_an_operation_of_saves_amid_sweeps_leaves_the_save_before_or_the_new
     for passing in (0..).step_by(every) {
         let disk = memory();
         let faults = FaultEngine::new(Arc::new(disk.clone()));
-        faults.hit_change(passing, Fault::Stop);
+        faults.hit_change(passing, IoFault::Stop);
         let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
         let mut run = Run::default();
         let outcome = table(&engine, true, "stopped").and_then(|rig| run.go(&engine, rig));

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use embcache::cache::{RowBlock, host_row_bytes};
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
 use embcache::rows::RowHeader;
 use embcache::types::Id;
@@ -24,8 +24,8 @@ fn table(place: &str) -> TableConfig {
     let dir = format!("/ssd/{place}").into();
     TableConfig {
         host_bytes: 16 << 20,
-        ssd: Some(SsdConfig { dir, bytes: 1 << 30, reopen: Reopen::Never, resume_token: None }),
-        eviction: Some(Eviction { rule: EvictionRule::Unused { steps: 50 }, every_steps: None }),
+        ssd: Some(SsdConfig { dir, bytes: 1 << 30, reopen: ReopenMode::Never, resume_commit_id: None }),
+        eviction: Some(EvictionConfig { rule: EvictionRule::Unused { steps: 50 }, every_steps: None }),
         ..config(DIM, OptimizerKind::Sgd, 1)
     }
 }
@@ -67,7 +67,7 @@ fn all_dead_rows_leave(bury: impl FnOnce(&Rig)) {
 
 /// Train small batches until the sweep has ended.
 fn in_slices(rig: &Rig) {
-    while rig.table.stats().expect("stats").eviction.expect("a rule").under_way {
+    while rig.table.stats().expect("stats").eviction.expect("a rule").is_sweeping {
         rig.train(&[MODIFIED], 1, 0).expect("a step");
     }
 }

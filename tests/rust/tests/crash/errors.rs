@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::config::Reopen;
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Open, Operation, read_file};
+use embcache::config::ReopenMode;
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOpenMode, IoOperation, MemoryEngine, read_file};
 use embcache::{Error, Kind, Result};
 use embcache_tests::Rig;
 
@@ -18,7 +18,7 @@ use crate::workload::{
 fn undisturbed(kinds: Kinds) -> Vec<Snapshot> {
     let memory = disk();
     let engine: Arc<dyn IoEngine> = Arc::new(memory);
-    let rigs = open(&engine, Kinds { ssd_bytes: 4 << 20, ..kinds }, Reopen::Never, None).unwrap();
+    let rigs = open(&engine, Kinds { ssd_bytes: 4 << 20, ..kinds }, ReopenMode::Never, None).unwrap();
     let mut all = vec![Snapshot::of(&rigs).unwrap()];
     for step in 0..STEPS {
         for (table, rig) in rigs.iter().enumerate() {
@@ -67,11 +67,11 @@ fn after_an_error_at_an_operation(kinds: Kinds, first: u64, step: u64) {
         let memory = disk();
         let fault = FaultEngine::new(Arc::new(memory.clone()));
         let errno = [libc::ENOSPC, libc::EIO, libc::EDQUOT, libc::EROFS][passing as usize % 4];
-        fault.hit_change(passing, if passing % 3 == 0 { Fault::Tear(errno) } else { Fault::Fail(errno) });
+        fault.hit_change(passing, if passing % 3 == 0 { IoFault::Tear(errno) } else { IoFault::Fail(errno) });
         let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
         let context = format!("{kinds:?}: errno {errno} after {passing} changes");
         let mut run = Run::default();
-        match open(&engine, kinds, Reopen::Never, None) {
+        match open(&engine, kinds, ReopenMode::Never, None) {
             Err(error) => assert_eq!(error.errno(), Some(errno), "{context}: {error}"),
             Ok(rigs) => match run.go(&engine, kinds, &rigs) {
                 Ok(()) => survived += 1,
@@ -140,14 +140,14 @@ fn again<T>(mut work: impl FnMut() -> Result<T>, errors: &mut u64, context: &str
 
 /// One read of the whole run fails, is short, or brings a wrong bit. The caller gets the error and repeats the call, and nothing is
 /// different.
-fn one_bad_read(kinds: Kinds, fault: Fault, step: usize) {
+fn one_bad_read(kinds: Kinds, fault: IoFault, step: usize) {
     let known = undisturbed(kinds);
     let mut told = 0;
     for passing in (0..).step_by(step) {
         let engine = FaultEngine::new(Arc::new(disk()));
-        engine.hit_once(Operation::Read, passing, fault);
+        engine.hit_once(IoOperation::Read, passing, fault);
         let shared: Arc<dyn IoEngine> = Arc::new(engine.clone());
-        let rigs = open(&shared, kinds, Reopen::Never, None).unwrap();
+        let rigs = open(&shared, kinds, ReopenMode::Never, None).unwrap();
         let context = format!("{fault:?} at read {passing}");
         let mut errors = 0;
         for step in 0..STEPS {
@@ -172,21 +172,21 @@ fn one_bad_read(kinds: Kinds, fault: Fault, step: usize) {
 
 #[test]
 fn a_read_that_fails_once_is_told_to_whoever_asked_and_changes_nothing() {
-    one_bad_read(ROOMY, Fault::Fail(libc::EIO), 17);
-    one_bad_read(DEVICE, Fault::Fail(libc::EIO), 17);
-    one_bad_read(SWEPT, Fault::Fail(libc::EIO), 17);
+    one_bad_read(ROOMY, IoFault::Fail(libc::EIO), 17);
+    one_bad_read(DEVICE, IoFault::Fail(libc::EIO), 17);
+    one_bad_read(SWEPT, IoFault::Fail(libc::EIO), 17);
 }
 
 #[test]
 fn a_read_that_is_short_once_is_told_to_whoever_asked_and_changes_nothing() {
-    one_bad_read(ROOMY, Fault::Tear(libc::EIO), 17);
+    one_bad_read(ROOMY, IoFault::Tear(libc::EIO), 17);
 }
 
 #[test]
 fn a_read_with_a_wrong_bit_is_told_to_whoever_asked_and_changes_nothing() {
-    one_bad_read(ROOMY, Fault::Flip, 7);
-    one_bad_read(DEVICE, Fault::Flip, 7);
-    one_bad_read(SWEPT, Fault::Flip, 7);
+    one_bad_read(ROOMY, IoFault::Flip, 7);
+    one_bad_read(DEVICE, IoFault::Flip, 7);
+    one_bad_read(SWEPT, IoFault::Flip, 7);
 }
 
 #[test]
@@ -197,11 +197,11 @@ fn a_disk_that_cannot_be_read_for_a_while_costs_no_room_for_ever() {
 fn a_disk_that_cannot_be_read_from(begin: u64) {
     let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
     let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-    let rigs = open(&engine, EVICTING, Reopen::Never, None).unwrap();
+    let rigs = open(&engine, EVICTING, ReopenMode::Never, None).unwrap();
     let (mut told, mut trained) = (0, 0);
     for step in 0..160 {
         if step == begin {
-            fault.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+            fault.hit_every(IoOperation::Read, IoFault::Fail(libc::EIO));
         }
         if step == 80 {
             fault.clear();
@@ -229,14 +229,14 @@ fn files_that_cannot_be_removed_are_named_and_no_row_is_lost_count_of() {
     let memory = disk();
     let fault = FaultEngine::new(Arc::new(memory.clone()));
     let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-    let rigs = open(&engine, kinds, Reopen::Never, None).unwrap();
+    let rigs = open(&engine, kinds, ReopenMode::Never, None).unwrap();
     let rig = &rigs[0];
-    fault.hit_every(Operation::RemoveFile, Fault::Fail(libc::EPERM));
+    fault.hit_every(IoOperation::RemoveFile, IoFault::Fail(libc::EPERM));
     let all: Vec<_> = (-50..kinds.ids).collect();
     let held_bytes = || -> u64 {
         // The bytes of a file that is renamed meanwhile are those of another file.
         let files = memory.list(&directory(0)).unwrap();
-        files.iter().filter_map(|path| memory.open(path, Open::Read).ok()).map(|file| file.len().unwrap()).sum()
+        files.iter().filter_map(|path| memory.open(path, IoOpenMode::Read).ok()).map(|file| file.len().unwrap()).sum()
     };
     let round = |round: u64| -> Result<()> {
         for step in 0..60 {

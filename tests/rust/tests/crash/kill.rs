@@ -9,9 +9,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use embcache::cache::{Ancestor, Table};
-use embcache::checkpoint::{Chain, Compaction, Latest, Parent, RankWriter, Save, SaveOptions};
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::cache::{BaseCheckpoint, Table};
+use embcache::checkpoint::{
+    ChainCompaction, CheckpointChain, CheckpointId, CheckpointSave, LatestCheckpoint, RankWriter, SaveOptions,
+};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, UringEngine};
 use embcache::ssd::SsdTier;
 use embcache::types::{Id, hash_id};
@@ -39,10 +41,10 @@ fn directory(root: &Path) -> PathBuf {
     root.join("ssd").join("t")
 }
 
-fn table_config(root: &Path, device: bool, reopen: Reopen) -> TableConfig {
+fn table_config(root: &Path, device: bool, reopen: ReopenMode) -> TableConfig {
     let mut wanted = config(DIM, OptimizerKind::Adagrad, 300);
     wanted.device_rows = device.then_some(100);
-    let ssd = SsdConfig { dir: directory(root), bytes: CAP, reopen, resume_token: None };
+    let ssd = SsdConfig { dir: directory(root), bytes: CAP, reopen, resume_commit_id: None };
     wanted.ssd = Some(ssd);
     wanted
 }
@@ -62,39 +64,42 @@ fn go(rig: &Rig, step: u64) {
 /// Save a delta where the table knows what it changed since the newest checkpoint, else save in full. The result says which.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> &'static str {
     let directory = directory_in(engine, root);
-    let newest = Latest::find(&directory).unwrap().map(|latest| Chain::open(&directory, latest).unwrap());
+    let newest =
+        LatestCheckpoint::find(&directory).unwrap().map(|latest| CheckpointChain::open(&directory, latest).unwrap());
     let ancestor = newest.as_ref().and_then(|chain| {
         let identities = [Some(chain.identity()), chain.manifest().merged.clone()];
-        let known = table.ancestors().unwrap();
+        let known = table.base_checkpoints().unwrap();
         known.into_iter().find(|one| {
-            let same = |identity: &Parent| identity.name == one.name && identity.manifest_xxh3 == one.manifest_xxh3;
+            let same =
+                |identity: &CheckpointId| identity.name == one.name && identity.manifest_xxh3 == one.manifest_xxh3;
             identities.iter().flatten().any(same) && one.next_epoch == chain.manifest().next_epoch
         })
     });
     let parent = newest.filter(|_| ancestor.is_some()).map(|chain| chain.identity());
     let next_epoch = table.epoch().unwrap() + 1;
-    let save = Save::begin_with(&directory, random, SaveOptions { parent, ..SaveOptions::default() }).unwrap();
+    let save =
+        CheckpointSave::begin_with(&directory, random, SaveOptions { parent, ..SaveOptions::default() }).unwrap();
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1).unwrap().with_group_bytes(100_000);
     match &ancestor {
         None => writer.write_rows_of("m", table, BTreeMap::new()).map(|_| ()).unwrap(),
         Some(ancestor) => writer.write_changes_of("m", table, BTreeMap::new(), ancestor).map(|_| ()).unwrap(),
     }
-    let Parent { name, manifest_xxh3 } = save.publish(&[writer.finish().unwrap()], next_epoch).unwrap().identity;
+    let CheckpointId { name, manifest_xxh3 } = save.publish(&[writer.finish().unwrap()], next_epoch).unwrap().identity;
     table.set_epoch(next_epoch).unwrap();
-    table.saved_as(Ancestor { name, manifest_xxh3, next_epoch }).unwrap();
+    table.saved_as(BaseCheckpoint { name, manifest_xxh3, next_epoch }).unwrap();
     if ancestor.is_some() { "delta" } else { "saved" }
 }
 
 /// Merge the newest checkpoint with those it builds on, if these are many. The result is whether that was so.
 fn merge(engine: &Arc<dyn IoEngine>, root: &Path, random: u64) -> bool {
     let directory = directory_in(engine, root);
-    let latest = Latest::read(&directory).unwrap();
-    let Some(chain) = Compaction::open(&directory, latest).unwrap() else { return false };
+    let latest = LatestCheckpoint::read(&directory).unwrap();
+    let Some(chain) = ChainCompaction::open(&directory, latest).unwrap() else { return false };
     if chain.chain().links().len() < CHAIN {
         return false;
     }
     let options = SaveOptions { merged: Some(chain.chain().identity()), ..SaveOptions::default() };
-    let save = Save::begin_with(&directory, random, options).unwrap();
+    let save = CheckpointSave::begin_with(&directory, random, options).unwrap();
     let digest = chain.write(save.name(), (0, 1), &mut |_| Ok(())).unwrap();
     save.publish(&[digest], chain.chain().manifest().next_epoch).unwrap();
     true
@@ -105,8 +110,8 @@ fn merge(engine: &Arc<dyn IoEngine>, root: &Path, random: u64) -> bool {
 fn child_that_trains_until_it_is_killed() {
     let (Ok(root), Ok(name)) = (std::env::var(ROOT), std::env::var(ENGINE)) else { return };
     let (root, engine) = (Path::new(&root), engine(&name).unwrap());
-    let nothing = SsdTier::published(&directory(root), &*engine).unwrap().is_empty();
-    let reopen = if nothing { Reopen::Discard } else { Reopen::Resume };
+    let nothing = SsdTier::published_commit_ids(&directory(root), &*engine).unwrap().is_empty();
+    let reopen = if nothing { ReopenMode::Discard } else { ReopenMode::Resume };
     // Every other process has a device tier. What is on disk knows nothing of it.
     let rig = Rig::open(table_config(root, std::process::id().is_multiple_of(2), reopen), engine.clone()).unwrap();
     let mut out = std::io::stdout();
@@ -161,8 +166,8 @@ impl Straight {
 fn check_saved(engine: &Arc<dyn IoEngine>, root: &Path, straight: &mut Straight) -> u64 {
     let root = root.join("saved");
     let directory = directory_in(engine, &root);
-    let Some(latest) = Latest::find(&directory).unwrap() else { return 0 };
-    let checkpoint = Chain::open(&directory, latest).unwrap();
+    let Some(latest) = LatestCheckpoint::find(&directory).unwrap() else { return 0 };
+    let checkpoint = CheckpointChain::open(&directory, latest).unwrap();
     let rig = Straight::new().rig;
     checkpoint.table_reader("m", "t", rig.table.config().buckets.clone()).unwrap().load_into(&rig.table).unwrap();
     let steps = rig.table.step().unwrap();
@@ -223,13 +228,13 @@ fn kill_again_and_again(name: &str) {
 
         let found = check_saved(&engine, root, &mut straight);
         assert!(found >= saved, "round {round}: {saved} steps were saved, {found} are there");
-        let tokens = SsdTier::published(&directory(root), &*engine).unwrap();
+        let tokens = SsdTier::published_commit_ids(&directory(root), &*engine).unwrap();
         let Some(&token) = tokens.last() else {
             assert_eq!(flushed, 0, "round {round}");
             continue;
         };
         assert!(token >= flushed, "round {round}: {flushed} steps were flushed, {token} are there");
-        let rig = Rig::open(table_config(root, round % 2 == 0, Reopen::Resume), engine.clone()).unwrap();
+        let rig = Rig::open(table_config(root, round % 2 == 0, ReopenMode::Resume), engine.clone()).unwrap();
         assert_eq!(rig.table.step().unwrap(), token, "round {round}");
         assert!(contents(&rig) == *straight.after(token), "round {round}: other rows after {token} steps");
         rig.table.close().unwrap();

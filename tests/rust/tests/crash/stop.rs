@@ -7,8 +7,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::config::Reopen;
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, read_file};
+use embcache::config::ReopenMode;
+use embcache::io::{FaultEngine, IoEngine, IoFault, MemoryEngine, read_file};
 use embcache_tests::{Rig, times};
 
 use crate::workload::{
@@ -25,10 +25,10 @@ pub(crate) fn every(usual: u64) -> u64 {
 fn stopped(kinds: Kinds, passing: u64) -> (MemoryEngine, Run, bool) {
     let memory = disk();
     let fault = FaultEngine::new(Arc::new(memory.clone()));
-    fault.hit_change(passing, Fault::Stop);
+    fault.hit_change(passing, IoFault::Stop);
     let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
     let mut run = Run::default();
-    let outcome = open(&engine, kinds, Reopen::Never, None).and_then(|rigs| run.go(&engine, kinds, &rigs));
+    let outcome = open(&engine, kinds, ReopenMode::Never, None).and_then(|rigs| run.go(&engine, kinds, &rigs));
     assert!(outcome.as_ref().err().is_none_or(is_of_storage), "{kinds:?} stopped after {passing} changes: {outcome:?}");
     (memory, run, fault.is_stopped())
 }
@@ -61,7 +61,7 @@ fn segments(engine: &dyn IoEngine, table: usize) -> (BTreeSet<u64>, BTreeSet<u64
 pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &str) -> bool {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let Some((token, flushed)) = run.newest(image, context) else { return false };
-    let rigs = open(&engine, kinds, Reopen::Resume, Some(token)).unwrap_or_else(|e| panic!("{context}: {e}"));
+    let rigs = open(&engine, kinds, ReopenMode::Resume, Some(token)).unwrap_or_else(|e| panic!("{context}: {e}"));
     assert!(Snapshot::of(&rigs).unwrap() == *flushed, "{context}: state {token} came back with other rows");
     for table in 0..2 {
         let (there, named) = segments(image, table);
@@ -84,7 +84,7 @@ pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &s
     }
     drop(rigs);
     let engine: Arc<dyn IoEngine> = Arc::new(image.crash());
-    let rigs = open(&engine, kinds, Reopen::Resume, Some(1000)).unwrap();
+    let rigs = open(&engine, kinds, ReopenMode::Resume, Some(1000)).unwrap();
     assert!(Snapshot::of(&rigs).unwrap() == trained, "{context}: the next flush does not last");
     true
 }
@@ -95,9 +95,9 @@ fn resumes_after_a_stop_while_resuming(run: &Run, kinds: Kinds, image: &MemoryEn
     for passing in 0.. {
         let copy = image.kill();
         let fault = FaultEngine::new(Arc::new(copy.clone()));
-        fault.hit_change(passing, Fault::Stop);
+        fault.hit_change(passing, IoFault::Stop);
         let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-        let outcome: embcache::Result<Vec<Rig>> = open(&engine, kinds, Reopen::Resume, Some(token));
+        let outcome: embcache::Result<Vec<Rig>> = open(&engine, kinds, ReopenMode::Resume, Some(token));
         if !fault.is_stopped() {
             outcome.unwrap_or_else(|e| panic!("{context}: {e}"));
             return passing;

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::cache::Table;
-use embcache::checkpoint::{Chain, Latest, RankWriter, Save};
-use embcache::config::{Eviction, EvictionRule, OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::checkpoint::{CheckpointChain, CheckpointSave, LatestCheckpoint, RankWriter};
+use embcache::config::{EvictionConfig, EvictionRule, OnFull, OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine};
 use embcache::ssd::SsdTier;
 use embcache::types::{Id, hash_id, table_key};
@@ -46,10 +46,10 @@ pub(crate) const EVICTING: Kinds = Kinds { on_full: OnFull::Evict, ssd_bytes: 14
 pub(crate) const SWEPT: Kinds = Kinds { swept: true, ..ROOMY };
 
 /// The rule of a table whose rows are swept. A part of it looks at the records of rows.
-fn eviction(table: usize) -> Eviction {
+fn eviction(table: usize) -> EvictionConfig {
     let seldom = EvictionRule::All(vec![EvictionRule::Unused { steps: 5 }, EvictionRule::ScoreBelow(1.2)]);
     let rule = EvictionRule::Any(vec![EvictionRule::Unused { steps: 11 }, seldom]);
-    Eviction { rule, every_steps: if table == 0 { NonZeroU64::new(3) } else { None } }
+    EvictionConfig { rule, every_steps: if table == 0 { NonZeroU64::new(3) } else { None } }
 }
 
 pub(crate) fn directory(table: usize) -> PathBuf {
@@ -60,7 +60,7 @@ fn optimizer(table: usize) -> OptimizerKind {
     [OptimizerKind::RowWiseAdagrad, OptimizerKind::Adagrad][table]
 }
 
-fn table_config(table: usize, kinds: Kinds, reopen: Reopen, resume_token: Option<u64>) -> TableConfig {
+fn table_config(table: usize, kinds: Kinds, reopen: ReopenMode, resume_token: Option<u64>) -> TableConfig {
     let mut wanted = config(DIM, optimizer(table), 20);
     wanted.name = NAMES[table].into();
     wanted.key = table_key(NAMES[table]);
@@ -68,7 +68,8 @@ fn table_config(table: usize, kinds: Kinds, reopen: Reopen, resume_token: Option
     wanted.on_full = kinds.on_full;
     wanted.score_half_life_steps = HALF_LIFE;
     wanted.eviction = kinds.swept.then(|| eviction(table));
-    wanted.ssd = Some(SsdConfig { dir: directory(table), bytes: kinds.ssd_bytes, reopen, resume_token });
+    wanted.ssd =
+        Some(SsdConfig { dir: directory(table), bytes: kinds.ssd_bytes, reopen, resume_commit_id: resume_token });
     wanted
 }
 
@@ -76,7 +77,7 @@ fn table_config(table: usize, kinds: Kinds, reopen: Reopen, resume_token: Option
 pub(crate) fn open(
     engine: &Arc<dyn IoEngine>,
     kinds: Kinds,
-    reopen: Reopen,
+    reopen: ReopenMode,
     resume_token: Option<u64>,
 ) -> Result<Vec<Rig>> {
     (0..2).map(|table| Rig::open(table_config(table, kinds, reopen, resume_token), engine.clone())).collect()
@@ -151,7 +152,7 @@ pub(crate) fn train(rig: &Rig, step: u64, table: usize, kinds: Kinds) -> Result<
 /// Save both tables as one rank.
 pub(crate) fn save(engine: &Arc<dyn IoEngine>, tables: &[&Table], random: u64) -> Result<()> {
     let directory = directory_in(engine, CHECKPOINTS);
-    let save = Save::begin(&directory, random)?;
+    let save = CheckpointSave::begin(&directory, random)?;
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1)?.with_group_bytes(6000);
     for table in tables {
         writer.write_rows_of("m", table, BTreeMap::from([("lr".to_owned(), 0.1)]))?;
@@ -162,11 +163,11 @@ pub(crate) fn save(engine: &Arc<dyn IoEngine>, tables: &[&Table], random: u64) -
 /// The checkpoint that `LATEST` names, read into tables in RAM; `None` where there is none.
 pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
     let directory = directory_in(engine, CHECKPOINTS);
-    let latest = match Latest::read(&directory) {
+    let latest = match LatestCheckpoint::read(&directory) {
         Err(error) if error.kind() == Kind::Path => return Ok(None),
         latest => latest?,
     };
-    let checkpoint = Chain::open(&directory, latest)?;
+    let checkpoint = CheckpointChain::open(&directory, latest)?;
     let empty = Snapshot(vec![(Contents::new(), 0), (Contents::new(), 0)]).in_ram();
     for rig in &empty {
         let config = rig.table.config();
@@ -230,7 +231,8 @@ impl Run {
         if self.twins.is_empty() {
             return Snapshot::of(rigs);
         }
-        let is_swept = |rig: &Rig| rig.table.stats().is_ok_and(|stats| stats.eviction.is_some_and(|now| now.under_way));
+        let is_swept =
+            |rig: &Rig| rig.table.stats().is_ok_and(|stats| stats.eviction.is_some_and(|now| now.is_sweeping));
         self.amid_sweeps += u64::from(rigs.iter().any(is_swept));
         Snapshot::of(&self.twins)
     }
@@ -257,7 +259,9 @@ impl Run {
     /// The newest token that both tables of an image have, if any, and the rows of that state.
     pub(crate) fn newest(&self, engine: &dyn IoEngine, context: &str) -> Option<(u64, &Snapshot)> {
         let tokens: Vec<Vec<u64>> = (0..2)
-            .map(|table| SsdTier::published(&directory(table), engine).unwrap_or_else(|e| panic!("{context}: {e}")))
+            .map(|table| {
+                SsdTier::published_commit_ids(&directory(table), engine).unwrap_or_else(|e| panic!("{context}: {e}"))
+            })
             .collect();
         let newest = tokens[0].iter().rev().find(|token| tokens[1].contains(token));
         let acknowledged = self.flushed.last().map(|(token, _)| *token);

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use embcache::checkpoint::{Checkpoint, Latest};
+use embcache::checkpoint::{LatestCheckpoint, OpenCheckpoint};
 use embcache_tests::directory_in;
 use serde_json::Value;
 
@@ -55,7 +55,7 @@ fn open(files: &Files) -> (bool, usize) {
     let engine = engine_of(files);
     largest_of(|| {
         let directory = directory_in(&engine, ROOT);
-        let opened = Latest::read(&directory).and_then(|latest| Checkpoint::open(&directory, latest));
+        let opened = LatestCheckpoint::read(&directory).and_then(|latest| OpenCheckpoint::open(&directory, latest));
         let Ok(checkpoint) = opened else { return true };
         let tables = checkpoint.manifest().tables.clone();
         tables.iter().all(|entry| {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use embcache::checkpoint::{BlockReader, Directory};
+use embcache::checkpoint::{CheckpointDirectory, RecisReader};
 use embcache::{Error, Kind};
 use serde_json::{Value, json};
 
@@ -44,8 +44,8 @@ fn reseal(files: &mut Files) {
 
 /// What opening the save gives, and the largest request that it makes.
 fn open(files: &Files) -> (Result<(), Error>, usize) {
-    let directory = Directory::in_engine(Arc::clone(&engine_of(files)), Path::new(ROOT));
-    largest_of(|| BlockReader::open(&directory, &mut never).map(drop))
+    let directory = CheckpointDirectory::with_engine(Arc::clone(&engine_of(files)), Path::new(ROOT));
+    largest_of(|| RecisReader::open(&directory, &mut never).map(drop))
 }
 
 #[test]

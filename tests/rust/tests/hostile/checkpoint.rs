@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use embcache::checkpoint::{Chain, Latest};
+use embcache::checkpoint::{CheckpointChain, LatestCheckpoint};
 use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
 use embcache::io::IoEngine;
 use embcache::types::Id;
@@ -182,7 +182,7 @@ pub(crate) fn sealed(manifest: &Value) -> Vec<u8> {
 fn load(files: &Files, original: bool) -> TestCaseResult {
     let engine = engine_of(files);
     let directory = directory_in(&engine, ROOT);
-    let opened = Latest::read(&directory).and_then(|latest| Chain::open(&directory, latest));
+    let opened = LatestCheckpoint::read(&directory).and_then(|latest| CheckpointChain::open(&directory, latest));
     let checkpoint = match opened {
         Ok(checkpoint) => checkpoint,
         Err(error) => return check_error(&error),
@@ -259,8 +259,8 @@ fn a_manifest_whose_counters_cannot_go_on_is_refused() {
         reseal(&mut files);
         let engine = engine_of(&files);
         let directory = directory_in(&engine, ROOT);
-        let latest = Latest::read(&directory).unwrap();
-        let error = Chain::open(&directory, latest).unwrap_err();
+        let latest = LatestCheckpoint::read(&directory).unwrap();
+        let error = CheckpointChain::open(&directory, latest).unwrap_err();
         assert_eq!(error.kind(), embcache::Kind::Corruption, "{error}");
     }
 }
@@ -272,8 +272,8 @@ fn the_seed_loads_and_so_does_what_is_sealed_again() {
     reseal(&mut files);
     let engine = engine_of(&files);
     let directory = directory_in(&engine, ROOT);
-    let latest = Latest::read(&directory).unwrap();
-    let checkpoint = Chain::open(&directory, latest).unwrap();
+    let latest = LatestCheckpoint::read(&directory).unwrap();
+    let checkpoint = CheckpointChain::open(&directory, latest).unwrap();
     let reader = checkpoint.table_reader("m", "a", 0..7).unwrap();
     assert_eq!(reader.read(&mut |_, _| Ok(())).unwrap(), 60);
 }

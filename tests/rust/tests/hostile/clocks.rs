@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use embcache::Kind;
-use embcache::checkpoint::{Chain, Latest};
-use embcache::config::{Eviction, EvictionRule, OptimizerKind, TableConfig};
+use embcache::checkpoint::{CheckpointChain, LatestCheckpoint};
+use embcache::config::{EvictionConfig, EvictionRule, OptimizerKind, TableConfig};
 use embcache_tests::{Rig, config, directory_in};
 use serde_json::{Value, json};
 
@@ -37,7 +37,7 @@ fn with_clock(paths: &[&Path], damage: &Value) -> Files {
 
 /// A table that can be loaded, and has other rows and other times.
 fn table() -> Rig {
-    let eviction = Some(Eviction { rule: EvictionRule::GivenInTime, every_steps: None });
+    let eviction = Some(EvictionConfig { rule: EvictionRule::PerSweepTimed, every_steps: None });
     let (rig, _) = Rig::with_faults(TableConfig {
         eviction,
         total_num_buckets: 7,
@@ -53,8 +53,8 @@ fn table() -> Rig {
 fn load(files: &Files, rig: &Rig) -> embcache::Result<u64> {
     let engine = engine_of(files);
     let directory = directory_in(&engine, ROOT);
-    let latest = Latest::read(&directory)?;
-    let (opened, largest) = largest_of(|| Chain::open(&directory, latest));
+    let latest = LatestCheckpoint::read(&directory)?;
+    let (opened, largest) = largest_of(|| CheckpointChain::open(&directory, latest));
     assert!(largest <= 2 * limit(files), "{largest} bytes");
     opened?.table_reader("m", "a", 0..7)?.load_into(&rig.table)
 }

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use embcache::Kind;
-use embcache::checkpoint::{Chain, Latest, make_for_serving};
+use embcache::checkpoint::{CheckpointChain, LatestCheckpoint, make_for_serving};
 use embcache::config::OptimizerKind::{Adam, Sgd};
 use embcache::io::IoEngine;
-use embcache::rows::Precision;
+use embcache::rows::WeightPrecision;
 use embcache::types::Id;
 use embcache_tests::directory_in;
 use serde_json::{Value, json};
@@ -34,9 +34,10 @@ fn seed() -> &'static Files {
         }
         save(&engine, Path::new(ROOT), &tables, 1, 1000, 7).unwrap();
         let directory = directory_in(&engine, ROOT);
-        let chain = Chain::open(&directory, Latest::read(&directory).unwrap()).unwrap();
+        let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).unwrap()).unwrap();
         engine.create_dir_all(Path::new(SERVED)).unwrap();
-        make_for_serving(&chain, &directory_in(&engine, SERVED), (8, 1), Precision::Int8, &mut |_| Ok(())).unwrap();
+        make_for_serving(&chain, &directory_in(&engine, SERVED), (8, 1), WeightPrecision::Int8, &mut |_| Ok(()))
+            .unwrap();
         let mut all = files(&*engine, Path::new(SERVED));
         reseal(&mut all);
         all
@@ -45,8 +46,8 @@ fn seed() -> &'static Files {
 
 fn read(files: &Files) -> embcache::Result<u64> {
     let directory = directory_in(&engine_of(files), Path::new(SERVED));
-    let latest = Latest::read(&directory)?;
-    let (opened, largest) = largest_of(|| Chain::open(&directory, latest));
+    let latest = LatestCheckpoint::read(&directory)?;
+    let (opened, largest) = largest_of(|| CheckpointChain::open(&directory, latest));
     assert!(largest <= 2 * limit(files), "{largest} bytes");
     let chain = opened?;
     Ok(chain.table_reader("m", "a", 0..7)?.verify()? + chain.table_reader("m", "b", 0..7)?.verify()?)

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use embcache::Kind;
-use embcache::checkpoint::{Chain, Latest};
+use embcache::checkpoint::{CheckpointChain, LatestCheckpoint};
 use embcache::config::MissingRead;
 use embcache_tests::directory_in;
 use serde_json::{Value, json};
@@ -34,7 +34,7 @@ fn with(paths: &[PathBuf], said: &Value) -> Files {
 
 fn read(files: &Files) -> embcache::Result<MissingRead> {
     let directory = directory_in(&engine_of(files), Path::new(ROOT));
-    let chain = Chain::open(&directory, Latest::read(&directory)?)?;
+    let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory)?)?;
     Ok(chain.table("m", "a")?.spec.missing_read)
 }
 

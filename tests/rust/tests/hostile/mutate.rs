@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::io::{ALIGNMENT, AlignedBuf, IoEngine, MemoryEngine, Open};
+use embcache::io::{ALIGNMENT, AlignedBuf, IoEngine, IoOpenMode, MemoryEngine};
 use proptest::prelude::*;
 use serde_json::Value;
 
@@ -15,7 +15,7 @@ pub(crate) type Files = BTreeMap<PathBuf, Vec<u8>>;
 pub(crate) fn files(engine: &dyn IoEngine, dir: &Path) -> Files {
     let mut all = Files::new();
     for path in engine.list(dir).unwrap() {
-        match engine.open(&path, Open::Read) {
+        match engine.open(&path, IoOpenMode::Read) {
             Ok(file) => {
                 let mut bytes = vec![0; file.len().unwrap() as usize];
                 file.read_at(0, &mut bytes).unwrap();
@@ -32,7 +32,7 @@ pub(crate) fn engine_of(files: &Files) -> Arc<dyn IoEngine> {
     let engine = MemoryEngine::default();
     for (path, bytes) in files {
         engine.create_dir_all(path.parent().unwrap()).unwrap();
-        let file = engine.open(path, Open::Create { preallocate: 0 }).unwrap();
+        let file = engine.open(path, IoOpenMode::Create { preallocate: 0 }).unwrap();
         let mut padded = AlignedBuf::zeroed(bytes.len().next_multiple_of(ALIGNMENT));
         padded[..bytes.len()].copy_from_slice(bytes);
         file.write_at(0, &padded).unwrap();

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use embcache::cache::Table;
-use embcache::checkpoint::{Chain, Latest, RankWriter, Save, SaveOptions};
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::checkpoint::{CheckpointChain, CheckpointSave, LatestCheckpoint, RankWriter, SaveOptions};
+use embcache::config::{OptimizerKind, ReopenMode, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
 use embcache::rows::RowHeader;
 use embcache::ssd::StateCounters;
@@ -27,7 +27,7 @@ use crate::{check_error, fuzz};
 const IDS: u32 = 200;
 
 fn table_config() -> TableConfig {
-    let ssd = SsdConfig { dir: "/tier".into(), bytes: 512 << 10, reopen: Reopen::Discard, resume_token: None };
+    let ssd = SsdConfig { dir: "/tier".into(), bytes: 512 << 10, reopen: ReopenMode::Discard, resume_commit_id: None };
     TableConfig { ssd: Some(ssd), ..config(4, OptimizerKind::RowWiseAdagrad, 30) }
 }
 
@@ -45,7 +45,8 @@ fn seed() -> &'static (Files, Contents) {
         rig.table.remove_rows(&[1, 2, 50]).unwrap();
         let directory = directory_in(&engine, ROOT);
         let save =
-            Save::begin_with(&directory, 5, SaveOptions { linked: true, keep: 1, ..SaveOptions::default() }).unwrap();
+            CheckpointSave::begin_with(&directory, 5, SaveOptions { linked: true, keep: 1, ..SaveOptions::default() })
+                .unwrap();
         let mut writer = RankWriter::new(&directory, save.name(), 0, 1).unwrap();
         writer.link_rows_of("m", &rig.table, BTreeMap::new()).unwrap();
         save.publish(&[writer.finish().unwrap()], 1).unwrap();
@@ -96,7 +97,7 @@ fn load(files: &Files, original: bool) -> TestCaseResult {
     let known = &seed().1;
     let engine = engine_of(files);
     let directory = directory_in(&engine, ROOT);
-    let opened = Latest::read(&directory).and_then(|latest| Chain::open(&directory, latest));
+    let opened = LatestCheckpoint::read(&directory).and_then(|latest| CheckpointChain::open(&directory, latest));
     let chain = match opened {
         Ok(chain) => chain,
         Err(error) => return check_error(&error),
@@ -196,8 +197,8 @@ fn the_seed_loads_and_resealing_changes_nothing_but_white_space() {
     load(&files, true).unwrap();
     let engine = engine_of(&files);
     let directory = directory_in(&engine, ROOT);
-    let latest = Latest::read(&directory).unwrap();
-    let chain = Chain::open(&directory, latest).unwrap();
+    let latest = LatestCheckpoint::read(&directory).unwrap();
+    let chain = CheckpointChain::open(&directory, latest).unwrap();
     let found = chain.links()[0].segments_of("m", "t", &(0..13)).unwrap().unwrap();
     assert_eq!(found.rows(), seed().1.len() as u64);
 }
@@ -207,7 +208,7 @@ fn check(files: &Files) -> (bool, usize) {
     let engine = engine_of(files);
     largest_of(|| {
         let directory = directory_in(&engine, ROOT);
-        let opened = Latest::read(&directory).and_then(|latest| Chain::open(&directory, latest));
+        let opened = LatestCheckpoint::read(&directory).and_then(|latest| CheckpointChain::open(&directory, latest));
         opened.and_then(|chain| chain.links()[0].segments_of("m", "t", &(0..13)).map(drop)).is_err()
     })
 }

@@ -6,10 +6,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use embcache::checkpoint::{Chain, Latest};
-use embcache::io::{IoEngine, publish};
+use embcache::checkpoint::{CheckpointChain, LatestCheckpoint};
+use embcache::io::{IoEngine, write_atomically};
 use embcache::rows::RowHeader;
-use embcache::serve::{Polled, ServeOptions, ServedTable, Serving};
+use embcache::serve::{PollOutcome, ServeOptions, ServedTable, TableServer};
 use embcache::types::Id;
 use embcache::{Error, Kind};
 use embcache_tests::directory_in;
@@ -61,7 +61,7 @@ pub(crate) fn seed() -> &'static Seed {
         let full = below(&delta, &parent.name);
         let engine = engine_of(&delta);
         let directory = directory_in(&engine, root);
-        let chain = Chain::open(&directory, Latest::read(&directory).unwrap()).unwrap();
+        let chain = CheckpointChain::open(&directory, LatestCheckpoint::read(&directory).unwrap()).unwrap();
         save_delta(&engine, root, (&tables(), &later()), (2, 300), 9, on(&chain.identity())).unwrap();
         Seed { full, delta, later: files(&*engine, root) }
     })
@@ -114,16 +114,16 @@ fn put(engine: &dyn IoEngine, files: &Files) {
     let (latest, others): (Vec<_>, Vec<_>) = files.iter().partition(|(path, _)| path.ends_with("LATEST"));
     for (path, bytes) in others.into_iter().chain(latest) {
         engine.create_dir_all(path.parent().unwrap()).unwrap();
-        publish(engine, path, bytes).unwrap();
+        write_atomically(engine, path, bytes).unwrap();
     }
 }
 
-fn open(engine: &Arc<dyn IoEngine>) -> embcache::Result<Arc<Serving>> {
-    Serving::open(directory_in(engine, ROOT), ServeOptions::default())
+fn open(engine: &Arc<dyn IoEngine>) -> embcache::Result<Arc<TableServer>> {
+    TableServer::open(directory_in(engine, ROOT), ServeOptions::default())
 }
 
 /// The rows of all tables that a server serves, as bits.
-fn rows_of(serving: &Serving) -> Served {
+fn rows_of(serving: &TableServer) -> Served {
     let version = serving.pin().unwrap();
     let ids: Vec<Id> = (-60..230).chain([i64::MIN, i64::MAX]).collect();
     let rows = |table: &Arc<ServedTable>| {
@@ -166,7 +166,7 @@ pub(crate) fn meet(files: &Files) -> Met {
     let opened = open(&engine).map(|serving| rows_of(&serving));
     let anew = open(&engine_of(files)).map(|serving| rows_of(&serving));
     put(&*engine, &seed().later);
-    assert!(matches!(serving.poll().unwrap(), Polled::Newer(name) if name.seq == 3));
+    assert!(matches!(serving.poll().unwrap(), PollOutcome::Newer(name) if name.seq == 3));
     check(&serving, &later());
     assert_eq!(serving.stats().last_error, None);
     Met { polled, opened, anew }
@@ -198,7 +198,7 @@ fn a_name_in_latest_that_is_none_or_of_no_newer_checkpoint_leaves_what_is_served
         (b"", Kind::Corruption),
     ];
     for (number, (name, kind)) in names.iter().enumerate() {
-        publish(&*engine, &latest, name).unwrap();
+        write_atomically(&*engine, &latest, name).unwrap();
         let error = serving.poll().expect_err("it is no newer checkpoint");
         assert_eq!(error.kind(), *kind, "{error}");
         let stats = serving.stats();
@@ -206,7 +206,7 @@ fn a_name_in_latest_that_is_none_or_of_no_newer_checkpoint_leaves_what_is_served
         check(&serving, &tables());
     }
     put(&*engine, &seed().later);
-    assert!(matches!(serving.poll().unwrap(), Polled::Newer(name) if name.seq == 3));
+    assert!(matches!(serving.poll().unwrap(), PollOutcome::Newer(name) if name.seq == 3));
     check(&serving, &later());
 }
 

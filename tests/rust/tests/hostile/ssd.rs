@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use embcache::Kind;
-use embcache::config::{Reopen, SsdConfig};
+use embcache::config::{ReopenMode, SsdConfig};
 use embcache::io::{IoEngine, MemoryEngine};
 use embcache::rows::RowHeader;
-use embcache::ssd::{Burial, Dying, RowRule, SsdTier, StateCounters};
+use embcache::ssd::{RowExpiryPredicate, SsdExpiryCursor, SsdExpiryRule, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 use embcache_tests::ssd::{DIM, Versions, append, config, header, place, vector};
 use proptest::prelude::*;
@@ -20,8 +20,8 @@ use crate::{check_error, fuzz};
 pub(crate) const IDS: Id = 300;
 const DIR: &str = "/t";
 
-fn open(engine: &Arc<dyn IoEngine>, reopen: Reopen, resume_token: Option<u64>) -> embcache::Result<SsdTier> {
-    let config = SsdConfig { resume_token, ..config(Path::new(DIR), 512 << 10, reopen) };
+fn open(engine: &Arc<dyn IoEngine>, reopen: ReopenMode, resume_token: Option<u64>) -> embcache::Result<SsdTier> {
+    let config = SsdConfig { resume_commit_id: resume_token, ..config(Path::new(DIR), 512 << 10, reopen) };
     embcache_tests::ssd::open(engine, &config).map(|(tier, _)| tier)
 }
 
@@ -30,7 +30,7 @@ pub(crate) fn seed() -> &'static Files {
     static SEED: OnceLock<Files> = OnceLock::new();
     SEED.get_or_init(|| {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-        let tier = open(&engine, Reopen::Never, None).unwrap();
+        let tier = open(&engine, ReopenMode::Never, None).unwrap();
         let mut held = Versions::new();
         append(&tier, &(0..IDS).collect::<Vec<Id>>(), 1, &mut held).unwrap();
         tier.publish(1, StateCounters { step: 3, epoch: 1 }).unwrap();
@@ -175,15 +175,15 @@ fn reseal(files: &mut Files, changed: &[std::path::PathBuf], sorted: bool) {
 /// Open the tier of these files, and use it in every way. A row that was never written fails unless `resealed`.
 pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestCaseResult {
     let engine = engine_of(files);
-    if let Err(error) = SsdTier::published(Path::new(DIR), &*engine) {
+    if let Err(error) = SsdTier::published_commit_ids(Path::new(DIR), &*engine) {
         check_error(&error)?;
     }
-    let tier = match open(&engine, Reopen::Resume, token) {
+    let tier = match open(&engine, ReopenMode::Resume, token) {
         Ok(tier) => tier,
         Err(error) => {
             check_error(&error)?;
             // A refused directory can always be discarded.
-            let again = open(&engine, Reopen::Discard, None);
+            let again = open(&engine, ReopenMode::Discard, None);
             prop_assert!(again.is_ok(), "{:?}", again.err());
             return Ok(());
         }
@@ -223,8 +223,14 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
         }
     }
     let spare = |header: &RowHeader, _: &[f32]| header.id % 2 == 0;
-    let bury = |last_step, by_row: Option<&RowRule<'_>>| {
-        tier.bury(&mut Burial::default(), &Dying { last_step, by_row }, &|id| id < 50, usize::MAX).map(|_| ())
+    let bury = |last_step, by_row: Option<&RowExpiryPredicate<'_>>| {
+        tier.expire(
+            &mut SsdExpiryCursor::default(),
+            &SsdExpiryRule { last_step, row_predicate: by_row },
+            &|id| id < 50,
+            usize::MAX,
+        )
+        .map(|_| ())
     };
     let steps: [embcache::Result<()>; 6] = [
         bury(u64::MAX / 2, None),
@@ -238,7 +244,7 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
         check_error(&error)?;
     }
     drop(tier);
-    match open(&engine, Reopen::Resume, None) {
+    match open(&engine, ReopenMode::Resume, None) {
         Ok(_) => {}
         Err(error) => check_error(&error)?,
     }
@@ -247,13 +253,13 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
 
 /// The kind of error with which a resume of these files is refused.
 pub(crate) fn refusal(files: &Files) -> Option<Kind> {
-    open(&engine_of(files), Reopen::Resume, None).err().map(|error| error.kind())
+    open(&engine_of(files), ReopenMode::Resume, None).err().map(|error| error.kind())
 }
 
 /// The files after a resume.
 pub(crate) fn files_after_use(before: &Files) -> Files {
     let engine = engine_of(before);
-    open(&engine, Reopen::Resume, None).unwrap().close().unwrap();
+    open(&engine, ReopenMode::Resume, None).unwrap().close().unwrap();
     files(&*engine, Path::new(DIR))
 }
 
@@ -291,10 +297,10 @@ fn a_sweep_of_a_tier_whose_footers_name_a_record_twice_is_refused() {
             bytes.copy_within(at - number..at, at + entry - number);
         }
         reseal(&mut files, &[path], false);
-        let Ok(tier) = open(&engine_of(&files), Reopen::Resume, None) else { continue };
+        let Ok(tier) = open(&engine_of(&files), ReopenMode::Resume, None) else { continue };
         let dies = |_: &RowHeader, _: &[f32]| true;
-        let dying = Dying { last_step: u64::MAX, by_row: Some(&dies) };
-        if let Err(error) = tier.bury(&mut Burial::default(), &dying, &|_| false, usize::MAX) {
+        let dying = SsdExpiryRule { last_step: u64::MAX, row_predicate: Some(&dies) };
+        if let Err(error) = tier.expire(&mut SsdExpiryCursor::default(), &dying, &|_| false, usize::MAX) {
             let of_another = error.to_string().contains("the record's id");
             assert!(error.kind() == Kind::Corruption && of_another, "{error}");
             refused += 1;
@@ -323,13 +329,13 @@ fn the_seed_is_resumed_and_resealing_changes_nothing() {
     let all: Vec<_> = files.keys().cloned().collect();
     reseal(&mut files, &all, true);
     for token in [1, 2] {
-        let tier = open(&engine_of(&files), Reopen::Resume, Some(token)).unwrap();
+        let tier = open(&engine_of(&files), ReopenMode::Resume, Some(token)).unwrap();
         assert!(tier.rows() > 200);
     }
     let segments: Vec<_> = seed().iter().filter(|(path, _)| is(path, "seg")).collect();
     assert!(segments.iter().all(|(path, bytes)| files[*path] == **bytes));
     assert_eq!(
-        open(&engine_of(&Files::new()), Reopen::Resume, Some(1)).err().map(|error| error.kind()),
+        open(&engine_of(&Files::new()), ReopenMode::Resume, Some(1)).err().map(|error| error.kind()),
         Some(Kind::State)
     );
 }

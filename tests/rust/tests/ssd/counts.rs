@@ -4,9 +4,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::config::Reopen;
-use embcache::io::{AlignedBuf, IoEngine, MemoryEngine, Open, read_file};
-use embcache::ssd::{SegmentFiles, SsdTier, StateCounters};
+use embcache::config::ReopenMode;
+use embcache::io::{AlignedBuf, IoEngine, IoOpenMode, MemoryEngine, read_file};
+use embcache::ssd::{LinkedSegments, SsdTier, StateCounters};
 use embcache::types::Id;
 use embcache::{Error, Kind, Result};
 use embcache_tests::ssd::{Versions, append, check, config, fetch, identity, layout, open};
@@ -51,7 +51,7 @@ fn change(engine: &dyn IoEngine, path: &Path, with: impl FnOnce(&mut [u8])) {
     with(&mut bytes);
     let mut whole = AlignedBuf::zeroed(bytes.len());
     whole.copy_from_slice(&bytes);
-    engine.open(path, Open::Write).unwrap().write_at(0, &whole).unwrap();
+    engine.open(path, IoOpenMode::Write).unwrap().write_at(0, &whole).unwrap();
 }
 
 /// Flip one bit of the id in the record of `id`. The result is the file.
@@ -72,7 +72,7 @@ fn replace(engine: &dyn IoEngine, id: Id, other: Id) -> PathBuf {
 
 /// A published tier, each row of which was written once, and `unread` rows that are not in files yet.
 fn tier(engine: &Arc<dyn IoEngine>, rows: Id, unread: Id) -> (SsdTier, Versions) {
-    let (tier, _) = open(engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+    let (tier, _) = open(engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     append(&tier, &(0..rows).collect::<Vec<Id>>(), 1, &mut held).unwrap();
     tier.publish(1, StateCounters::default()).unwrap();
@@ -102,7 +102,7 @@ const WAYS: [(&str, ReadAll); 4] = [
         Ok(rows)
     }),
     ("moment", |tier, _| {
-        let moment = tier.moment(&mut std::iter::empty(), 0, Box::new(|_| {}))?;
+        let moment = tier.snapshot(&mut std::iter::empty(), 0, Box::new(|_| {}))?;
         let mut rows = 0;
         moment.for_each_row(&mut |_| {
             rows += 1;
@@ -111,13 +111,13 @@ const WAYS: [(&str, ReadAll); 4] = [
         Ok(rows)
     }),
     ("segments", |tier, engine| {
-        let held = tier.hold_segments()?;
+        let held = tier.pin_segments()?;
         let dir = PathBuf::from(format!("/linked/{}", engine.list(Path::new("/linked")).map_or(0, |made| made.len())));
         let path_of = |serial: u64| dir.join(format!("{serial}.seg"));
         engine.create_dir_all(&dir)?;
         held.link_to(&**engine, &path_of)?;
         let table = (identity(), layout());
-        let files = SegmentFiles::open(Arc::clone(engine), table, held.set(), path_of, dir.join("names"))?;
+        let files = LinkedSegments::open(Arc::clone(engine), table, held.set(), path_of, dir.join("names"))?;
         let mut rows = 0;
         files.read(&mut |_| {
             rows += 1;
@@ -197,7 +197,7 @@ fn rows_that_change_amid_a_scan_are_no_damage() {
 fn compaction_leaves_a_segment_with_damaged_ids_alone_and_what_is_full_says_so() {
     watched(String::new, || {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-        let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+        let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
         let rows = tier.capacity_rows() as Id;
         let mut held = Versions::new();
         append(&tier, &(0..rows).collect::<Vec<Id>>(), 1, &mut held).unwrap();

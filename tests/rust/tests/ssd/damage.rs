@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::config::Reopen;
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, publish, read_file};
+use embcache::config::ReopenMode;
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine, read_file, write_atomically};
 use embcache::ssd::StateCounters;
 use embcache::types::Id;
 use embcache::{Error, Kind};
@@ -19,7 +19,7 @@ const CAP: u64 = 512 << 10;
 fn made() -> (MemoryEngine, Versions) {
     let memory = MemoryEngine::default();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     append(&tier, &(0..120).collect::<Vec<Id>>(), 1, &mut held).unwrap();
     append(&tier, &(30..60).collect::<Vec<Id>>(), 2, &mut held).unwrap();
@@ -37,7 +37,7 @@ fn files(engine: &dyn IoEngine) -> Vec<PathBuf> {
 
 /// Open the directory and read every id. What is found is right, or an error says where the damage is.
 fn survives(engine: &Arc<dyn IoEngine>, held: &Versions) -> Result<(), Error> {
-    let (tier, _) = open(engine, &config(Path::new(DIR), CAP, Reopen::Resume))?;
+    let (tier, _) = open(engine, &config(Path::new(DIR), CAP, ReopenMode::Resume))?;
     let mut damaged = Ok(());
     for id in -1..130 {
         match fetch(&tier, &[id]) {
@@ -61,7 +61,7 @@ fn a_flipped_bit_anywhere_is_found_or_does_no_harm() {
             let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
             let mut flipped = bytes.clone();
             flipped[at] ^= 1 << (at % 8);
-            publish(&*engine, &path, &flipped).unwrap();
+            write_atomically(&*engine, &path, &flipped).unwrap();
             match survives(&engine, &held) {
                 Ok(()) => assert!(!is_state, "byte {at} of {}", path.display()),
                 Err(error) => {
@@ -88,7 +88,7 @@ fn a_file_that_is_cut_longer_or_missing_is_found_on_opening() {
         for content in changed.into_iter().chain([longer, None]) {
             let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
             match &content {
-                Some(bytes) => publish(&*engine, &path, bytes).unwrap(),
+                Some(bytes) => write_atomically(&*engine, &path, bytes).unwrap(),
                 None => engine.remove_file(&path).unwrap(),
             }
             let error = survives(&engine, &held).unwrap_err();
@@ -103,16 +103,16 @@ fn a_file_that_is_cut_longer_or_missing_is_found_on_opening() {
 fn a_record_damaged_on_its_way_from_the_disk_is_an_error_that_says_where() {
     let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
     let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     append(&tier, &[1, 2, 3], 1, &mut held).unwrap();
     tier.publish(1, StateCounters::default()).unwrap();
     for (broken, kind) in [
-        (Fault::Flip, Kind::Corruption),
-        (Fault::Tear(libc::EIO), Kind::Corruption),
-        (Fault::Fail(libc::EIO), Kind::Storage),
+        (IoFault::Flip, Kind::Corruption),
+        (IoFault::Tear(libc::EIO), Kind::Corruption),
+        (IoFault::Fail(libc::EIO), Kind::Storage),
     ] {
-        fault.hit_once(Operation::Read, 0, broken);
+        fault.hit_once(IoOperation::Read, 0, broken);
         let error = fetch(&tier, &[1, 2, 3]).unwrap_err();
         assert_eq!(error.kind(), kind, "{error}");
         assert!(error.to_string().contains(DIR), "{error}");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::config::Reopen;
+use embcache::config::ReopenMode;
 use embcache::io::{IoEngine, MemoryEngine, read_file};
 use embcache::rows::{RowHeader, RowRef};
 use embcache::ssd::{SsdTier, StateCounters};
@@ -79,7 +79,7 @@ fn record_bytes(engine: &dyn IoEngine) -> Vec<u32> {
 fn rows_of_each_width_are_there_after_moves_and_resumes() {
     watched(String::new, || {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-        let (mut tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+        let (mut tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
         let mut held = BTreeMap::new();
         let (mut widths, mut moved) = (Vec::new(), 0);
         for stage in 0..STAGES.len() {
@@ -96,7 +96,7 @@ fn rows_of_each_width_are_there_after_moves_and_resumes() {
             tier.publish(1 + stage as u64, StateCounters::default()).unwrap();
             tier.close().unwrap();
             widths.push(record_bytes(&*engine));
-            (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Resume)).unwrap();
+            (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Resume)).unwrap();
             check(&tier, &held);
         }
         let payload = DIM as u32 * 4 + 4;
@@ -113,7 +113,7 @@ fn a_tier_that_is_full_of_narrow_records_has_room_for_all_rows_with_the_widest()
     watched(String::new, || {
         for publishes in [false, true] {
             let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-            let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+            let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
             let (mut held, capacity) = (BTreeMap::new(), tier.capacity_rows() as Id);
             write(&tier, &(0..capacity).collect::<Vec<Id>>(), 0, &mut held).unwrap();
             let refused = append(&tier, &[capacity], &[false], 0).unwrap_err();
@@ -137,7 +137,7 @@ fn calls_beside_each_other_widen_each_others_records() {
     watched(String::new, || {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         for _ in 0..20 {
-            let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Discard)).unwrap();
+            let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Discard)).unwrap();
             std::thread::scope(|scope| {
                 for thread in 0..3 {
                     let tier = &tier;

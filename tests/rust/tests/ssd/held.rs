@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use embcache::config::Reopen;
+use embcache::config::ReopenMode;
 use embcache::io::{IoEngine, LOCK_FILE, MemoryEngine, default_engine};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::{Error, Kind};
@@ -15,8 +15,8 @@ const DIR: &str = "EMBCACHE_TEST_HELD_TIER";
 const CHILD: &str = "held::child_that_tries_to_open_what_another_process_holds";
 
 /// The ways to open a directory that has a state.
-fn ways() -> [Reopen; 3] {
-    [Reopen::Resume, Reopen::Discard, Reopen::Auto { unfinished: None }]
+fn ways() -> [ReopenMode; 3] {
+    [ReopenMode::Resume, ReopenMode::Discard, ReopenMode::Auto { unfinished: None }]
 }
 
 /// The errors of opening and removing the table's files while the table is open elsewhere.
@@ -43,7 +43,7 @@ fn a_table_holds_its_directory_after_its_lock_file_was_removed() {
     let dir = root.path().join("tier");
     for engine in [default_engine().unwrap(), Arc::new(MemoryEngine::default())] {
         let on_disk = engine.name() != "memory";
-        let (tier, _) = open(&engine, &config(&dir, CAP, Reopen::Never)).unwrap();
+        let (tier, _) = open(&engine, &config(&dir, CAP, ReopenMode::Never)).unwrap();
         let mut held = Versions::new();
         append(&tier, &(0..900).collect::<Vec<_>>(), 1, &mut held).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
@@ -77,7 +77,7 @@ fn a_table_holds_its_directory_after_its_lock_file_was_removed() {
         check(&tier, &held, -10..1600);
         tier.publish(2, StateCounters::default()).unwrap();
         tier.close().unwrap();
-        let (tier, _) = open(&engine, &config(&dir, CAP, Reopen::Resume)).unwrap();
+        let (tier, _) = open(&engine, &config(&dir, CAP, ReopenMode::Resume)).unwrap();
         check(&tier, &held, -10..1600);
     }
 }

@@ -4,7 +4,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use embcache::config::Reopen;
+use embcache::config::ReopenMode;
 use embcache::io::default_engine;
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
@@ -47,8 +47,8 @@ fn child_that_appends_and_publishes_until_it_is_killed() {
     let Ok(dir) = std::env::var(DIR) else { return };
     let engine = default_engine().unwrap();
     let dir = Path::new(&dir);
-    let nothing = SsdTier::published(dir, &*engine).unwrap().is_empty();
-    let reopen = if nothing { Reopen::Discard } else { Reopen::Resume };
+    let nothing = SsdTier::published_commit_ids(dir, &*engine).unwrap().is_empty();
+    let reopen = if nothing { ReopenMode::Discard } else { ReopenMode::Resume };
     let (tier, resumed) = open(&engine, &config(dir, CAP, reopen)).unwrap();
     let first = resumed.map_or(0, |counters| counters.step as u32 + 1);
     let mut held = Versions::new();
@@ -95,7 +95,7 @@ fn a_killed_process_leaves_the_last_published_state_whole() {
         child.kill().unwrap();
         child.wait().unwrap();
 
-        let tokens = SsdTier::published(&dir, &*engine).unwrap();
+        let tokens = SsdTier::published_commit_ids(&dir, &*engine).unwrap();
         let Some(&token) = tokens.last() else {
             assert_eq!(published, None);
             continue;
@@ -105,7 +105,7 @@ fn a_killed_process_leaves_the_last_published_state_whole() {
         assert!(published.is_none_or(|published| step >= published), "{step} < {published:?}");
         let mut held = Versions::new();
         (0..=step).for_each(|step| go(step, &mut held, None));
-        let (tier, resumed) = open(&engine, &config(&dir, CAP, Reopen::Resume)).unwrap();
+        let (tier, resumed) = open(&engine, &config(&dir, CAP, ReopenMode::Resume)).unwrap();
         assert_eq!(resumed, Some(counters(step)));
         check(&tier, &held, -IDS..IDS);
         tier.close().unwrap();

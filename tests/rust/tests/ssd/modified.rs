@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::Result;
-use embcache::config::Reopen;
-use embcache::io::{AlignedBuf, IoEngine, MemoryEngine, Open};
+use embcache::config::ReopenMode;
+use embcache::io::{AlignedBuf, IoEngine, IoOpenMode, MemoryEngine};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::Id;
 use embcache_tests::ssd::{Versions, append, config, open, vector};
@@ -30,7 +30,7 @@ fn segments(engine: &MemoryEngine) -> Vec<PathBuf> {
 }
 
 fn overwrite(engine: &MemoryEngine, path: &Path) {
-    let file = engine.open(path, Open::Write).unwrap();
+    let file = engine.open(path, IoOpenMode::Write).unwrap();
     let mut garbage = AlignedBuf::zeroed(file.len().unwrap() as usize);
     garbage.fill(0xa5);
     file.write_at(0, &garbage).unwrap();
@@ -40,7 +40,7 @@ fn overwrite(engine: &MemoryEngine, path: &Path) {
 fn segments_without_modified_rows_are_not_read_before_and_after_a_reopen() {
     let memory = MemoryEngine::default();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
     let (mut held, mut of_epoch) = (Versions::new(), Vec::new());
     // Versions are epochs here. Each publish closes the segments.
     for (token, (ids, version)) in [(0..3000, 1), (3000..6000, 2), (0..40, 3)].into_iter().enumerate() {
@@ -59,7 +59,7 @@ fn segments_without_modified_rows_are_not_read_before_and_after_a_reopen() {
     tier.publish(9, StateCounters::default()).unwrap();
     tier.close().unwrap();
     drop(tier);
-    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Resume)).unwrap();
+    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Resume)).unwrap();
     for epoch in 0..6 {
         assert_eq!(scan(&tier, epoch).unwrap(), since(epoch), "reopened, since {epoch}");
     }

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::config::Reopen;
-use embcache::io::{FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::config::ReopenMode;
+use embcache::io::{FaultEngine, IoEngine, IoOperation, MemoryEngine};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 use embcache_tests::ssd::{Versions, append, check, config, fetch, open};
@@ -17,7 +17,7 @@ const IDS: Id = 400;
 fn tier() -> (SsdTier, FaultEngine) {
     let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
     let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
-    (open(&engine, &config(Path::new("/t"), 160 << 10, Reopen::Never)).unwrap().0, faults)
+    (open(&engine, &config(Path::new("/t"), 160 << 10, ReopenMode::Never)).unwrap().0, faults)
 }
 
 /// Append until that is refused (or the watchdog ends the test), so that segments are full of live and dead records. With `publish`
@@ -40,13 +40,13 @@ fn write_until_refused(tier: &SsdTier, publish: bool, held: &mut Versions) -> em
     unreachable!("versions do not end")
 }
 
-fn a_tier_only_reads_after_a_panic(operation: Operation) {
+fn a_tier_only_reads_after_a_panic(operation: IoOperation) {
     for passing in 0..12 {
         let (tier, faults) = tier();
         let mut held = Versions::new();
         faults.panic_at(operation, passing);
         // Only a publish syncs.
-        let error = write_until_refused(&tier, operation == Operation::Sync, &mut held);
+        let error = write_until_refused(&tier, operation == IoOperation::Sync, &mut held);
         assert!(!faults.will_panic());
         assert_eq!(error.kind(), Kind::ReadOnly, "{error}");
         assert!(error.to_string().contains("panic"), "{error}");
@@ -65,15 +65,15 @@ fn a_tier_only_reads_after_a_panic(operation: Operation) {
 #[test]
 fn a_panic_of_a_flusher_leaves_a_tier_that_reads() {
     watched(String::new, || {
-        a_tier_only_reads_after_a_panic(Operation::Write);
-        a_tier_only_reads_after_a_panic(Operation::Sync);
+        a_tier_only_reads_after_a_panic(IoOperation::Write);
+        a_tier_only_reads_after_a_panic(IoOperation::Sync);
     });
 }
 
 #[test]
 fn a_panic_of_compaction_leaves_a_tier_that_reads() {
     // Only compaction reads here.
-    watched(String::new, || a_tier_only_reads_after_a_panic(Operation::Read));
+    watched(String::new, || a_tier_only_reads_after_a_panic(IoOperation::Read));
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn a_panic_of_a_fetch_is_its_error_and_the_next_one_reads() {
         append(&tier, &ids, 1, &mut held).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
         for passing in 0..2 {
-            faults.panic_at(Operation::Read, passing);
+            faults.panic_at(IoOperation::Read, passing);
             let error = fetch(&tier, &ids).expect_err("its thread panicked");
             assert_eq!(error.kind(), Kind::State, "{error}");
         }
@@ -103,7 +103,7 @@ fn a_panic_amid_a_change_of_the_tier_makes_it_refuse_all_use() {
         let ids: Vec<Id> = (0..100).collect();
         append(&tier, &ids, 1, &mut held).unwrap();
         // A segment's file is made under the lock of the state.
-        faults.panic_at(Operation::Create, 0);
+        faults.panic_at(IoOperation::Create, 0);
         let all: Vec<Id> = (100..IDS).collect();
         let appended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| append(&tier, &all, 1, &mut held)));
         assert!(appended.is_err());

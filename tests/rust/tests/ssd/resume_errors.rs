@@ -4,8 +4,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::config::Reopen;
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::config::ReopenMode;
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::{Kind, Result};
 use embcache_tests::ssd::{Versions, append, check, config, open};
@@ -17,7 +17,7 @@ const TOKENS: [u64; 2] = [5, 8];
 /// Two states with segments of their own, and what each holds.
 fn two_states(memory: &MemoryEngine) -> [Versions; 2] {
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     let states = TOKENS.map(|token| {
         append(&tier, &(0..3000).collect::<Vec<_>>(), token as u32, &mut held).unwrap();
@@ -31,7 +31,7 @@ fn two_states(memory: &MemoryEngine) -> [Versions; 2] {
 
 /// Open the directory with its newest state.
 fn resume(engine: &Arc<dyn IoEngine>) -> Result<SsdTier> {
-    open(engine, &config(Path::new(DIR), CAP, Reopen::Resume)).map(|(tier, _)| tier)
+    open(engine, &config(Path::new(DIR), CAP, ReopenMode::Resume)).map(|(tier, _)| tier)
 }
 
 #[test]
@@ -42,18 +42,18 @@ fn no_error_of_the_system_costs_the_older_state() {
     let whole = files(&memory);
     let mut of_the_older = 0;
     let faults = [
-        (Operation::Look, libc::EIO),
-        (Operation::Look, libc::EACCES),
-        (Operation::Open, libc::EMFILE),
-        (Operation::Open, libc::EACCES),
-        (Operation::Read, libc::EIO),
-        (Operation::List, libc::EIO),
+        (IoOperation::Exists, libc::EIO),
+        (IoOperation::Exists, libc::EACCES),
+        (IoOperation::Open, libc::EMFILE),
+        (IoOperation::Open, libc::EACCES),
+        (IoOperation::Read, libc::EIO),
+        (IoOperation::List, libc::EIO),
     ];
     for (operation, errno) in faults {
         for passing in 0.. {
             let disk = memory.kill();
             let fault = FaultEngine::new(Arc::new(disk.clone()));
-            fault.hit_once(operation, passing, Fault::Fail(errno));
+            fault.hit_once(operation, passing, IoFault::Fail(errno));
             let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
             let context = format!("{operation:?} {passing} fails with {errno}");
             let resumed = resume(&engine);
@@ -74,8 +74,8 @@ fn no_error_of_the_system_costs_the_older_state() {
             let engine: Arc<dyn IoEngine> = Arc::new(disk.clone());
             for (token, held) in TOKENS.into_iter().zip(&states).rev() {
                 let wanted = embcache::config::SsdConfig {
-                    resume_token: Some(token),
-                    ..config(Path::new(DIR), CAP, Reopen::Resume)
+                    resume_commit_id: Some(token),
+                    ..config(Path::new(DIR), CAP, ReopenMode::Resume)
                 };
                 check(&open(&engine, &wanted).unwrap().0, held, 0..100);
             }

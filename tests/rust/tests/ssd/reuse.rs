@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use embcache::config::Reopen;
-use embcache::io::{FaultEngine, IoEngine, MemoryEngine, Open, Operation};
+use embcache::config::ReopenMode;
+use embcache::io::{FaultEngine, IoEngine, IoOpenMode, IoOperation, MemoryEngine};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::Id;
 use embcache_tests::ssd::{Versions, append, check, config, open};
@@ -23,7 +23,7 @@ fn segments(engine: &dyn IoEngine) -> BTreeSet<PathBuf> {
 
 fn segment_bytes(engine: &dyn IoEngine) -> u64 {
     // Compaction goes on meanwhile. A file that goes between the list and this has no bytes any more.
-    let there = segments(engine).into_iter().filter_map(|path| engine.open(&path, Open::Read).ok());
+    let there = segments(engine).into_iter().filter_map(|path| engine.open(&path, IoOpenMode::Read).ok());
     there.map(|file| file.len().unwrap()).sum()
 }
 
@@ -31,7 +31,7 @@ fn segment_bytes(engine: &dyn IoEngine) -> u64 {
 fn made(fault: &FaultEngine) -> (usize, usize) {
     let log = fault.log();
     let of = |wanted| log.iter().filter(|(operation, path)| *operation == wanted && is_segment(path)).count();
-    (of(Operation::Rename), of(Operation::Create))
+    (of(IoOperation::Rename), of(IoOperation::Create))
 }
 
 /// A tier of `cap` bytes, and half of the ids for which it has room.
@@ -39,7 +39,7 @@ fn tier(cap: u64) -> (MemoryEngine, FaultEngine, SsdTier, Vec<Id>) {
     let memory = MemoryEngine::default();
     let fault = FaultEngine::new(Arc::new(memory.clone()));
     let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-    let (tier, _) = open(&engine, &config(Path::new(DIR), cap, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(Path::new(DIR), cap, ReopenMode::Never)).unwrap();
     let ids = (0..tier.capacity_rows() as Id / 2).collect();
     (memory, fault, tier, ids)
 }
@@ -61,7 +61,7 @@ fn rows_rewritten_in_whole_segments_are_written_to_the_files_of_those_they_leave
     tier.close().unwrap();
     drop(tier);
     let engine: Arc<dyn IoEngine> = Arc::new(memory.crash());
-    let (resumed, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Resume)).unwrap();
+    let (resumed, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Resume)).unwrap();
     check(&resumed, &held, -5..ids.len() as Id + 5);
 }
 
@@ -91,7 +91,7 @@ fn files_that_are_kept_go_when_the_tier_closes_and_are_swept_after_a_kill() {
     assert!(segment_bytes(&memory) <= used, "kept files stay");
 
     let engine: Arc<dyn IoEngine> = Arc::new(killed.clone());
-    let (resumed, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Resume)).unwrap();
+    let (resumed, _) = open(&engine, &config(Path::new(DIR), CAP, ReopenMode::Resume)).unwrap();
     assert_eq!(segments(&killed), named, "what no state names is swept");
     check(&resumed, &held, -5..ids.len() as Id + 5);
     for version in 10..20 {

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::config::{OptimizerKind, Reopen};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::config::{OptimizerKind, ReopenMode};
+use embcache::io::{FaultEngine, IoEngine, IoFault, IoOperation, MemoryEngine};
 use embcache::rows::{RowHeader, RowRef};
-use embcache::ssd::{FetchBatch, Identity, SsdTier, StateCounters};
+use embcache::ssd::{FetchBatch, ShardIdentity, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 use embcache_tests::ssd::{DIM, Versions, append, check, config, fetch, header, open, place, vector};
 use embcache_tests::watched;
@@ -19,7 +19,7 @@ fn every_row_of_the_capacity_fits_and_can_be_rewritten_and_one_more_is_refused_b
     for cap in [256 << 10, 1 << 20] {
         let memory = MemoryEngine::default();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-        let (tier, _) = open(&engine, &config(Path::new(DIR), cap, Reopen::Never)).unwrap();
+        let (tier, _) = open(&engine, &config(Path::new(DIR), cap, ReopenMode::Never)).unwrap();
         let rows = tier.capacity_rows() as Id;
         let mut held = Versions::new();
         let ids: Vec<Id> = (0..rows).collect();
@@ -35,7 +35,7 @@ fn every_row_of_the_capacity_fits_and_can_be_rewritten_and_one_more_is_refused_b
         }
         tier.publish(1, StateCounters::default()).unwrap();
         append(&tier, &ids, 9, &mut held).unwrap();
-        assert!(tier.stats().published_given_up, "a full table has no room for a state and its successor");
+        assert!(tier.stats().has_lost_flush, "a full table has no room for a state and its successor");
         check(&tier, &held, -5..rows + 5);
         tier.remove(&[0]).unwrap();
         append(&tier, &[rows], 1, &mut Versions::new()).unwrap();
@@ -60,8 +60,8 @@ fn every_row_of_the_capacity_fits_however_small_the_segments_that_publishes_left
         let memory = MemoryEngine::default();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
         let kind = OptimizerKind::RowWiseAdagrad;
-        let identity = Identity::of(&embcache_tests::config(dim, kind, 1));
-        let config = config(Path::new(DIR), cap, Reopen::Never);
+        let identity = ShardIdentity::of(&embcache_tests::config(dim, kind, 1));
+        let config = config(Path::new(DIR), cap, ReopenMode::Never);
         let (tier, _) = SsdTier::open(&config, &identity, kind.layout(dim), engine.clone()).unwrap();
         let rows = tier.capacity_rows() as Id;
         let (mut held, mut token) = (Versions::new(), 0);
@@ -88,7 +88,7 @@ fn every_row_of_the_capacity_fits_however_small_the_segments_that_publishes_left
             write(&(0..rows).filter(chosen).collect::<Vec<_>>(), version as u32);
         }
         drop(tier);
-        let config = embcache_tests::ssd::config(Path::new(DIR), cap, Reopen::Resume);
+        let config = embcache_tests::ssd::config(Path::new(DIR), cap, ReopenMode::Resume);
         let (tier, _) = SsdTier::open(&config, &identity, kind.layout(dim), engine.clone()).unwrap();
         let mut scanned = Versions::new();
         tier.scan(&mut |row| {
@@ -107,21 +107,21 @@ fn every_row_of_the_capacity_fits_however_small_the_segments_that_publishes_left
 fn states_that_are_in_the_way_are_given_up_and_cannot_be_resumed() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let dir = Path::new(DIR);
-    let (tier, _) = open(&engine, &config(dir, 512 << 10, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(dir, 512 << 10, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     let ids: Vec<Id> = (0..tier.capacity_rows() as Id * 2 / 3).collect();
     append(&tier, &ids, 1, &mut held).unwrap();
     tier.publish(4, StateCounters::default()).unwrap();
-    assert!(!tier.stats().published_given_up);
+    assert!(!tier.stats().has_lost_flush);
     for version in 2..5 {
         append(&tier, &ids, version, &mut held).unwrap();
     }
-    assert!(tier.stats().published_given_up);
-    assert!(SsdTier::published(dir, &*engine).unwrap().is_empty());
+    assert!(tier.stats().has_lost_flush);
+    assert!(SsdTier::published_commit_ids(dir, &*engine).unwrap().is_empty());
     tier.publish(5, StateCounters::default()).unwrap();
-    assert!(!tier.stats().published_given_up);
+    assert!(!tier.stats().has_lost_flush);
     drop(tier);
-    let (tier, _) = open(&engine, &config(dir, 512 << 10, Reopen::Resume)).unwrap();
+    let (tier, _) = open(&engine, &config(dir, 512 << 10, ReopenMode::Resume)).unwrap();
     check(&tier, &held, -5..ids.len() as Id + 5);
 }
 
@@ -129,7 +129,7 @@ fn states_that_are_in_the_way_are_given_up_and_cannot_be_resumed() {
 fn evicted_rows_make_room_and_never_come_back() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let dir = Path::new(DIR);
-    let (tier, _) = open(&engine, &config(dir, 512 << 10, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(dir, 512 << 10, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     let rows = tier.capacity_rows() as Id;
     append(&tier, &(0..rows).collect::<Vec<_>>(), 1, &mut held).unwrap();
@@ -149,28 +149,28 @@ fn evicted_rows_make_room_and_never_come_back() {
     assert_eq!(tier.stats().dropped_rows, 6000);
     tier.publish(99, StateCounters::default()).unwrap();
     drop(tier);
-    let (tier, _) = open(&engine, &config(dir, 512 << 10, Reopen::Resume)).unwrap();
+    let (tier, _) = open(&engine, &config(dir, 512 << 10, ReopenMode::Resume)).unwrap();
     check(&tier, &held, -5..rows + 6000);
 }
 
 #[test]
 fn after_a_full_disk_the_tier_refuses_writes_and_serves_all_it_was_given() {
-    for operation in [Operation::Create, Operation::Write, Operation::Sync] {
+    for operation in [IoOperation::Create, IoOperation::Write, IoOperation::Sync] {
         let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
         let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, Reopen::Never)).unwrap();
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, ReopenMode::Never)).unwrap();
         let mut held = Versions::new();
         append(&tier, &(0..500).collect::<Vec<_>>(), 1, &mut held).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
         let published = held.clone();
-        fault.hit_every(operation, Fault::Fail(libc::ENOSPC));
+        fault.hit_every(operation, IoFault::Fail(libc::ENOSPC));
         let mut version = 1;
         let error = loop {
             version += 1;
             let ids: Vec<Id> = (0..100).map(|at| i64::from(version) * 40 + at).collect();
             let before = held.clone();
             let mut done = append(&tier, &ids, version, &mut held);
-            if operation == Operation::Sync {
+            if operation == IoOperation::Sync {
                 // Only a publish syncs.
                 done = done.and_then(|()| tier.publish(u64::from(version), StateCounters::default()));
             }
@@ -197,7 +197,7 @@ fn after_a_full_disk_the_tier_refuses_writes_and_serves_all_it_was_given() {
             assert!(found == Some(held[id]) || found == Some(version), "id {id}: {found:?}");
         }
         drop(tier);
-        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, Reopen::Resume)).unwrap();
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, ReopenMode::Resume)).unwrap();
         check(&tier, &published, -5..600);
     }
 }
@@ -210,7 +210,7 @@ fn fetches_appends_and_scans_of_many_tables_at_once_are_right() {
             let engine = &engine;
             scope.spawn(move || {
                 let dir = format!("/embcache-room/{table}");
-                let (tier, _) = open(engine, &config(Path::new(&dir), 512 << 10, Reopen::Never)).unwrap();
+                let (tier, _) = open(engine, &config(Path::new(&dir), 512 << 10, ReopenMode::Never)).unwrap();
                 let mut held = Versions::new();
                 for version in 1..12 {
                     let ids: Vec<Id> = (0..400).map(|at| (at * 7 + i64::from(version) * 91) % 900).collect();
@@ -237,12 +237,12 @@ fn an_eviction_that_fails_halfway_says_which_rows_are_gone_and_counts_them() {
     for passing in 0.. {
         let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
         let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-        let (tier, _) = open(&engine, &config(Path::new(DIR), 512 << 10, Reopen::Never)).unwrap();
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 512 << 10, ReopenMode::Never)).unwrap();
         let mut held = Versions::new();
         append(&tier, &(0..1000).collect::<Vec<_>>(), 1, &mut held).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
         // The eviction reads the footer of one segment after the other, and drops the rows of each.
-        fault.hit_once(Operation::Read, passing, Fault::Fail(libc::EIO));
+        fault.hit_once(IoOperation::Read, passing, IoFault::Fail(libc::EIO));
         let gone = match tier.evict(600, &|_| false) {
             Ok(gone) => gone,
             Err(error) => {
@@ -269,7 +269,7 @@ fn an_eviction_that_fails_halfway_says_which_rows_are_gone_and_counts_them() {
 fn whoever_waits_for_room_submits_the_reads_that_keep_files_in_the_way() {
     watched(String::new, || {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, Reopen::Never)).unwrap();
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, ReopenMode::Never)).unwrap();
         let ids: Vec<Id> = (0..tier.capacity_rows() as Id).collect();
         let mut held = Versions::new();
         append(&tier, &ids, 1, &mut held).unwrap();
@@ -295,7 +295,7 @@ fn whoever_waits_for_room_submits_the_reads_that_keep_files_in_the_way() {
 fn a_fetch_can_be_waited_for_whether_or_not_its_batch_is_submitted() {
     watched(String::new, || {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, Reopen::Never)).unwrap();
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, ReopenMode::Never)).unwrap();
         let ids: Vec<Id> = (0..2000).collect();
         append(&tier, &ids, 1, &mut Versions::new()).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
@@ -315,7 +315,7 @@ fn a_fetch_can_be_waited_for_whether_or_not_its_batch_is_submitted() {
 fn rows_are_evicted_in_the_order_of_writing_and_a_footer_is_read_once_for_all_that_leave() {
     let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
     let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
-    let (tier, _) = open(&engine, &config(Path::new(DIR), 4 << 20, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(Path::new(DIR), 4 << 20, ReopenMode::Never)).unwrap();
     let mut held = Versions::new();
     let ids: Vec<Id> = (0..6000).map(|id| id * 7919 % 6007).collect();
     append(&tier, &ids, 1, &mut held).unwrap();
@@ -323,7 +323,7 @@ fn rows_are_evicted_in_the_order_of_writing_and_a_footer_is_read_once_for_all_th
     let kept = |id: Id| id % 10 == 3;
     let expected: Vec<Id> = ids.iter().copied().filter(|id| !kept(*id)).collect();
     let mut gone = tier.evict(5, &kept).unwrap();
-    faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+    faults.hit_every(IoOperation::Read, IoFault::Fail(libc::EIO));
     for _ in 0..40 {
         gone.extend(tier.evict(5, &kept).expect("nothing more is read"));
     }

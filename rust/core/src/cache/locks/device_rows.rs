@@ -4,7 +4,7 @@
 //! rows are read, and the operation is done again under the lock, with copies of them. `rows_in_use` is held from the first time to the last,
 //! so that no kernel changes the rows and no row arrives on the device. The lock itself is free for others, such as plans that begin.
 
-use super::guards::{Held, RowsHeld};
+use super::guards::{RowUseGuard, TableGuard};
 use super::inner::TableInner;
 use crate::cache::residency::DeviceCopies;
 use crate::error::Result;
@@ -18,25 +18,25 @@ impl TableInner {
     /// Errors: those of `lock` and of `work`.
     pub(crate) fn with_device_rows<'a, T>(
         &'a self,
-        _rows: &RowsHeld<'_>,
-        lock: impl Fn() -> Result<Held<'a>>,
-        mut work: impl FnMut(&mut Held<'a>) -> Result<T>,
-    ) -> Result<(Held<'a>, T)> {
+        _rows: &RowUseGuard<'_>,
+        lock: impl Fn() -> Result<TableGuard<'a>>,
+        mut work: impl FnMut(&mut TableGuard<'a>) -> Result<T>,
+    ) -> Result<(TableGuard<'a>, T)> {
         let mut copies = DeviceCopies::default();
-        let mut chosen = Chosen(None);
+        let mut chosen = DeviceVictimsGuard(None);
         loop {
             let mut held = lock()?;
-            held.lend_copies(copies);
+            held.set_copies(copies);
             let done = work(&mut held);
             copies = held.take_copies();
-            if done.is_ok() || !copies.are_owed() {
+            if done.is_ok() || !copies.has_pending_reads() {
                 if chosen.0.take().is_some() {
-                    held.let_stay_on_device();
+                    held.keep_leaving_on_device();
                 }
                 return done.map(|done| (held, done));
             }
             drop(held);
-            if copies.have_victims() {
+            if copies.has_victims() {
                 chosen.0 = Some(self);
             }
             copies.read(self);
@@ -45,19 +45,19 @@ impl TableInner {
 
     /// As [`TableInner::with_device_rows`], for `work` that needs device rows only where it ends a sweep that is under way. The lock is given
     /// back.
-    pub(crate) fn amid_sweeps<'a, T>(
+    pub(crate) fn during_sweeps<'a, T>(
         &'a self,
-        lock: impl Fn() -> Result<Held<'a>>,
-        work: impl FnMut(&mut Held<'a>) -> Result<T>,
+        lock: impl Fn() -> Result<TableGuard<'a>>,
+        work: impl FnMut(&mut TableGuard<'a>) -> Result<T>,
     ) -> Result<T> {
-        self.locked_amid_sweeps(lock, work).map(|(_, done)| done)
+        self.lock_during_sweeps(lock, work).map(|(_, done)| done)
     }
 
-    fn locked_amid_sweeps<'a, T>(
+    fn lock_during_sweeps<'a, T>(
         &'a self,
-        lock: impl Fn() -> Result<Held<'a>>,
-        mut work: impl FnMut(&mut Held<'a>) -> Result<T>,
-    ) -> Result<(Held<'a>, T)> {
+        lock: impl Fn() -> Result<TableGuard<'a>>,
+        mut work: impl FnMut(&mut TableGuard<'a>) -> Result<T>,
+    ) -> Result<(TableGuard<'a>, T)> {
         let mut held = lock()?;
         if self.has_device() && held.has_sweep() {
             drop(held);
@@ -69,21 +69,21 @@ impl TableInner {
     }
 
     /// The table's residency, once all rows are gone that the sweep under way takes, but those of plans in place.
-    pub(crate) fn lock_swept(&self) -> Result<Held<'_>> {
-        self.locked_amid_sweeps(|| self.lock(), |held| held.finish_sweep()).map(|(held, ())| held)
+    pub(crate) fn lock_after_sweep(&self) -> Result<TableGuard<'_>> {
+        self.lock_during_sweeps(|| self.lock(), |held| held.finish_sweep()).map(|(held, ())| held)
     }
 }
 
 /// The table of an operation that has chosen victims of the device tier and does not go on. They stay.
-struct Chosen<'a>(Option<&'a TableInner>);
+struct DeviceVictimsGuard<'a>(Option<&'a TableInner>);
 
-impl Drop for Chosen<'_> {
+impl Drop for DeviceVictimsGuard<'_> {
     fn drop(&mut self) {
         // A table that is closed or torn has no use for its slots.
         if let Some(table) = self.0
             && let Ok(mut held) = table.lock_any()
         {
-            held.let_stay_on_device();
+            held.keep_leaving_on_device();
         }
     }
 }

@@ -3,33 +3,37 @@
 
 use std::time::Instant;
 
-use super::torn::{Tear, Torn};
+use super::torn::{PoisonCause, TablePoison};
 use crate::cache::residency::Residency;
 use crate::host::NoKernelWrites;
-use crate::stats::Histogram;
+use crate::stats::DurationHistogram;
 use crate::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
 /// What the table's lock protects.
-pub(crate) struct Locked {
+pub(crate) struct LockedTable {
     pub(crate) residency: Residency,
     /// Why every use is refused until a load succeeds, if so.
     pub(crate) unusable: Option<String>,
 }
 
 /// The residency of a table, with its lock held. Dropped by a panic it leaves the table torn.
-pub(crate) struct Held<'a> {
-    torn: &'a Torn,
+pub(crate) struct TableGuard<'a> {
+    poison: &'a TablePoison,
     /// How long the lock is held is counted here.
-    durations: &'a Histogram,
-    since: Instant,
+    durations: &'a DurationHistogram,
+    locked_at: Instant,
     /// Whether the lock was taken by the clean-up after a panic.
     unwinding: bool,
-    locked: MutexGuard<'a, Locked>,
+    locked: MutexGuard<'a, LockedTable>,
 }
 
-impl<'a> Held<'a> {
-    pub(super) fn new(torn: &'a Torn, durations: &'a Histogram, locked: MutexGuard<'a, Locked>) -> Self {
-        Self { torn, durations, since: Instant::now(), unwinding: std::thread::panicking(), locked }
+impl<'a> TableGuard<'a> {
+    pub(super) fn new(
+        poison: &'a TablePoison,
+        durations: &'a DurationHistogram,
+        locked: MutexGuard<'a, LockedTable>,
+    ) -> Self {
+        Self { poison, durations, locked_at: Instant::now(), unwinding: std::thread::panicking(), locked }
     }
 
     /// Why every use is refused until a load succeeds; `None` where it is not.
@@ -42,7 +46,7 @@ impl<'a> Held<'a> {
     }
 }
 
-impl std::ops::Deref for Held<'_> {
+impl std::ops::Deref for TableGuard<'_> {
     type Target = Residency;
     #[inline]
     fn deref(&self) -> &Residency {
@@ -50,29 +54,29 @@ impl std::ops::Deref for Held<'_> {
     }
 }
 
-impl std::ops::DerefMut for Held<'_> {
+impl std::ops::DerefMut for TableGuard<'_> {
     #[inline]
     fn deref_mut(&mut self) -> &mut Residency {
         &mut self.locked.residency
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for TableGuard<'_> {
     fn drop(&mut self) {
-        self.durations.record(self.since.elapsed());
+        self.durations.record(self.locked_at.elapsed());
         if std::thread::panicking() && !self.unwinding {
-            self.torn.set(Tear::Panic);
+            self.poison.set(PoisonCause::Panic);
         }
     }
 }
 
 /// `rows_in_use` of a table, held: no kernel writes the table's rows meanwhile, but for those that the holder runs himself.
-pub(crate) struct RowsHeld<'a> {
+pub(crate) struct RowUseGuard<'a> {
     _reading: Option<RwLockReadGuard<'a, ()>>,
     _writing: Option<RwLockWriteGuard<'a, ()>>,
 }
 
-impl<'a> RowsHeld<'a> {
+impl<'a> RowUseGuard<'a> {
     /// Kernels may read rows meanwhile.
     pub(super) fn reading(guard: RwLockReadGuard<'a, ()>) -> Self {
         Self { _reading: Some(guard), _writing: None }
@@ -85,7 +89,7 @@ impl<'a> RowsHeld<'a> {
 
     /// The caller's own caller holds the lock for writing, in [`Plan::exclusively`](crate::cache::Plan::exclusively). `'a` is bound to a
     /// turn of that caller's code, which ends before.
-    pub(super) fn by_caller() -> Self {
+    pub(super) fn held_by_caller() -> Self {
         Self { _reading: None, _writing: None }
     }
 

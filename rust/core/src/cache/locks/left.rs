@@ -6,77 +6,77 @@
 
 use std::time::Duration;
 
-use crate::cache::residency::Hold;
+use crate::cache::residency::PlanPins;
 use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, lock, wait, wait_at_most};
 
 /// What was left for whoever takes the table's lock next.
 #[derive(Default)]
-pub(crate) struct Left {
+pub(crate) struct DeferredReleases {
     /// Its lock is held for no longer than it takes to add to the list or to empty it.
-    list: Mutex<List>,
+    list: Mutex<DeferredList>,
     /// Whether there is anything in the list.
-    any: AtomicBool,
-    moment_gone: Condvar,
+    has_any: AtomicBool,
+    snapshot_ended: Condvar,
 }
 
 #[derive(Default)]
-struct List {
-    holds: Vec<Hold>,
-    moment: bool,
+struct DeferredList {
+    pins: Vec<PlanPins>,
+    snapshot_ended: bool,
     /// How many moments were let go of so far.
-    moments_gone: u64,
+    snapshots_ended: u64,
 }
 
-impl Left {
+impl DeferredReleases {
     /// A plan gives back what it holds.
-    pub(crate) fn hold(&self, hold: Hold) {
+    pub(crate) fn add_pins(&self, pins: PlanPins) {
         let mut list = lock(&self.list);
-        list.holds.push(hold);
-        self.any.store(true, Ordering::Release);
+        list.pins.push(pins);
+        self.has_any.store(true, Ordering::Release);
     }
 
     /// The moment of the table is let go of.
-    pub(crate) fn moment(&self) {
+    pub(crate) fn add_snapshot_end(&self) {
         {
             let mut list = lock(&self.list);
-            list.moment = true;
-            list.moments_gone += 1;
-            self.any.store(true, Ordering::Release);
+            list.snapshot_ended = true;
+            list.snapshots_ended += 1;
+            self.has_any.store(true, Ordering::Release);
         }
-        self.moment_gone.notify_all();
+        self.snapshot_ended.notify_all();
     }
 
     /// Whether there is anything to take.
     #[inline]
-    pub(crate) fn any(&self) -> bool {
-        self.any.load(Ordering::Acquire)
+    pub(crate) fn has_any(&self) -> bool {
+        self.has_any.load(Ordering::Acquire)
     }
 
     /// Take what was left: what plans held, and whether the moment was let go of.
-    pub(crate) fn take(&self) -> (Vec<Hold>, bool) {
+    pub(crate) fn take(&self) -> (Vec<PlanPins>, bool) {
         let mut list = lock(&self.list);
-        self.any.store(false, Ordering::Release);
-        (std::mem::take(&mut list.holds), std::mem::take(&mut list.moment))
+        self.has_any.store(false, Ordering::Release);
+        (std::mem::take(&mut list.pins), std::mem::take(&mut list.snapshot_ended))
     }
 
     /// How many moments were let go of so far.
-    pub(crate) fn moments_gone(&self) -> u64 {
-        lock(&self.list).moments_gone
+    pub(crate) fn snapshots_ended(&self) -> u64 {
+        lock(&self.list).snapshots_ended
     }
 
-    /// Wait until more than `gone` moments were let go of.
-    pub(crate) fn wait_for_moment(&self, gone: u64) {
+    /// Wait until more than `ended` moments were let go of.
+    pub(crate) fn wait_for_snapshot_end(&self, ended: u64) {
         let mut list = lock(&self.list);
-        while list.moments_gone == gone {
-            list = wait(&self.moment_gone, list);
+        while list.snapshots_ended == ended {
+            list = wait(&self.snapshot_ended, list);
         }
     }
 
-    /// As [`Left::wait_for_moment`], for about `most` at most.
-    pub(crate) fn wait_for_moment_at_most(&self, gone: u64, most: Duration) {
+    /// As [`DeferredReleases::wait_for_snapshot_end`], for about `most` at most.
+    pub(crate) fn wait_for_snapshot_end_at_most(&self, ended: u64, most: Duration) {
         let list = lock(&self.list);
-        if list.moments_gone == gone {
-            drop(wait_at_most(&self.moment_gone, list, most));
+        if list.snapshots_ended == ended {
+            drop(wait_at_most(&self.snapshot_ended, list, most));
         }
     }
 }

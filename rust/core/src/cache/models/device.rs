@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use loom::cell::UnsafeCell;
 
-use super::{Chunk, DIM, Lookup, MemoryEngine, Plan, PlanMode, PreImages, Table, config, model, spawn};
-use crate::cache::{Ancestor, DeviceRows};
+use super::{DIM, Lookup, MemoryEngine, Plan, PlanMode, PreImages, RowChunk, Table, config, model, spawn};
+use crate::cache::{BaseCheckpoint, DeviceRowReader};
 use crate::config::{OnFull, TableConfig};
 use crate::io::IoEngine;
 use crate::types::{CacheSlot, Id};
@@ -34,7 +34,7 @@ impl Device {
     }
 }
 
-impl DeviceRows for Device {
+impl DeviceRowReader for Device {
     fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> crate::Result<()> {
         scalars.fill(0.0);
         for (&slot, to) in slots.iter().zip(vectors.chunks_exact_mut(DIM)) {
@@ -49,7 +49,7 @@ fn table() -> (Table, Arc<Lookup>, Arc<Device>) {
     // Slots past the budget are for batches that do not fit.
     let device = Arc::new(Device((0..6).map(|_| UnsafeCell::new([f32::NAN; DIM])).collect()));
     let wanted = TableConfig { device_rows: Some(2), ssd: None, on_full: OnFull::Error, ..config() };
-    let reader = Arc::clone(&device) as Arc<dyn DeviceRows>;
+    let reader = Arc::clone(&device) as Arc<dyn DeviceRowReader>;
     let table = Table::open(wanted, Some(reader), Arc::new(MemoryEngine::default())).unwrap();
     let lookup = Arc::new(Lookup::new(std::slice::from_ref(&table), &[0]).unwrap());
     for id in [1, 2] {
@@ -173,21 +173,21 @@ fn loom_a_plan_that_is_dropped_before_its_row_has_arrived_leaves_it_for_another(
 /// a delta builds. Row 1 is trained after the save has begun, so that a copy of it is kept.
 fn saved_while_a_row_leaves(is_delta: bool) -> Vec<Id> {
     let (table, lookup, device) = table();
-    let parent = Ancestor { name: "c".into(), manifest_xxh3: 0, next_epoch: 1 };
+    let parent = BaseCheckpoint { name: "c".into(), manifest_xxh3: 0, next_epoch: 1 };
     table.set_epoch(1).unwrap();
     table.saved_as(parent.clone()).unwrap();
     train(&lookup, &device, 1);
     train(&lookup, &device, 2);
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let images = Arc::new(PreImages::new(engine, "/save/images".into(), 1 << 20, 1));
-    let moment = if is_delta { table.moment_of_changes(&images, 2, &parent) } else { table.moment(&images, 2) };
+    let moment = if is_delta { table.snapshot_of_changes(&images, 2, &parent) } else { table.snapshot(&images, 2) };
     train(&lookup, &device, 1);
     let other = {
         let (lookup, device) = (Arc::clone(&lookup), Arc::clone(&device));
         spawn(move || train(&lookup, &device, 3))
     };
     let mut ids = Vec::new();
-    let mut sink = |chunk: Chunk| {
+    let mut sink = |chunk: RowChunk| {
         ids.extend(chunk.headers.iter().map(|header| header.id));
         Ok(())
     };

@@ -4,15 +4,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::handle::{Plan, check_len, placed};
-use super::state::{PlanState, Pooled, Stage};
-use super::tensors::{Rows, addresses, with_rows};
-use crate::cache::locks::{TableInner, Tear};
+use super::handle::{Plan, check_len, placed_state};
+use super::state::{PlanStage, PlanState, PooledArgs};
+use super::tensors::{KernelRows, tensor_addresses, with_rows};
+use crate::cache::locks::{PoisonCause, TableInner};
 use crate::cache::rows::DeviceTensors;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::{
-    ArenaRows, Gradient, Hyperparameters, PooledFeature, PooledGradient, backward, forward_pooled, forward_sequence,
-    weight_gradient,
+    ArenaRows, GradientView, Hyperparameters, PooledFeature, PooledGradient, backward, forward_pooled,
+    forward_sequence, weight_gradient,
 };
 
 impl Plan {
@@ -32,14 +32,14 @@ impl Plan {
         device: &mut [Option<DeviceTensors<'_>>],
         threads: usize,
     ) -> Result<()> {
-        let turn = self.turn()?;
-        let mut state = placed(&turn, "forward_pooled")?;
+        let turn = self.lock_plan()?;
+        let mut state = placed_state(&turn, "forward_pooled")?;
         // Another thread may change what the caller lent, so copies are checked and used.
         let (offsets, mean) = (offsets.to_vec(), mean.to_vec());
         let bags = self.check_offsets(&offsets, weights, &mean)?;
         let columns = self.shape.total_columns;
         check_len("out", out.len(), bags * columns)?;
-        let mut stores = Rows::of(&state.tables, device)?;
+        let mut stores = KernelRows::of(&state.tables, device)?;
         let mut local = Vec::with_capacity(bags + 1);
         for (feature, &table) in self.shape.feature_tables.iter().enumerate() {
             let begin = self.splits[feature];
@@ -59,7 +59,7 @@ impl Plan {
             });
         }
         if self.mode.train {
-            state.pooled = Some(Pooled { offsets, weights: weights.map(<[f32]>::to_vec), mean });
+            state.pooled = Some(PooledArgs { offsets, weights: weights.map(<[f32]>::to_vec), mean });
         }
         Ok(())
     }
@@ -71,11 +71,11 @@ impl Plan {
         device: &mut [Option<DeviceTensors<'_>>],
         threads: usize,
     ) -> Result<()> {
-        let turn = self.turn()?;
-        let state = placed(&turn, "forward_sequence")?;
-        let dim = self.one_dim()?;
+        let turn = self.lock_plan()?;
+        let state = placed_state(&turn, "forward_sequence")?;
+        let dim = self.common_dim()?;
         check_len("out", out.len(), self.splits[self.splits.len() - 1] * dim)?;
-        let mut stores = Rows::of(&state.tables, device)?;
+        let mut stores = KernelRows::of(&state.tables, device)?;
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
             let plan = &state.tables[table];
@@ -98,15 +98,15 @@ impl Plan {
         device: &mut [Option<DeviceTensors<'_>>],
         threads: usize,
     ) -> Result<()> {
-        let turn = self.turn()?;
+        let turn = self.lock_plan()?;
         let mut state = self.trainable(&turn)?;
         check_len("hyperparameters", hyperparameters.len(), self.shape.tables.len())?;
-        let (pooled, bags) = self.pooled_of(&state, grad)?;
+        let (pooled, bags) = self.pooled_args(&state, grad)?;
         let total = self.splits[self.shape.feature_tables.len()];
         if let Some(weight_grad) = &weight_grad {
             check_len("weight_grad", weight_grad.len(), total)?;
         }
-        let mut stores = Rows::of(&state.tables, device)?;
+        let mut stores = KernelRows::of(&state.tables, device)?;
         // What can fail comes before the first update, so that a step is made on all tables or on none.
         let sources = self
             .shape
@@ -115,7 +115,7 @@ impl Plan {
             .map(|features| self.gradient_sources(pooled, bags, features.clone(), threads));
         let sources = sources.collect::<Result<Vec<_>>>()?;
         let steps = state.next_steps(hyperparameters)?;
-        let _step = Step(&self.shape.tables);
+        let _step = TrainingStepGuard(&self.shape.tables);
         // A table that is closed meanwhile has no rows any more, and the others make the step.
         let mut ended = Ok(());
         for (table, table_features) in self.shape.table_features.iter().enumerate() {
@@ -123,7 +123,7 @@ impl Plan {
             let range = self.splits[table_features.start]..self.splits[table_features.end];
             let (source, step) = (&sources[table], &steps[table]);
             let writing = self.shape.tables[table].writing_rows_or_exclusive(&turn)?;
-            plan.keep_rows(&writing, stores[table].tensors());
+            plan.keep_pre_images(&writing, stores[table].tensors());
             with_rows!(&mut stores[table], rows => {
                 if let Some(weight_grad) = &mut weight_grad {
                     // SAFETY: the plan has pinned every slot, so all are valid. The guard keeps out every other kernel.
@@ -135,7 +135,7 @@ impl Plan {
             });
             ended = ended.and(plan.end_kernels_step(writing));
         }
-        state.stage = Stage::Trained;
+        state.stage = PlanStage::Trained;
         ended
     }
 
@@ -147,23 +147,23 @@ impl Plan {
         device: &mut [Option<DeviceTensors<'_>>],
         threads: usize,
     ) -> Result<()> {
-        let turn = self.turn()?;
+        let turn = self.lock_plan()?;
         let mut state = self.trainable(&turn)?;
-        let dim = self.one_dim()?;
+        let dim = self.common_dim()?;
         check_len("hyperparameters", hyperparameters.len(), self.shape.tables.len())?;
         check_len("grad", grad.len(), self.splits[self.splits.len() - 1] * dim)?;
-        let mut stores = Rows::of(&state.tables, device)?;
+        let mut stores = KernelRows::of(&state.tables, device)?;
         let steps = state.next_steps(hyperparameters)?;
-        let _step = Step(&self.shape.tables);
+        let _step = TrainingStepGuard(&self.shape.tables);
         // A table that is closed meanwhile has no rows any more, and the others make the step.
         let mut ended = Ok(());
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let plan = &mut state.tables[table];
             let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
-            let gradient = Gradient::Sequence { grad: &grad[range] };
+            let gradient = GradientView::Sequence { grad: &grad[range] };
             let step = &steps[table];
             let writing = self.shape.tables[table].writing_rows_or_exclusive(&turn)?;
-            plan.keep_rows(&writing, stores[table].tensors());
+            plan.keep_pre_images(&writing, stores[table].tensors());
             with_rows!(&mut stores[table], rows => {
                 // SAFETY: the plan has pinned every slot, so all are valid, and they are distinct, one for each id. The guard keeps out
                 // every other kernel.
@@ -171,14 +171,14 @@ impl Plan {
             });
             ended = ended.and(plan.end_kernels_step(writing));
         }
-        state.stage = Stage::Trained;
+        state.stage = PlanStage::Trained;
         ended
     }
 
     /// What the forward was given, whose backward has this gradient `[B, C]`, and the number of bags of a feature: `B`.
     ///
     /// Errors: `State` without a forward, `Input` for a gradient of another length.
-    pub(super) fn pooled_of<'a>(&self, state: &'a PlanState, grad: &[f32]) -> Result<(&'a Pooled, usize)> {
+    pub(super) fn pooled_args<'a>(&self, state: &'a PlanState, grad: &[f32]) -> Result<(&'a PooledArgs, usize)> {
         let Some(pooled) = &state.pooled else {
             return Err(Error::new(
                 Kind::State,
@@ -206,7 +206,7 @@ impl Plan {
     /// The width of all tables.
     ///
     /// Errors: `Input` where they have several.
-    pub fn one_dim(&self) -> Result<usize> {
+    pub fn common_dim(&self) -> Result<usize> {
         let mut dims = self.shape.tables.iter().map(|table| table.layout.dim);
         let first = dims.next().unwrap_or(0);
         if dims.all(|dim| dim == first) {
@@ -219,7 +219,7 @@ impl Plan {
     /// Where the occurrences of one table's features find their gradients in that of the pooled output.
     pub(super) fn gradient_sources(
         &self,
-        pooled: &Pooled,
+        pooled: &PooledArgs,
         bags: usize,
         features: Range<usize>,
         threads: usize,
@@ -272,12 +272,12 @@ impl Plan {
 }
 
 /// A training step under way over some tables. A panic in it leaves them torn, since rows may be updated that are not marked so.
-struct Step<'a>(&'a [Arc<TableInner>]);
+struct TrainingStepGuard<'a>(&'a [Arc<TableInner>]);
 
-impl Drop for Step<'_> {
+impl Drop for TrainingStepGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.iter().for_each(|table| table.tear(Tear::Panic));
+            self.0.iter().for_each(|table| table.poison(PoisonCause::Panic));
         }
     }
 }

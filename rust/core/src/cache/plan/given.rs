@@ -1,6 +1,6 @@
 //! What kernels outside of the core are given of a plan: where its rows are, and the occurrences of each.
 
-use super::handle::{Plan, check_index, check_len, placed};
+use super::handle::{Plan, check_index, check_len, placed_state};
 use crate::error::{Error, Kind, Result};
 use crate::types::{CacheSlot, NO_SLOT};
 
@@ -21,8 +21,8 @@ impl Plan {
     /// What ids of a table read that have no row and get none: `[D]`, or `None` for zeros.
     pub fn absent_row(&self, table: usize) -> Result<Option<Vec<f32>>> {
         self.table(table)?;
-        let turn = self.turn()?;
-        let state = placed(&turn, "absent_row")?;
+        let turn = self.lock_plan()?;
+        let state = placed_state(&turn, "absent_row")?;
         Ok(state.tables[table].absent().map(<[f32]>::to_vec))
     }
 
@@ -34,8 +34,8 @@ impl Plan {
 
     /// The slot of each occurrence of a feature, `NO_SLOT` for one that reads the absent row: `[N_f]`.
     pub fn slots(&self, feature: usize) -> Result<Vec<CacheSlot>> {
-        let turn = self.turn()?;
-        let state = placed(&turn, "slots")?;
+        let turn = self.lock_plan()?;
+        let state = placed_state(&turn, "slots")?;
         check_index("feature", feature, self.shape.features())?;
         Ok(self.feature_slots(&state, feature).to_vec())
     }
@@ -44,8 +44,8 @@ impl Plan {
     ///
     /// Errors: `Input` unless `out` is as long as the batch.
     pub fn fill_slots(&self, out: &mut [i32]) -> Result<()> {
-        let turn = self.turn()?;
-        let state = placed(&turn, "fill_slots")?;
+        let turn = self.lock_plan()?;
+        let state = placed_state(&turn, "fill_slots")?;
         check_len("out", out.len(), self.occurrences()?)?;
         for (table, features) in state.tables.iter().zip(&self.shape.table_features) {
             let of_table = self.splits[features.start]..self.splits[features.end];
@@ -56,8 +56,8 @@ impl Plan {
 
     /// For each table how many distinct rows the batch has of it.
     pub fn row_counts(&self) -> Result<Vec<usize>> {
-        let turn = self.turn()?;
-        let state = placed(&turn, "row_counts")?;
+        let turn = self.lock_plan()?;
+        let state = placed_state(&turn, "row_counts")?;
         Ok(state.tables.iter().map(|table| table.index.slots.len()).collect())
     }
 
@@ -66,7 +66,7 @@ impl Plan {
     /// Errors: `Input` for lists of other lengths; `State` for a plan that is not to be trained, of which no occurrences are kept.
     pub fn fill_rows(&self, tables: &[usize], lists: &mut RowLists<'_>) -> Result<()> {
         tables.iter().try_for_each(|&table| self.table(table).map(drop))?;
-        let turn = self.turn()?;
+        let turn = self.lock_plan()?;
         let state = self.trainable(&turn)?;
         self.occurrences()?;
         let of_tables = || tables.iter().map(|&table| &state.tables[table].index);
@@ -106,8 +106,8 @@ impl Plan {
     /// A table's transposed index: slots `[U]`, starts `[U + 1]`, and occurrences as positions in the batch's ids.
     pub fn transposed(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<u32>, Vec<u32>)> {
         self.table(table)?;
-        let turn = self.turn()?;
-        let state = placed(&turn, "transposed")?;
+        let turn = self.lock_plan()?;
+        let state = placed_state(&turn, "transposed")?;
         let begin = self.splits[self.shape.table_features[table].start] as u32;
         let index = &state.tables[table].index;
         let occurrences = index.occurrences.iter().map(|&position| position + begin).collect();

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::handle::{Plan, check_len};
-use super::shape::Shape;
-use super::side_by_side::Threads;
+use super::shape::LookupShape;
+use super::side_by_side::PlanThreads;
 use super::state::TablePlan;
 use crate::cache::residency::PlanMode;
 use crate::cache::table::Table;
 use crate::error::{Error, Kind, Result};
-use crate::index::{Deduped, Deduper};
+use crate::index::{DedupedIds, IdDeduper};
 use crate::kernels::threads::for_each_that_waits;
 use crate::memory;
 use crate::sync::{Mutex, lock};
@@ -23,16 +23,16 @@ const MAX_IDS: usize = 1 << 30;
 /// A fixed list of features over tables. Feature `f` reads table `feature_tables[f]`. Features of one table are neighbours.
 #[derive(Debug)]
 pub struct Lookup {
-    shape: Arc<Shape>,
+    shape: Arc<LookupShape>,
     /// As many as have been in use at once. Each keeps its memory for the next batch.
-    dedupers: Mutex<Vec<Deduper>>,
+    dedupers: Mutex<Vec<IdDeduper>>,
 }
 
 impl Lookup {
     /// Errors: `Input` unless every table is given once and has features, as neighbours, in the tables' order.
     pub fn new(tables: &[Table], feature_tables: &[usize]) -> Result<Self> {
         let tables = tables.iter().map(|table| Arc::clone(&table.inner)).collect();
-        Ok(Self { shape: Arc::new(Shape::new(tables, feature_tables)?), dedupers: Mutex::default() })
+        Ok(Self { shape: Arc::new(LookupShape::new(tables, feature_tables)?), dedupers: Mutex::default() })
     }
 
     /// Plan a batch. `ids` is `[N]`, feature after feature; `feature_splits` is `[F + 1]` and says where each feature's ids begin.
@@ -52,11 +52,11 @@ impl Lookup {
         if mode.train {
             shape.tables.iter().try_for_each(|table| table.check_writable())?;
         }
-        memory::check_room("plan a batch", ids.len() * PLAN_BYTES_AN_ID)?;
+        memory::check_available("plan a batch", ids.len() * PLAN_BYTES_AN_ID)?;
         let all_on_device = shape.tables.iter().all(|table| table.has_device());
         let of_tables = shape.table_features.iter().map(|features| splits[features.end] - splits[features.start]);
-        let threads = Threads::of(mode, of_tables, all_on_device);
-        let mode = PlanMode { threads: threads.each, ..mode };
+        let threads = PlanThreads::of(mode, of_tables, all_on_device);
+        let mode = PlanMode { threads: threads.per_table, ..mode };
         let mut tables: Vec<Option<TablePlan>> = shape.tables.iter().map(|_| None).collect();
         let parts = tables.iter_mut().zip(shape.tables.iter().zip(&shape.table_features));
         for_each_that_waits(threads.tables, parts, |(planned, (table, features))| {
@@ -72,9 +72,9 @@ impl Lookup {
         Ok(plan)
     }
 
-    fn dedupe(&self, ids: &[Id]) -> Deduped {
+    fn dedupe(&self, ids: &[Id]) -> DedupedIds {
         let mut deduper = lock(&self.dedupers).pop().unwrap_or_default();
-        let mut deduped = Deduped::default();
+        let mut deduped = DedupedIds::default();
         deduper.dedupe(ids, &mut deduped);
         lock(&self.dedupers).push(deduper);
         deduped

@@ -7,7 +7,7 @@ use crate::cache::locks::TableInner;
 use crate::error::{Error, Kind, Result};
 
 /// The features of a lookup, over its tables.
-pub(super) struct Shape {
+pub(super) struct LookupShape {
     pub(super) tables: Vec<Arc<TableInner>>,
     /// For each feature its table.
     pub(super) feature_tables: Vec<usize>,
@@ -19,13 +19,13 @@ pub(super) struct Shape {
     pub(super) total_columns: usize,
 }
 
-impl std::fmt::Debug for Shape {
+impl std::fmt::Debug for LookupShape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shape").field("feature_tables", &self.feature_tables).finish_non_exhaustive()
+        f.debug_struct("LookupShape").field("feature_tables", &self.feature_tables).finish_non_exhaustive()
     }
 }
 
-impl Shape {
+impl LookupShape {
     /// Errors: `Input` unless every table is given once and has features, as neighbours, in the tables' order.
     pub(super) fn new(tables: Vec<Arc<TableInner>>, feature_tables: &[usize]) -> Result<Self> {
         let table_features = features_by_table(tables.len(), feature_tables)?;

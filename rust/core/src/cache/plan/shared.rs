@@ -3,62 +3,62 @@
 #![allow(unsafe_code)]
 
 use super::handle::{Plan, check_len};
-use super::state::{PlanState, SharedStep, TablePlan};
+use super::state::{OovStep, PlanState, TablePlan};
 use crate::error::{Error, Kind, Result};
-use crate::kernels::{EXACT_PLACES, Gradient, Hyperparameters, OptimizerStep, add_up, rounded_row};
+use crate::kernels::{EXACT_PLACES, GradientView, Hyperparameters, OptimizerStep, add_up_exactly, rounded_row};
 
 impl Plan {
     /// The sums of the gradients of the batch's refused ids, for each table with a shared row: the exact sum of each column
     /// (`[D × EXACT_PLACES]`), and how many ids were refused. Those of several ranks are added up number by number. `grad` is that of
     /// [`Plan::backward_pooled`].
-    pub fn refused_sums_pooled(&self, grad: &[f32], threads: usize) -> Result<Vec<i64>> {
-        let turn = self.turn()?;
+    pub fn oov_gradient_sums_pooled(&self, grad: &[f32], threads: usize) -> Result<Vec<i64>> {
+        let turn = self.lock_plan()?;
         let state = self.trainable(&turn)?;
-        let (pooled, bags) = self.pooled_of(&state, grad)?;
+        let (pooled, bags) = self.pooled_args(&state, grad)?;
         let mut sums = Vec::new();
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let plan = &state.tables[table];
-            if plan.has_shared_row() {
+            if plan.has_oov_row() {
                 let source = self.gradient_sources(pooled, bags, features.clone(), threads)?;
-                plan.add_refused(&source.of_rows(grad), threads, &mut sums);
+                plan.add_oov_gradient(&source.of_rows(grad), threads, &mut sums);
             }
         }
         Ok(sums)
     }
 
-    /// As [`Plan::refused_sums_pooled`], with the `grad` of [`Plan::backward_sequence`].
-    pub fn refused_sums_sequence(&self, grad: &[f32], threads: usize) -> Result<Vec<i64>> {
-        let turn = self.turn()?;
+    /// As [`Plan::oov_gradient_sums_pooled`], with the `grad` of [`Plan::backward_sequence`].
+    pub fn oov_gradient_sums_sequence(&self, grad: &[f32], threads: usize) -> Result<Vec<i64>> {
+        let turn = self.lock_plan()?;
         let state = self.trainable(&turn)?;
-        let dim = self.one_dim()?;
+        let dim = self.common_dim()?;
         check_len("grad", grad.len(), self.splits[self.splits.len() - 1] * dim)?;
         let mut sums = Vec::new();
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let plan = &state.tables[table];
-            if plan.has_shared_row() {
+            if plan.has_oov_row() {
                 let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
-                plan.add_refused(&Gradient::Sequence { grad: &grad[range] }, threads, &mut sums);
+                plan.add_oov_gradient(&GradientView::Sequence { grad: &grad[range] }, threads, &mut sums);
             }
         }
         Ok(sums)
     }
 
-    /// Say by which sums the commit of this plan trains the shared rows: those of [`Plan::refused_sums_pooled`], of all ranks together.
+    /// Say by which sums the commit of this plan trains the shared rows: those of [`Plan::oov_gradient_sums_pooled`], of all ranks together.
     /// `hyperparameters` has one for each table of the lookup. Nothing changes before the commit.
-    pub fn train_shared(&self, sums: &[i64], hyperparameters: &[Hyperparameters]) -> Result<()> {
-        let turn = self.turn()?;
+    pub fn train_oov_row(&self, sums: &[i64], hyperparameters: &[Hyperparameters]) -> Result<()> {
+        let turn = self.lock_plan()?;
         let mut state = self.trainable(&turn)?;
         check_len("hyperparameters", hyperparameters.len(), state.tables.len())?;
-        let wanted = state.tables.iter().filter(|plan| plan.has_shared_row()).map(TablePlan::sums_of_shared);
+        let wanted = state.tables.iter().filter(|plan| plan.has_oov_row()).map(TablePlan::oov_sums_len);
         check_len("sums", sums.len(), wanted.sum())?;
         let mut rest = sums;
         for (plan, &hyperparameters) in state.tables.iter_mut().zip(hyperparameters) {
-            if plan.has_shared_row() {
-                let (sums, later) = rest.split_at(plan.sums_of_shared());
+            if plan.has_oov_row() {
+                let (sums, later) = rest.split_at(plan.oov_sums_len());
                 rest = later;
                 let (columns, refused) = sums.split_at(sums.len() - 1);
                 let gradient = (refused[0] != 0).then(|| rounded_row(columns));
-                plan.shared_step = Some(SharedStep { gradient, hyperparameters });
+                plan.oov_step = Some(OovStep { gradient, hyperparameters });
             }
         }
         Ok(())
@@ -66,10 +66,10 @@ impl Plan {
 }
 
 impl PlanState {
-    /// Errors: `State` where ids were refused that share a row, and [`Plan::train_shared`] was not called.
-    pub(super) fn check_shared(&self) -> Result<()> {
+    /// Errors: `State` where ids were refused that share a row, and [`Plan::train_oov_row`] was not called.
+    pub(super) fn check_oov_step(&self) -> Result<()> {
         let missing = |plan: &&TablePlan| {
-            plan.has_shared_row() && plan.shared_step.is_none() && !plan.hold().refused().is_empty()
+            plan.has_oov_row() && plan.oov_step.is_none() && !plan.pins().not_admitted_positions().is_empty()
         };
         match self.tables.iter().find(missing) {
             None => Ok(()),
@@ -86,25 +86,25 @@ impl PlanState {
 
 impl TablePlan {
     /// Whether ids that are refused share a row, and train it.
-    fn has_shared_row(&self) -> bool {
-        self.table.has_shared_row()
+    fn has_oov_row(&self) -> bool {
+        self.table.has_oov_row()
     }
 
     /// How many integers the sums of this table are.
-    fn sums_of_shared(&self) -> usize {
+    fn oov_sums_len(&self) -> usize {
         self.table.layout.dim * EXACT_PLACES + 1
     }
 
-    fn add_refused(&self, gradient: &Gradient<'_>, threads: usize, sums: &mut Vec<i64>) {
-        let refused = self.hold().refused();
+    fn add_oov_gradient(&self, gradient: &GradientView<'_>, threads: usize, sums: &mut Vec<i64>) {
+        let refused = self.pins().not_admitted_positions();
         // SAFETY: the index is of this table's occurrences in the batch, and the gradient has `D` floats for each of them.
-        sums.extend(unsafe { add_up(&self.index, refused, gradient, self.table.layout.dim, threads) });
+        sums.extend(unsafe { add_up_exactly(&self.index, refused, gradient, self.table.layout.dim, threads) });
         sums.push(refused.len() as i64);
     }
 
     /// What the commit is to do with the shared row: its gradient, and the update. `step` is the table's, with this one counted.
-    pub(super) fn step_of_shared(&self, step: u64) -> Option<(&[f32], OptimizerStep)> {
-        let &SharedStep { ref gradient, hyperparameters } = self.shared_step.as_ref()?;
+    pub(super) fn oov_update(&self, step: u64) -> Option<(&[f32], OptimizerStep)> {
+        let &OovStep { ref gradient, hyperparameters } = self.oov_step.as_ref()?;
         let kind = self.table.config.optimizer;
         gradient.as_deref().map(|gradient| (gradient, OptimizerStep { kind, hyperparameters, step }))
     }

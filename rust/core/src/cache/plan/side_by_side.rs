@@ -4,7 +4,7 @@
 use crate::cache::residency::PlanMode;
 use crate::error::{Error, Result};
 use crate::kernels::threads::for_each_that_waits;
-use crate::logical_thread::LogicalThread;
+use crate::logical_thread::CallContext;
 use crate::sync::{Mutex, lock};
 
 /// With fewer ids than this for each thread, a further thread costs more time than it saves.
@@ -12,22 +12,22 @@ const IDS_PER_THREAD: usize = 4096;
 
 /// The threads of a plan.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Threads {
+pub(super) struct PlanThreads {
     /// So many tables are worked on at once.
     pub(super) tables: usize,
     /// So many threads work on one table.
-    pub(super) each: usize,
+    pub(super) per_table: usize,
 }
 
-impl Threads {
+impl PlanThreads {
     /// For a plan of tables with so many ids each. `all_on_device` says that the kernels of all tables run on device tiers.
     pub(super) fn of(mode: PlanMode, ids: impl Iterator<Item = usize> + Clone, all_on_device: bool) -> Self {
         // A plan that is made ahead would take threads from kernels that work on the batch before.
-        let threads = if mode.ahead && !all_on_device { 1 } else { mode.threads };
+        let threads = if mode.is_prefetch && !all_on_device { 1 } else { mode.threads };
         let (all, most) = (ids.clone().sum::<usize>(), ids.max().unwrap_or(0));
         // Beside one table with most of the ids, which wants all threads for itself, few others are worth a thread.
         let at_once = threads.min(all / most.max(IDS_PER_THREAD)).max(1);
-        Self { tables: at_once, each: (mode.threads / at_once).max(1) }
+        Self { tables: at_once, per_table: (mode.threads / at_once).max(1) }
     }
 }
 
@@ -48,7 +48,7 @@ pub(super) fn for_each_table<T: Send>(
         }
         return done;
     }
-    let me = LogicalThread::current();
+    let me = CallContext::current();
     let first: Mutex<Option<(usize, Error)>> = Mutex::new(None);
     for_each_that_waits(at_once, tables.enumerate(), |(number, table)| {
         if let Err(error) = me.run(|| work(table)) {

@@ -4,18 +4,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::side_by_side::for_each_table;
-use crate::cache::locks::{Held, RowsHeld, TableInner, Tear, Turn};
-use crate::cache::residency::{Absent, Demand, FetchedRows, Hold, PlanMode};
+use crate::cache::locks::{PlanGuard, PoisonCause, RowUseGuard, TableGuard, TableInner};
+use crate::cache::residency::{AbsentRead, FetchedRows, PlanDemand, PlanMode, PlanPins};
 use crate::cache::rows::DeviceTensors;
 use crate::error::{Error, Kind, Result};
-use crate::index::Deduped;
+use crate::index::DedupedIds;
 use crate::kernels::{Hyperparameters, OptimizerStep, TransposedIndex};
 use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// How far a plan has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(super) enum PlanStage {
     /// Rows are pinned, and reads are under way.
     Started,
     /// Rows are to be copied to the device. Until [`Plan::scattered`](super::Plan::scattered) says that they were, their newest copies are
@@ -30,7 +30,7 @@ pub(super) enum Stage {
 }
 
 /// What a pooled forward was given. Its backward needs it again.
-pub(super) struct Pooled {
+pub(super) struct PooledArgs {
     /// `[F × B + 1]`
     pub(super) offsets: Vec<i64>,
     /// `[N]`
@@ -42,10 +42,10 @@ pub(super) struct Pooled {
 /// What a plan's turn protects.
 pub(super) struct PlanState {
     pub(super) tables: Vec<TablePlan>,
-    pub(super) stage: Stage,
+    pub(super) stage: PlanStage,
     /// True if every table was found to have room for the batch.
-    pub(super) has_room: bool,
-    pub(super) pooled: Option<Pooled>,
+    pub(super) has_space: bool,
+    pub(super) pooled: Option<PooledArgs>,
 }
 
 impl std::fmt::Debug for PlanState {
@@ -57,51 +57,51 @@ impl std::fmt::Debug for PlanState {
 impl PlanState {
     /// Commit a step whose rows were updated outside of the core. The rows of all tables are updated by now: where one table was closed
     /// meanwhile, and so has no rows any more, the others make the step, and the error says so.
-    pub(super) fn commit(&mut self, turn: &Turn<'_, Self>, at_once: usize) -> Result<()> {
-        let ended = for_each_table(self.tables.iter_mut(), at_once, |table| table.end_step(turn));
-        self.stage = Stage::Trained;
+    pub(super) fn commit(&mut self, guard: &PlanGuard<'_, Self>, at_once: usize) -> Result<()> {
+        let ended = for_each_table(self.tables.iter_mut(), at_once, |table| table.end_step(guard));
+        self.stage = PlanStage::Trained;
         ended
     }
 
     /// Checks that every table has room for a training batch, before rows of any of them are dropped for it.
     ///
     /// Errors: `Capacity`; those of the SSD tier. What the plan holds is given back then.
-    pub(super) fn check_room(&mut self) -> Result<()> {
-        let mut doubtful = self.tables.iter().filter(|table| !table.hold.has_room());
-        if !self.has_room
-            && let Err(error) = doubtful.try_for_each(|table| table.table.lock()?.check_room(&table.hold))
+    pub(super) fn check_space(&mut self) -> Result<()> {
+        let mut doubtful = self.tables.iter().filter(|table| !table.pins.has_space());
+        if !self.has_space
+            && let Err(error) = doubtful.try_for_each(|table| table.table.lock()?.check_space(&table.pins))
         {
             self.release();
             return Err(error);
         }
-        self.has_room = true;
+        self.has_space = true;
         Ok(())
     }
 
     /// Give back what the plan holds, without waiting for a table's lock.
     pub(super) fn release(&mut self) {
-        if matches!(self.stage, Stage::Trained | Stage::Released) {
+        if matches!(self.stage, PlanStage::Trained | PlanStage::Released) {
             return;
         }
-        if self.stage == Stage::Updating {
-            self.tables.iter().for_each(|table| table.table.tear(Tear::Update));
+        if self.stage == PlanStage::Updating {
+            self.tables.iter().for_each(|table| table.table.poison(PoisonCause::Update));
         }
-        self.stage = Stage::Released;
+        self.stage = PlanStage::Released;
         for table in &mut self.tables {
-            table.table.leave_hold(table.hold.take());
+            table.table.defer_release(table.pins.take());
         }
     }
 
     /// What the optimizer needs for its next step, for each table.
     pub(super) fn next_steps(&self, hyperparameters: &[Hyperparameters]) -> Result<Vec<OptimizerStep>> {
-        self.check_shared()?;
+        self.check_oov_step()?;
         let tables = self.tables.iter().zip(hyperparameters);
         tables.map(|(table, &hyperparameters)| table.next_step(hyperparameters)).collect()
     }
 }
 
 /// How a batch trains a table's shared row, once that is said.
-pub(super) struct SharedStep {
+pub(super) struct OovStep {
     /// `[D]`; `None` where the batch refused no id.
     pub(super) gradient: Option<Vec<f32>>,
     pub(super) hyperparameters: Hyperparameters,
@@ -111,7 +111,7 @@ pub(super) struct SharedStep {
 pub(super) struct TablePlan {
     pub(super) table: Arc<TableInner>,
     /// What the plan holds of the table.
-    hold: Hold,
+    pins: PlanPins,
     /// The occurrences of each distinct id. It is made only where a backward will ask for it; its slots are filled when the rows are in
     /// place.
     pub(super) index: TransposedIndex,
@@ -128,25 +128,25 @@ pub(super) struct TablePlan {
     /// Where the memory begins that was lent for these rows; 0 where none was.
     lent_at: usize,
     /// How long reads were waited for before the second stage.
-    waited: Duration,
+    read_wait: Duration,
     is_placed: bool,
     /// How this batch trains the table's shared row, once that is said.
-    pub(super) shared_step: Option<SharedStep>,
+    pub(super) oov_step: Option<OovStep>,
 }
 
 impl TablePlan {
     /// `clicks` are those of the occurrences: `[N]`, or empty for none.
-    pub(super) fn new(table: Arc<TableInner>, ids: Deduped, mode: PlanMode, clicks: &[u32]) -> Self {
-        let Deduped { unique, inverse } = ids;
+    pub(super) fn new(table: Arc<TableInner>, ids: DedupedIds, mode: PlanMode, clicks: &[u32]) -> Self {
+        let DedupedIds { unique, inverse } = ids;
         // A plan that is made ahead would wait for threads that are at work for the batch before.
-        let threads = if mode.ahead { 1 } else { mode.threads };
+        let threads = if mode.is_prefetch { 1 } else { mode.threads };
         let transposed = || TransposedIndex::from_inverse(&inverse, unique.len(), threads);
         let index = if mode.train { transposed() } else { TransposedIndex::default() };
-        let refuses = mode.train && table.config.admission.refuses();
-        let demand = if refuses { demand(&index, clicks) } else { Demand::default() };
+        let refuses = mode.train && table.config.admission.is_selective();
+        let demand = if refuses { count_demand(&index, clicks) } else { PlanDemand::default() };
         Self {
             table,
-            hold: Hold::new(unique, demand),
+            pins: PlanPins::new(unique, demand),
             index,
             inverse,
             occurrence_slots: Vec::new(),
@@ -154,22 +154,22 @@ impl TablePlan {
             absent: None,
             fetched: FetchedRows::default(),
             lent_at: 0,
-            waited: Duration::ZERO,
+            read_wait: Duration::ZERO,
             is_placed: false,
-            shared_step: None,
+            oov_step: None,
         }
     }
 
-    pub(super) fn hold(&self) -> &Hold {
-        &self.hold
+    pub(super) fn pins(&self) -> &PlanPins {
+        &self.pins
     }
 
     /// The first stage: pin what is in RAM, and let `batch` read what is on SSD. On an error the pins taken so far are held, for the
     /// release.
     pub(super) fn start(&mut self, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
-        self.table.lock()?.begin(&mut self.hold, mode, batch)?;
+        self.table.lock()?.begin_plan(&mut self.pins, mode, batch)?;
         if self.table.sizing.is_on() {
-            self.table.sizing.note(self.hold.ids(), &self.hold.without_row(mode.train), self.hold.pledged());
+            self.table.sizing.record(self.pins.ids(), &self.pins.without_row(mode.train), self.pins.pledged());
         }
         Ok(())
     }
@@ -178,42 +178,47 @@ impl TablePlan {
     pub(super) fn wait_for_reads(&mut self) -> Result<()> {
         let started = Instant::now();
         let read = self.wait_for_loads();
-        self.waited += started.elapsed();
+        self.read_wait += started.elapsed();
         read
     }
 
     /// The second stage: every row gets its slot on the tier that kernels run on.
-    pub(super) fn place(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>, lent: Option<&mut [f32]>) -> Result<()> {
+    pub(super) fn place(
+        &mut self,
+        mode: PlanMode,
+        guard: &PlanGuard<'_, PlanState>,
+        lent: Option<&mut [f32]>,
+    ) -> Result<()> {
         if self.is_placed {
             return Ok(());
         }
         let started = Instant::now();
-        let placed = self.place_rows(mode, turn, lent);
-        self.table.row_wait.record(self.waited + started.elapsed());
+        let placed = self.place_rows(mode, guard, lent);
+        self.table.row_wait.record(self.read_wait + started.elapsed());
         placed
     }
 
-    fn place_rows(&mut self, mode: PlanMode, turn: &Turn<'_, PlanState>, lent: Option<&mut [f32]>) -> Result<()> {
+    fn place_rows(&mut self, mode: PlanMode, guard: &PlanGuard<'_, PlanState>, lent: Option<&mut [f32]>) -> Result<()> {
         self.wait_for_loads()?;
-        let mode = PlanMode { ahead: false, ..mode };
+        let mode = PlanMode { is_prefetch: false, ..mode };
         if self.table.has_device() {
-            self.place_on_device(mode, turn, lent)?;
+            self.place_on_device(mode, guard, lent)?;
         } else {
             self.place_in_host(mode)?;
         }
-        let absent = mode.absent(&self.table.config);
+        let absent = mode.absent_read(&self.table.config);
         let slots_of = |slots: &[CacheSlot]| self.inverse.iter().map(|&id| slots[id as usize]).collect();
         // Ids that get no row read the absent one, or the row that they would be born with. They are not updated in either case.
-        let with_births = (absent == Absent::Birth).then(|| slots_of(&self.index.slots));
-        for &position in self.hold.refused() {
+        let with_births = (absent == AbsentRead::Initial).then(|| slots_of(&self.index.slots));
+        for &position in self.pins.not_admitted_positions() {
             self.index.slots[position as usize] = NO_SLOT;
         }
         self.occurrence_slots = with_births.unwrap_or_else(|| slots_of(&self.index.slots));
         self.absent = match absent {
-            Absent::Value(value) if value != 0.0 => Some(vec![value; self.table.layout.dim]),
+            AbsentRead::Value(value) if value != 0.0 => Some(vec![value; self.table.layout.dim]),
             // The row of now, when it is decided which ids read it. The backward sees the same.
-            Absent::Shared => self.table.lock()?.shared_row().map(|shared| shared.weights(self.table.layout).to_vec()),
-            Absent::Value(_) | Absent::Birth => None,
+            AbsentRead::OovRow => self.table.lock()?.oov_row().map(|shared| shared.weights(self.table.layout).to_vec()),
+            AbsentRead::Value(_) | AbsentRead::Initial => None,
         };
         self.is_placed = true;
         Ok(())
@@ -227,22 +232,22 @@ impl TablePlan {
     fn place_on_device(
         &mut self,
         mode: PlanMode,
-        turn: &Turn<'_, PlanState>,
+        guard: &PlanGuard<'_, PlanState>,
         mut lent: Option<&mut [f32]>,
     ) -> Result<()> {
         self.lent_at = lent.as_deref().map_or(0, |lent| lent.as_ptr().addr());
-        let (table, hold) = (&*self.table, &mut self.hold);
-        let rows = table.writing_rows_or_exclusive(turn)?;
-        table.with_device_rows(&rows, || table.lock(), |held| held.settle(hold))?;
-        table.with_device_rows(&rows, || table.lock(), |held| held.make_room_on_device(hold, mode))?;
-        let place = |held: &mut Held<'_>| held.place_on_device(hold, mode, lent.as_deref_mut());
+        let (table, hold) = (&*self.table, &mut self.pins);
+        let rows = table.writing_rows_or_exclusive(guard)?;
+        table.with_device_rows(&rows, || table.lock(), |held| held.activate_plan(hold))?;
+        table.with_device_rows(&rows, || table.lock(), |held| held.make_space_on_device(hold, mode))?;
+        let place = |held: &mut TableGuard<'_>| held.place_on_device(hold, mode, lent.as_deref_mut());
         let (held, fetched) = table.with_device_rows(&rows, || table.lock(), place)?;
         self.fetched = fetched;
-        self.overflow_rows = held.overflow_of(&self.hold);
+        self.overflow_rows = held.overflow_of(&self.pins);
         self.index.slots.clear();
-        self.index.slots.extend_from_slice(self.hold.device());
-        if !mode.train && !mode.reads_births(&self.table.config) {
-            held.leave_out_unborn(&self.hold, &mut self.index.slots);
+        self.index.slots.extend_from_slice(self.pins.device());
+        if !mode.train && !mode.reads_initial(&self.table.config) {
+            held.leave_out_provisional(&self.pins, &mut self.index.slots);
         }
         Ok(())
     }
@@ -252,50 +257,50 @@ impl TablePlan {
             let mut held = self.table.lock()?;
             if mode.train {
                 // Rows that an evaluation brought in, or that turned out not to be on SSD, count once training uses them.
-                held.check_pledge(&mut self.hold)?;
+                held.check_pledge(&mut self.pins)?;
             }
-            held.admit_rest(&mut self.hold, mode)?;
-            self.overflow_rows = held.overflow_of(&self.hold);
+            held.admit_rest(&mut self.pins, mode)?;
+            self.overflow_rows = held.overflow_of(&self.pins);
             held.count_overflow(self.overflow_rows);
         }
-        if self.hold.has_loads() {
+        if self.pins.has_loads() {
             self.wait_for_loads()?;
             if mode.train {
-                self.table.lock()?.check_pledge(&mut self.hold)?;
+                self.table.lock()?.check_pledge(&mut self.pins)?;
             }
         }
-        if mode.train && self.table.config.admission.refuses() {
-            self.refuse_in_host(mode)?;
+        if mode.train && self.table.config.admission.is_selective() {
+            self.decide_admission_in_host(mode)?;
         } else if self.table.config.eviction.is_some() {
-            self.settle(mode)?;
+            self.activate(mode)?;
         }
         self.index.slots.clear();
-        self.index.slots.extend_from_slice(self.hold.host());
-        if !mode.train && !mode.reads_births(&self.table.config) {
-            self.table.lock()?.leave_out_unborn(&self.hold, &mut self.index.slots);
+        self.index.slots.extend_from_slice(self.pins.host());
+        if !mode.train && !mode.reads_initial(&self.table.config) {
+            self.table.lock()?.leave_out_provisional(&self.pins, &mut self.index.slots);
         }
         Ok(())
     }
 
     /// Bury those of the rows that a sweep takes, once all have their slots.
-    fn settle(&mut self, mode: PlanMode) -> Result<()> {
+    fn activate(&mut self, mode: PlanMode) -> Result<()> {
         let mut held = self.table.lock()?;
-        held.settle(&self.hold)?;
-        if mode.train { held.check_pledge(&mut self.hold) } else { Ok(()) }
+        held.activate_plan(&self.pins)?;
+        if mode.train { held.check_pledge(&mut self.pins) } else { Ok(()) }
     }
 
     /// Decide which ids get no row, once all others have their slots.
-    fn refuse_in_host(&mut self, mode: PlanMode) -> Result<()> {
+    fn decide_admission_in_host(&mut self, mode: PlanMode) -> Result<()> {
         loop {
             {
                 let mut held = self.table.lock()?;
                 // While reads were waited for, another batch may have counted ids that wait, or given them rows.
-                held.admit_rest(&mut self.hold, mode)?;
-                if !self.hold.has_loads() {
-                    held.settle(&self.hold)?;
-                    held.check_pledge(&mut self.hold)?;
-                    held.refuse_in_host(&mut self.hold)?;
-                    return held.check_pledge(&mut self.hold);
+                held.admit_rest(&mut self.pins, mode)?;
+                if !self.pins.has_loads() {
+                    held.activate_plan(&self.pins)?;
+                    held.check_pledge(&mut self.pins)?;
+                    held.decide_admission_in_host(&mut self.pins)?;
+                    return held.check_pledge(&mut self.pins);
                 }
             }
             self.wait_for_loads()?;
@@ -306,17 +311,17 @@ impl TablePlan {
     fn wait_for_loads(&mut self) -> Result<()> {
         let mut counted_until = Instant::now();
         let mut first_error = None;
-        for load in self.hold.take_loads() {
+        for load in self.pins.take_loads() {
             load.wait();
             let mut held = self.table.lock_any()?;
             // A load that only other plans need may fail without touching this plan's rows.
             if let Err(error) = held.finish_load(&load)
-                && held.has_failed(&self.hold)
+                && held.has_failed(&self.pins)
             {
                 first_error.get_or_insert(error);
             }
             let now = Instant::now();
-            held.note_ssd_wait((now - counted_until).as_nanos() as u64);
+            held.record_ssd_wait((now - counted_until).as_nanos() as u64);
             counted_until = now;
         }
         first_error.map_or(Ok(()), |error| Err(self.table.in_table(error)))
@@ -339,10 +344,10 @@ impl TablePlan {
 
     /// The third stage of a table with a device tier: the rows were scattered, and their newest copies are on the device from now on. This
     /// fails only where the table was closed or torn, and so has no rows that could be wrong.
-    pub(super) fn promote(&mut self, turn: &Turn<'_, PlanState>) -> Result<()> {
-        let rows = self.table.has_device().then(|| self.table.writing_rows_or_exclusive(turn)).transpose()?;
+    pub(super) fn promote(&mut self, guard: &PlanGuard<'_, PlanState>) -> Result<()> {
+        let rows = self.table.has_device().then(|| self.table.writing_rows_or_exclusive(guard)).transpose()?;
         let mut held = self.table.lock_any()?;
-        held.promote(&mut self.hold);
+        held.promote(&mut self.pins);
         if rows.is_some() {
             held.count_overflow(self.overflow_rows);
         }
@@ -351,18 +356,18 @@ impl TablePlan {
 
     /// The rows of the batch are about to be updated: copy what a moment wants of them. A kernel updates them in `tensors`, where those
     /// of a device tier are in RAM.
-    pub(super) fn keep_rows(&self, rows: &RowsHeld<'_>, tensors: Option<&DeviceTensors<'_>>) {
-        let (table, has_moment) = (&*self.table, self.table.has_moment(rows));
+    pub(super) fn keep_pre_images(&self, rows: &RowUseGuard<'_>, tensors: Option<&DeviceTensors<'_>>) {
+        let (table, has_moment) = (&*self.table, self.table.has_snapshot(rows));
         let may_sweep = table.has_device() && table.config.eviction.is_some();
         if !has_moment && !may_sweep {
             return;
         }
-        let keep = |held: &mut Held<'_>| {
+        let keep = |held: &mut TableGuard<'_>| {
             held.prepare_sweep_after_step()?;
             match tensors {
                 _ if !has_moment => {}
-                Some(tensors) => held.keep_in_tensors(&self.index.slots, tensors),
-                None => held.keep_in_use(&self.index.slots, rows.no_kernel_writes())?,
+                Some(tensors) => held.keep_tensor_pre_images(&self.index.slots, tensors),
+                None => held.keep_pre_images(&self.index.slots, rows.no_kernel_writes())?,
             }
             Ok(())
         };
@@ -371,35 +376,35 @@ impl TablePlan {
     }
 
     /// Commit a step whose rows were updated outside of the core, and give back the pins.
-    fn end_step(&mut self, turn: &Turn<'_, PlanState>) -> Result<()> {
-        let rows = self.table.reading_rows_or_exclusive(turn)?;
-        let keep = |held: &mut Held<'_>| {
+    fn end_step(&mut self, guard: &PlanGuard<'_, PlanState>) -> Result<()> {
+        let rows = self.table.reading_rows_or_exclusive(guard)?;
+        let keep = |held: &mut TableGuard<'_>| {
             held.prepare_sweep_after_step()?;
-            held.keep_in_use(&self.index.slots, rows.no_kernel_writes())
+            held.keep_pre_images(&self.index.slots, rows.no_kernel_writes())
         };
         let (mut held, ()) = self.table.with_device_rows(&rows, || self.table.lock_any(), keep)?;
         self.train(&mut held);
-        held.release(self.hold.take());
+        held.release(self.pins.take());
         held.sweep_after_step();
         Ok(())
     }
 
     /// Commit a step of the core's kernels, and give back the pins. Whoever copies rows is kept out by `rows` from the first update until
     /// the rows' metadata and the table's step say so too.
-    pub(super) fn end_kernels_step(&mut self, rows: RowsHeld<'_>) -> Result<()> {
+    pub(super) fn end_kernels_step(&mut self, rows: RowUseGuard<'_>) -> Result<()> {
         let mut held = self.table.lock_any()?;
         self.train(&mut held);
         drop(rows);
-        held.release(self.hold.take());
+        held.release(self.pins.take());
         held.sweep_after_step();
         Ok(())
     }
 
     /// Record the step: of the rows of the batch, and of the shared row.
-    fn train(&self, held: &mut Held<'_>) {
-        held.train(&self.hold, &self.index.slots, &self.index.starts);
-        if let Some((gradient, step)) = self.step_of_shared(held.counters().step) {
-            held.train_shared(gradient, &step);
+    fn train(&self, guard: &mut TableGuard<'_>) {
+        guard.train(&self.pins, &self.index.slots, &self.index.starts);
+        if let Some((gradient, step)) = self.oov_update(guard.counters().step) {
+            guard.train_oov_row(gradient, &step);
         }
     }
 
@@ -416,12 +421,12 @@ impl TablePlan {
 }
 
 /// How often each distinct id of a batch occurs, and its clicks. `clicks` are those of the occurrences: `[N]`, or empty for none.
-fn demand(index: &TransposedIndex, clicks: &[u32]) -> Demand {
+fn count_demand(index: &TransposedIndex, clicks: &[u32]) -> PlanDemand {
     let of_row = |pair: &[u32]| {
         let of_row = &index.occurrences[pair[0] as usize..pair[1] as usize];
         of_row.iter().fold(0_u32, |sum, &at| sum.saturating_add(clicks[at as usize]))
     };
-    Demand {
+    PlanDemand {
         occurrences: index.starts.windows(2).map(|pair| pair[1] - pair[0]).collect(),
         clicks: if clicks.is_empty() { Vec::new() } else { index.starts.windows(2).map(of_row).collect() },
     }

@@ -6,17 +6,17 @@ use super::state::TablePlan;
 use crate::cache::rows::DeviceTensors;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::TensorRows;
-use crate::rows::{Arena, RowLayout};
+use crate::rows::{RowArena, RowLayout};
 use crate::types::CacheSlot;
 
 /// Where the kernels of one table find its rows.
-pub(super) enum Rows<'a, 't> {
-    Arena(Arc<Arena>, RowLayout),
+pub(super) enum KernelRows<'a, 't> {
+    Arena(Arc<RowArena>, RowLayout),
     /// The tensors have a row of the layout in each slot of the plan.
     Tensors(&'a mut DeviceTensors<'t>, RowLayout),
 }
 
-impl<'a, 't> Rows<'a, 't> {
+impl<'a, 't> KernelRows<'a, 't> {
     /// For each table where its rows are. `device` gives the tensors of those with a device tier.
     ///
     /// Errors: `Input` where tensors are missing, too small, or given for a table without a device tier.
@@ -34,7 +34,7 @@ impl<'a, 't> Rows<'a, 't> {
                 return Ok(Self::Tensors(tensors, layout));
             }
             (false, None) => {
-                if let Some(arena) = table.lock_any()?.arena_of_kernels() {
+                if let Some(arena) = table.lock_any()?.kernel_arena() {
                     return Ok(Self::Arena(Arc::clone(arena), layout));
                 }
             }
@@ -72,7 +72,7 @@ fn check_tensors(tensors: &DeviceTensors<'_>, layout: RowLayout, slots: CacheSlo
 }
 
 /// The addresses of tensors that have rows of this layout, for a kernel. They are valid as long as the tensors are borrowed.
-pub(super) fn addresses(tensors: &mut DeviceTensors<'_>, layout: RowLayout) -> TensorRows {
+pub(super) fn tensor_addresses(tensors: &mut DeviceTensors<'_>, layout: RowLayout) -> TensorRows {
     let mut vector_slots = [std::ptr::null_mut(); 2];
     for (address, slot) in vector_slots.iter_mut().zip(&mut tensors.vector_slots) {
         *address = slot.as_mut_ptr();
@@ -89,12 +89,12 @@ pub(super) fn addresses(tensors: &mut DeviceTensors<'_>, layout: RowLayout) -> T
 macro_rules! with_rows {
     ($where:expr, $rows:ident => $body:expr) => {
         match $where {
-            Rows::Arena(arena, layout) => {
+            KernelRows::Arena(arena, layout) => {
                 let $rows = &ArenaRows { arena, layout: *layout };
                 $body
             }
-            Rows::Tensors(tensors, layout) => {
-                let $rows = &addresses(tensors, *layout);
+            KernelRows::Tensors(tensors, layout) => {
+                let $rows = &tensor_addresses(tensors, *layout);
                 $body
             }
         }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::hold::{Hold, PlanMode};
+use super::hold::{PlanMode, PlanPins};
 use super::{Residency, SLOTS_AHEAD};
 use crate::error::Result;
-use crate::index::HostIndex;
-use crate::kernels::threads::hand_over;
-use crate::lifecycle::admission::Admitter;
+use crate::index::SlotIndex;
+use crate::kernels::threads::parallel_pipeline;
+use crate::lifecycle::admission::RowAdmitter;
 use crate::slots::RowState;
 use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
@@ -23,7 +23,7 @@ const COST_OF_LOOK_UP: u64 = 8;
 
 /// Some ids of a plan that are not in RAM.
 #[derive(Clone, Copy)]
-struct Missing<'a> {
+struct MissingIds<'a> {
     /// Positions in the plan's distinct ids: `[n]`.
     positions: &'a [u32],
     /// `[n]`
@@ -33,96 +33,96 @@ struct Missing<'a> {
 }
 
 /// Is given ids with the slots in which their rows are to be born.
-type Bear<'a> = dyn FnMut(&[(Id, CacheSlot)]) + 'a;
+type NewRowSink<'a> = dyn FnMut(&[(Id, CacheSlot)]) + 'a;
 
 /// Host slots that were taken for ids.
-struct Admitted {
+struct AdmittedSlots {
     /// Rows that are to be read.
     reads: Vec<(Id, CacheSlot)>,
     /// Rows that are to be born.
-    born: Vec<(Id, CacheSlot)>,
+    new_rows: Vec<(Id, CacheSlot)>,
     /// How many ids need no slot, because they read zeros.
     zeros: u64,
     /// Why not all ids got slots. What is in the lists is carried through all the same.
-    refused: Result<()>,
+    outcome: Result<()>,
 }
 
 impl Residency {
-    /// Begin a plan: pin what is in RAM, and let `batch` read what is on SSD. On an error the pins taken so far stay in `hold`, to be
+    /// Begin a plan: pin what is in RAM, and let `batch` read what is on SSD. On an error the pins taken so far stay in `pins`, to be
     /// released.
-    pub(crate) fn begin(&mut self, hold: &mut Hold, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
+    pub(crate) fn begin_plan(&mut self, pins: &mut PlanPins, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         let started = Instant::now();
-        self.sweep_loads();
-        hold.absent_before = self.absent_reads;
+        self.finish_ready_loads();
+        pins.absent_reads_before = self.absent_reads;
         if self.device.is_some() {
-            self.begin_on_device(hold, mode, batch)?;
+            self.begin_on_device(pins, mode, batch)?;
         } else {
             if let Err(error) = self.drain_overflow()
                 && mode.train
             {
                 return Err(error);
             }
-            self.pin_all(hold, mode, batch)?;
+            self.pin_all(pins, mode, batch)?;
         }
-        hold.has_begun = true;
-        let left = if self.device.is_some() { hold.ids.len() } else { hold.deferred.len() + hold.unplaced.len() };
-        hold.has_room = self.fits(left as u64);
+        pins.has_begun = true;
+        let left = if self.device.is_some() { pins.ids.len() } else { pins.deferred.len() + pins.unplaced.len() };
+        pins.has_space = self.fits(left as u64);
         self.traffic.host.time_ns += started.elapsed().as_nanos() as u64;
         Ok(())
     }
 
     /// Give host slots to the ids that a plan has left for later, now with overflow where the budget ends and with room that other rows make,
     /// and to those that waited for other batches to count them.
-    pub(crate) fn admit_rest(&mut self, hold: &mut Hold, mode: PlanMode) -> Result<()> {
-        let mut positions = std::mem::take(&mut hold.unplaced);
-        positions.append(&mut hold.deferred);
+    pub(crate) fn admit_rest(&mut self, pins: &mut PlanPins, mode: PlanMode) -> Result<()> {
+        let mut positions = std::mem::take(&mut pins.unplaced);
+        positions.append(&mut pins.deferred);
         // As long as nothing was committed or imported, no more is known of those that wait.
-        if hold.waiting.since != self.base.version() {
-            positions.append(&mut std::mem::take(&mut hold.waiting).positions);
+        if pins.waiting.version != self.context.version() {
+            positions.append(&mut std::mem::take(&mut pins.waiting).positions);
         }
         if positions.is_empty() {
             return Ok(());
         }
-        let host = Arc::make_mut(&mut hold.host);
+        let host = Arc::make_mut(&mut pins.host);
         for &position in &positions {
-            host[position as usize] = self.host.slots.get(hold.ids[position as usize]);
+            host[position as usize] = self.host.slots.get(pins.ids[position as usize]);
         }
         let mut batch = FetchBatch::default();
-        let admitted = self.pin_found(hold, positions.iter().copied(), mode, &mut batch);
+        let admitted = self.pin_found(pins, positions.iter().copied(), mode, &mut batch);
         batch.submit();
         admitted
     }
 
     /// Pin every id of a plan in the host tier. Ids that are not there are admitted.
-    fn pin_all(&mut self, hold: &mut Hold, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
-        let host = Arc::make_mut(&mut hold.host);
-        look_up(self.host.slots.index(), &hold.ids, host, if mode.ahead { 1 } else { mode.threads });
+    fn pin_all(&mut self, pins: &mut PlanPins, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
+        let host = Arc::make_mut(&mut pins.host);
+        look_up(self.host.slots.index(), &pins.ids, host, if mode.is_prefetch { 1 } else { mode.threads });
         if self.host.slots.all_settled() {
             let (missing, there) = split_found(host);
             self.host.slots.accessed(if missing.is_empty() { host } else { &there });
             self.traffic.host.hits += (host.len() - missing.len()) as u64;
-            hold.group = Some(self.host.slots.pin_group(Arc::clone(&hold.host)));
-            return if missing.is_empty() { Ok(()) } else { self.admit(hold, missing, mode, batch) };
+            pins.group = Some(self.host.slots.pin_group(Arc::clone(&pins.host)));
+            return if missing.is_empty() { Ok(()) } else { self.admit(pins, missing, mode, batch) };
         }
-        let all = 0..hold.ids.len() as u32;
-        self.pin_found(hold, all, mode, batch)
+        let all = 0..pins.ids.len() as u32;
+        self.pin_found(pins, all, mode, batch)
     }
 
     /// Pin the ids at `positions`, whose host slots were just looked up. Those without one are admitted.
     fn pin_found(
         &mut self,
-        hold: &mut Hold,
+        pins: &mut PlanPins,
         positions: impl Iterator<Item = u32> + Clone,
         mode: PlanMode,
         batch: &mut FetchBatch,
     ) -> Result<()> {
-        let mut accessed = Vec::with_capacity(hold.ids.len());
+        let mut accessed = Vec::with_capacity(pins.ids.len());
         let mut missing: Vec<u32> = Vec::new();
         let mut seen = RowState::default();
         let mut unborn = 0;
         let mut ahead = positions.clone().skip(SLOTS_AHEAD);
         let mut rest = positions;
-        let host = Arc::make_mut(&mut hold.host);
+        let host = Arc::make_mut(&mut pins.host);
         while let Some(position) = rest.next() {
             if let Some(later) = ahead.next() {
                 self.host.slots.prefetch(host[later as usize]);
@@ -137,7 +137,7 @@ impl Residency {
                 // Only pinned slots may stand in a hold, since its release unpins them all.
                 host[position as usize] = NO_SLOT;
                 rest.for_each(|unpinned| host[unpinned as usize] = NO_SLOT);
-                return Err(self.unread_row(hold.ids[position as usize]));
+                return Err(self.unread_row_error(pins.ids[position as usize]));
             }
             seen = seen.with(row);
             unborn += u64::from(row.has(RowState::PROVISIONAL));
@@ -147,69 +147,80 @@ impl Residency {
         self.host.slots.accessed(&accessed);
         self.traffic.host.hits += accessed.len() as u64;
         if seen.has(RowState::LOADING) {
-            self.wait_for_all_loads(hold);
+            self.wait_for_all_loads(pins);
         }
         if mode.train && unborn > 0 {
-            self.pledge(hold, unborn);
-            if hold.has_begun {
-                self.check_capacity(0, &hold.ids)?;
+            self.pledge(pins, unborn);
+            if pins.has_begun {
+                self.check_capacity(0, &pins.ids)?;
             }
         }
-        if missing.is_empty() { Ok(()) } else { self.admit(hold, missing, mode, batch) }
+        if missing.is_empty() { Ok(()) } else { self.admit(pins, missing, mode, batch) }
     }
 
     /// Note that a plan, which trains them, holds so many more provisional rows.
-    pub(super) fn pledge(&mut self, hold: &mut Hold, unborn: u64) {
-        self.counts.pledge(unborn);
-        hold.pledged += unborn;
+    pub(super) fn pledge(&mut self, pins: &mut PlanPins, new_rows: u64) {
+        self.counts.pledge(new_rows);
+        pins.pledged += new_rows;
     }
 
     /// Check that there is room for all rows of a training plan that may be born. Reads that found rows absent since the plan began have
     /// made more of them. Errors as [`Residency::check_capacity`].
-    pub(crate) fn check_pledge(&mut self, hold: &mut Hold) -> Result<()> {
-        if hold.absent_before != self.absent_reads {
-            hold.absent_before = self.absent_reads;
-            let unborn = hold.host.iter().filter(|&&slot| Self::is_unborn(&self.host.slots, slot)).count() as u64;
-            self.counts.take_back_pledge(hold.pledged);
-            hold.pledged = 0;
-            self.pledge(hold, unborn);
+    pub(crate) fn check_pledge(&mut self, pins: &mut PlanPins) -> Result<()> {
+        if pins.absent_reads_before != self.absent_reads {
+            pins.absent_reads_before = self.absent_reads;
+            let unborn = pins.host.iter().filter(|&&slot| Self::is_provisional(&self.host.slots, slot)).count() as u64;
+            self.counts.take_back_pledge(pins.pledged);
+            pins.pledged = 0;
+            self.pledge(pins, unborn);
         }
-        self.check_capacity(0, &hold.ids)
+        self.check_capacity(0, &pins.ids)
     }
 
     /// Make a plan wait for every load under way, because some of its rows are among them. To wait for more than that costs little: loads
     /// end in about the order in which they began.
-    pub(super) fn wait_for_all_loads(&self, hold: &mut Hold) {
+    pub(super) fn wait_for_all_loads(&self, pins: &mut PlanPins) {
         for load in &self.loads {
-            if !hold.loads.iter().any(|other| Arc::ptr_eq(other, load)) {
-                hold.loads.push(Arc::clone(load));
+            if !pins.loads.iter().any(|other| Arc::ptr_eq(other, load)) {
+                pins.loads.push(Arc::clone(load));
             }
         }
     }
 
     /// Whether the read of some row of a plan failed.
-    pub(crate) fn has_failed(&self, hold: &Hold) -> bool {
-        hold.host.iter().any(|&slot| slot != NO_SLOT && self.host.slots.state(slot).has(RowState::FAILED))
+    pub(crate) fn has_failed(&self, pins: &PlanPins) -> bool {
+        pins.host.iter().any(|&slot| slot != NO_SLOT && self.host.slots.state(slot).has(RowState::FAILED))
     }
 
     /// Give host slots to ids that are not in RAM. Rows that the SSD tier does not have are born at once, the others are read.
-    fn admit(&mut self, hold: &mut Hold, positions: Vec<u32>, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
+    fn admit(
+        &mut self,
+        pins: &mut PlanPins,
+        positions: Vec<u32>,
+        mode: PlanMode,
+        batch: &mut FetchBatch,
+    ) -> Result<()> {
         let mut on_ssd = vec![false; positions.len()];
-        if let Some(ssd) = &self.base.ssd {
-            let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
+        if let Some(ssd) = &self.context.ssd {
+            let ids: Vec<Id> = positions.iter().map(|&position| pins.ids[position as usize]).collect();
             ssd.maybe_contains(&ids, &mut on_ssd);
         }
-        if mode.train && self.base.config.admission.refuses() && !mode.reads_births(&self.base.config) {
-            let (positions, on_ssd) = self.without_refused(hold, positions, &on_ssd);
-            return self.admit_all(hold, &positions, &on_ssd, mode, batch);
+        if mode.train && self.context.config.admission.is_selective() && !mode.reads_initial(&self.context.config) {
+            let (positions, on_ssd) = self.without_not_admitted(pins, positions, &on_ssd);
+            return self.admit_all(pins, &positions, &on_ssd, mode, batch);
         }
-        self.admit_all(hold, &positions, &on_ssd, mode, batch)
+        self.admit_all(pins, &positions, &on_ssd, mode, batch)
     }
 
     /// Without the ids that are not on SSD and would not be admitted as far as is known. They wait, without a slot.
-    fn without_refused(&self, hold: &mut Hold, mut positions: Vec<u32>, on_ssd: &[bool]) -> (Vec<u32>, Vec<bool>) {
-        let unseen = positions.iter().zip(on_ssd).filter(|(_, there)| !**there).map(|(&position, _)| position);
-        let (mut candidates, admitted) = self.admits(hold, unseen);
+    fn without_not_admitted(
+        &self,
+        pins: &mut PlanPins,
+        mut positions: Vec<u32>,
+        on_ssd: &[bool],
+    ) -> (Vec<u32>, Vec<bool>) {
+        let missing = positions.iter().zip(on_ssd).filter(|(_, there)| !**there).map(|(&position, _)| position);
+        let (mut candidates, admitted) = self.admits(pins, missing);
         let (mut kept, mut kept_on_ssd) = (Vec::new(), Vec::new());
         // Mostly all wait, so they stay where they are and the others leave.
         let mut decided = admitted.iter();
@@ -225,8 +236,8 @@ impl Residency {
         });
         let mut decided = admitted.iter();
         candidates.retain(|_| decided.next() == Some(&false));
-        let changes = self.admitter.as_ref().map_or(0, Admitter::changes);
-        hold.waiting.add(positions, candidates, self.base.version(), changes);
+        let changes = self.admitter.as_ref().map_or(0, RowAdmitter::changes);
+        pins.waiting.add(positions, candidates, self.context.version(), changes);
         (kept, kept_on_ssd)
     }
 
@@ -234,7 +245,7 @@ impl Residency {
     /// before it is known that all tables have room for the batch.
     fn admit_all(
         &mut self,
-        hold: &mut Hold,
+        pins: &mut PlanPins,
         positions: &[u32],
         on_ssd: &[bool],
         mode: PlanMode,
@@ -242,91 +253,91 @@ impl Residency {
     ) -> Result<()> {
         let births = on_ssd.iter().filter(|&&there| !there).count() as u64;
         if mode.train && births > 0 {
-            if hold.has_begun {
-                self.check_capacity(births, &hold.ids)?;
+            if pins.has_begun {
+                self.check_capacity(births, &pins.ids)?;
             } else if !self.make_fit(births) {
                 let (reads, new): (Vec<_>, Vec<_>) = positions.iter().zip(on_ssd).partition(|(_, there)| **there);
-                hold.deferred.extend(new.into_iter().map(|(position, _)| position));
+                pins.deferred.extend(new.into_iter().map(|(position, _)| position));
                 let reads: Vec<u32> = reads.into_iter().map(|(&position, _)| position).collect();
-                return self.admit_all(hold, &reads, &vec![true; reads.len()], mode, batch);
+                return self.admit_all(pins, &reads, &vec![true; reads.len()], mode, batch);
             }
         }
-        let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
-        self.bear_beside(mode.threads, births, |this, bear| {
+        let ids: Vec<Id> = positions.iter().map(|&position| pins.ids[position as usize]).collect();
+        self.initialize_in_parallel(mode.threads, births, |this, bear| {
             let parts = positions.chunks(ROWS_PER_SUBMISSION).zip(ids.chunks(ROWS_PER_SUBMISSION));
             for ((positions, ids), on_ssd) in parts.zip(on_ssd.chunks(ROWS_PER_SUBMISSION)) {
-                this.admit_part(hold, Missing { positions, ids, on_ssd }, mode, (batch, bear))?;
+                this.admit_part(pins, MissingIds { positions, ids, on_ssd }, mode, (batch, bear))?;
                 batch.submit_if_worthwhile(ROWS_PER_SUBMISSION);
             }
             Ok(())
         })
     }
 
-    /// Give host slots to some ids that are not in RAM. `batch` reads their rows, or `bear` is given them.
+    /// Give host slots to some ids that are not in RAM. `batch` reads their rows, or `initialize` is given them.
     fn admit_part(
         &mut self,
-        hold: &mut Hold,
-        missing: Missing<'_>,
+        pins: &mut PlanPins,
+        missing: MissingIds<'_>,
         mode: PlanMode,
-        (batch, bear): (&mut FetchBatch, &mut Bear<'_>),
+        (batch, bear): (&mut FetchBatch, &mut NewRowSink<'_>),
     ) -> Result<()> {
         let wanted = missing.ids.len();
-        if let Err(error) = self.make_room(wanted as u32)
+        if let Err(error) = self.make_host_space(wanted as u32)
             && mode.train
         {
             // An evaluation reads on after a failed write, in the overflow.
             return Err(error);
         }
         // This comes before anything changes, because what is begun below is carried through.
-        let rows = if mode.ahead { wanted.min(self.host.slots.free_slots() as usize) } else { wanted };
+        let rows = if mode.is_prefetch { wanted.min(self.host.slots.free_slots() as usize) } else { wanted };
         self.host.reserve(rows)?;
-        let Admitted { reads, born, zeros, refused } = self.take_slots(hold, missing, mode);
+        let AdmittedSlots { reads, new_rows: born, zeros, outcome: refused } = self.take_slots(pins, missing, mode);
         // Ids that are left for later are counted then. Whether those that are read are on SSD is known when they were.
-        let unseen = born.len() as u64 + zeros;
-        self.traffic.host.misses += unseen + reads.len() as u64;
-        self.traffic.ssd_misses += unseen;
+        let missing = born.len() as u64 + zeros;
+        self.traffic.host.misses += missing + reads.len() as u64;
+        self.traffic.ssd_misses += missing;
         if mode.train {
-            self.pledge(hold, born.len() as u64);
+            self.pledge(pins, born.len() as u64);
         }
         bear(&born);
         if !reads.is_empty() {
             let load = self.start_load(reads, batch);
-            hold.loads.push(load);
+            pins.loads.push(load);
         }
         refused
     }
 
     /// Take host slots for ids that are not in RAM, where rows will be born or read, and pin them.
-    fn take_slots(&mut self, hold: &mut Hold, missing: Missing<'_>, mode: PlanMode) -> Admitted {
-        let leaves_out = !mode.train && !mode.reads_births(&self.base.config);
+    fn take_slots(&mut self, pins: &mut PlanPins, missing: MissingIds<'_>, mode: PlanMode) -> AdmittedSlots {
+        let leaves_out = !mode.train && !mode.reads_initial(&self.context.config);
         let read = leaves_out.then(|| RowsToRead::of(missing));
         let wanted = read.as_ref().map_or(missing, RowsToRead::missing);
-        let (slots, refused) = self.host.admit(wanted.ids, wanted.on_ssd, !mode.ahead);
+        let (slots, refused) = self.host.admit(wanted.ids, wanted.on_ssd, !mode.is_prefetch);
         let (mut reads, mut born) = (Vec::new(), Vec::with_capacity(slots.len()));
-        self.pin_taken(hold, wanted.positions, &slots);
+        self.pin_taken(pins, wanted.positions, &slots);
         for ((&slot, &id), &there) in slots.iter().zip(wanted.ids).zip(wanted.on_ssd) {
             if there { &mut reads } else { &mut born }.push((id, slot));
         }
         self.counts.became_provisional(born.len() as u64);
         // After an error, rows that are LOADING by now must be read all the same, since other plans may find them and wait for them.
         if refused.is_ok() {
-            hold.unplaced.extend_from_slice(&wanted.positions[slots.len()..]);
+            pins.unplaced.extend_from_slice(&wanted.positions[slots.len()..]);
         }
         let zeros = (missing.ids.len() - wanted.ids.len()) as u64;
-        Admitted { reads, born, zeros, refused }
+        AdmittedSlots { reads, new_rows: born, zeros, outcome: refused }
     }
 
     /// Pin slots that were just taken for the first of the ids at `positions`: together with those that the plan has pinned so far, where these
     /// are all of one group, else one by one.
-    fn pin_taken(&mut self, hold: &mut Hold, positions: &[u32], slots: &[CacheSlot]) {
+    fn pin_taken(&mut self, pins: &mut PlanPins, positions: &[u32], slots: &[CacheSlot]) {
         let taken = positions.iter().copied().zip(slots.iter().copied());
-        if let Some(group) = &hold.group
-            && self.host.slots.extend_group(group, &mut hold.host, taken.clone())
+        if let Some(group) = &pins.group
+            && self.host.slots.extend_group(group, &mut pins.host, taken.clone())
         {
-            hold.group_grew = true;
+            pins.group_grew = true;
             return;
         }
-        let host = Arc::make_mut(&mut hold.host);
+        let host = Arc::make_mut(&mut pins.host);
         for (position, slot) in taken {
             self.host.slots.pin(slot);
             host[position as usize] = slot;
@@ -342,23 +353,23 @@ struct RowsToRead {
 }
 
 impl RowsToRead {
-    fn of(missing: Missing<'_>) -> Self {
+    fn of(missing: MissingIds<'_>) -> Self {
         let there = missing.positions.iter().zip(missing.ids).zip(missing.on_ssd).filter(|(_, there)| **there);
         let (positions, ids): (Vec<u32>, Vec<Id>) = there.map(|((&position, &id), _)| (position, id)).unzip();
         Self { on_ssd: vec![true; ids.len()], positions, ids }
     }
 
-    fn missing(&self) -> Missing<'_> {
-        Missing { positions: &self.positions, ids: &self.ids, on_ssd: &self.on_ssd }
+    fn missing(&self) -> MissingIds<'_> {
+        MissingIds { positions: &self.positions, ids: &self.ids, on_ssd: &self.on_ssd }
     }
 }
 
 /// Write the slot of each of `ids` `[U]` to `slots` `[U]`, or `NO_SLOT` where the index lacks the id, on up to `threads` threads.
-fn look_up(index: &HostIndex, ids: &[Id], slots: &mut [CacheSlot], threads: usize) {
+fn look_up(index: &SlotIndex, ids: &[Id], slots: &mut [CacheSlot], threads: usize) {
     let together = if threads > 1 { IDS_PER_PIECE } else { ids.len().max(1) };
     let pieces = ids.chunks(together).zip(slots.chunks_mut(together));
     let look = |(ids, slots): (&[Id], &mut [CacheSlot])| index.get_batch(ids, slots);
-    hand_over(threads, ids.len() as u64 * COST_OF_LOOK_UP, look, |give| pieces.for_each(give));
+    parallel_pipeline(threads, ids.len() as u64 * COST_OF_LOOK_UP, look, |give| pieces.for_each(give));
 }
 
 /// The positions in `host` `[U]` without a slot, and the slots of the others; where all have one, these are not listed.

@@ -1,40 +1,40 @@
 //! The beginning of a sweep: by which rule, whether the one before has to end first, and what is carried on from it.
 
 use super::Residency;
-use super::judge::Judge;
-use super::under_way::UnderWay;
+use super::judge::SweepMatcher;
+use super::under_way::SweepProgress;
 use crate::cache::watch::MOST_SWEEPS;
 use crate::config::EvictionRule;
 use crate::error::{Error, Kind, Result};
-use crate::lifecycle::Sweep;
+use crate::lifecycle::ExpirySweep;
 use crate::slots::SlotMap;
 
 impl Residency {
     fn is_sweep_due_at(&self, step: u64) -> bool {
-        let every = self.base.config.eviction.as_ref().and_then(|eviction| eviction.every_steps);
+        let every = self.context.config.eviction.as_ref().and_then(|eviction| eviction.every_steps);
         every.is_some_and(|every| step.is_multiple_of(every.get()))
     }
 
     /// The sweep of now by the table's rule, or by the rule that is given for it. `None` where the table has no rule.
     ///
     /// Errors: `State` where the table's rule has to be given and is not, or the other way round; `Config` for a rule that is out of range.
-    fn sweep_of_now(&self, given: Option<&EvictionRule>) -> Result<Option<Sweep>> {
-        self.sweep_after(self.step, given)
+    fn current_sweep(&self, rule: Option<&EvictionRule>) -> Result<Option<ExpirySweep>> {
+        self.sweep_after(self.step, rule)
     }
 
-    /// As [`Residency::sweep_of_now`], after this step.
-    fn sweep_after(&self, step: u64, given: Option<&EvictionRule>) -> Result<Option<Sweep>> {
-        let config = &self.base.config;
+    /// As [`Residency::current_sweep`], after this step.
+    fn sweep_after(&self, step: u64, sweep_rule: Option<&EvictionRule>) -> Result<Option<ExpirySweep>> {
+        let config = &self.context.config;
         let own = config.eviction.as_ref().map(|eviction| &eviction.rule);
         let refuse = |message: &str| Err(Error::new(Kind::State, format!("table {:?}: {message}", config.name)));
-        let rule = match (own, given) {
+        let rule = match (own, sweep_rule) {
             (None, None) => return Ok(None),
-            (Some(own), None) if own.is_given() => {
+            (Some(own), None) if own.is_per_sweep() => {
                 return refuse(
                     "its ranks agree on what a sweep takes: call torchrec_embcache.evict(model) on all of them",
                 );
             }
-            (Some(own), Some(given)) if own.is_given() && !given.is_given() => {
+            (Some(own), Some(given)) if own.is_per_sweep() && !given.is_per_sweep() => {
                 given.check()?;
                 given
             }
@@ -43,28 +43,28 @@ impl Residency {
                 return refuse("a sweep was given a rule that the table's eviction does not ask for");
             }
         };
-        Ok(Some(Sweep::after(step, rule, config.score_half_life_steps)))
+        Ok(Some(ExpirySweep::after(step, rule, config.score_half_life_steps)))
     }
 
-    /// Do what can fail of [`Residency::begin_sweep`] with this rule, which does not fail then before the next step. No row is unseen by it.
+    /// Do what can fail of [`Residency::begin_sweep`] with this rule, which does not fail then before the next step. No row is missing by it.
     ///
     /// Errors: as there. The sweep under way is as it was then, but that it may have gone on.
-    pub(crate) fn prepare_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
-        let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
-        self.end_before(&sweep)
+    pub(crate) fn prepare_sweep(&mut self, rule: Option<&EvictionRule>) -> Result<()> {
+        let Some(sweep) = self.current_sweep(rule)? else { return Ok(()) };
+        self.finish_previous_sweep(&sweep)
     }
 
     /// Let the sweep under way come to its end, if `sweep` cannot go on in its place. Rows that it spares are kept beside.
-    fn end_before(&mut self, sweep: &Sweep) -> Result<()> {
+    fn finish_previous_sweep(&mut self, sweep: &ExpirySweep) -> Result<()> {
         // Of rows that came in since, a sweep that goes on in the place of another one could not tell by which of the two they die.
-        let goes_on = |before: &UnderWay| !before.came_in && sweep.covers(&before.judge.sweep);
-        if self.sweeping.as_ref().is_none_or(goes_on) {
+        let goes_on = |before: &SweepProgress| !before.rows_added && sweep.covers(&before.matcher.sweep);
+        if self.sweep.as_ref().is_none_or(goes_on) {
             return Ok(());
         }
         if self.is_sweeping() {
             self.finish_sweep()?;
         }
-        self.set_aside();
+        self.defer_rest();
         Ok(())
     }
 
@@ -73,37 +73,37 @@ impl Residency {
     ///
     /// Errors: `State`, `Config` where a rule is given or missing and should not be; those of [`Residency::finish_sweep`], of a sweep that is
     /// under way and took other rows, which this one waits for.
-    pub(crate) fn begin_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
-        let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
-        let found_all = |before: &Sweep| before.step == sweep.step && before.covers(&sweep);
-        if self.swept.as_ref().is_some_and(found_all) {
+    pub(crate) fn begin_sweep(&mut self, rule: Option<&EvictionRule>) -> Result<()> {
+        let Some(sweep) = self.current_sweep(rule)? else { return Ok(()) };
+        let found_all = |before: &ExpirySweep| before.step == sweep.step && before.covers(&sweep);
+        if self.last_sweep.as_ref().is_some_and(found_all) {
             // It would find what the one before has left. It is noted all the same, as by ranks whose rows have changed since.
-            self.note_sweep(&sweep);
+            self.record_sweep(&sweep);
             return Ok(());
         }
-        self.end_before(&sweep)?;
-        self.base.contents_changed();
-        self.note_sweep(&sweep);
-        self.as_swept = Some(self.base.version());
+        self.finish_previous_sweep(&sweep)?;
+        self.context.bump_version();
+        self.record_sweep(&sweep);
+        self.version_after_sweep = Some(self.context.version());
         let (host, device) = (&self.host.slots, self.device.as_ref().map(|tier| &tier.slots));
         let slots = (host.high_water(), device.map_or(0, SlotMap::high_water));
         // A sweep that takes all that the one before takes goes on where that one is, so that each slot and each record has its turn.
-        let mut before = self.sweeping.take();
+        let mut before = self.sweep.take();
         let judge = match &mut before {
-            Some(before) => Judge::in_place_of(&mut before.judge, sweep, self.epoch, self.tells()),
-            None => Judge::new(sweep, self.epoch),
+            Some(before) => SweepMatcher::replacing(&mut before.matcher, sweep, self.epoch, self.has_notifier()),
+            None => SweepMatcher::new(sweep, self.epoch),
         };
-        self.sweeping = Some(UnderWay::after(before, judge, slots, self.counts.evicted()));
+        self.sweep = Some(SweepProgress::after(before, judge, slots, self.counts.expired()));
         Ok(())
     }
 
     /// Note a sweep for later deltas.
-    fn note_sweep(&mut self, sweep: &Sweep) {
-        if let Some(forgotten) = self.lineage.note_sweep(self.epoch, sweep) {
+    fn record_sweep(&mut self, sweep: &ExpirySweep) {
+        if let Some(forgotten) = self.history.record_sweep(self.epoch, sweep) {
             tracing::info!(
                 "table {:?}: what sweeps have taken since the checkpoint {forgotten} is not remembered any more, because there were more \
                  than {MOST_SWEEPS} of which none takes all that another one takes: the next save on it is a full one",
-                self.base.config.name
+                self.context.config.name
             );
         }
     }
@@ -117,12 +117,13 @@ impl Residency {
         if self.device.is_none() || !self.has_sweep() || !self.is_sweep_due_at(next) {
             return Ok(());
         }
-        let ended =
-            self.sweep_after(next, None).and_then(|sweep| sweep.map_or(Ok(()), |sweep| self.end_before(&sweep)));
+        let ended = self
+            .sweep_after(next, None)
+            .and_then(|sweep| sweep.map_or(Ok(()), |sweep| self.finish_previous_sweep(&sweep)));
         match ended {
-            Err(error) if self.owes_copies() => Err(error),
+            Err(error) if self.needs_device_reads() => Err(error),
             Err(_) => {
-                self.try_copies_again();
+                self.retry_copies();
                 Ok(())
             }
             Ok(()) => Ok(()),
@@ -135,7 +136,7 @@ impl Residency {
         if self.is_sweep_due_at(self.step)
             && let Err(error) = self.begin_sweep(None)
         {
-            self.note_stopped(&error);
+            self.log_sweep_stopped(&error);
         }
     }
 }

@@ -6,11 +6,11 @@
 
 use super::Residency;
 use super::find::is_in_ram;
-use super::judge::{Dead, Judge};
-use crate::cache::rows::Chunk;
+use super::judge::{ExpiredRow, SweepMatcher};
+use crate::cache::rows::RowChunk;
 use crate::error::Result;
-use crate::host::Idle;
-use crate::lifecycle::Sweep;
+use crate::host::WriteAccess;
+use crate::lifecycle::ExpirySweep;
 use crate::memory;
 use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
@@ -20,51 +20,57 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 const UNREAD: RowState = RowState::LOADING.with(RowState::FAILED);
 
 impl Residency {
-    /// Judge the row in a slot of the host tier: if it is dead, add it to `dead`. Where that cannot be said yet, or a plan in place uses
-    /// the row, add it to `later`. A slot whose row is not born, or is newer on the device, has nothing to judge.
-    pub(super) fn judge_in_host(&mut self, slot: CacheSlot, sweep: &Sweep, dead: &mut Vec<Idle>, later: &mut Vec<Id>) {
+    /// Judge the row in a slot of the host tier: if it is dead, add it to `expired`. Where that cannot be said yet, or a plan in place uses
+    /// the row, add it to `deferred`. A slot whose row is not born, or is newer on the device, has nothing to judge.
+    pub(super) fn match_in_host(
+        &mut self,
+        slot: CacheSlot,
+        sweep: &ExpirySweep,
+        expired: &mut Vec<WriteAccess>,
+        deferred: &mut Vec<Id>,
+    ) {
         let state = self.host.slots.state(slot);
         if !state.is_current() {
             if state.has(UNREAD) {
-                later.push(self.host.id(slot));
+                deferred.push(self.host.id(slot));
             }
             return;
         }
         let header = self.host.metadata(slot);
         let by_weights = sweep.needs_weights();
-        if header.last_step > sweep.latest() || !by_weights && !sweep.kills(&header, &[]) {
+        if header.last_step > sweep.latest_step() || !by_weights && !sweep.matches(&header, &[]) {
             return;
         }
-        match self.at_rest(slot, header.id) {
-            None => later.push(header.id),
+        match self.unused_slot(slot, header.id) {
+            None => deferred.push(header.id),
             Some(idle) => {
-                let weights = &self.host.row(idle.quiet()).vector[..self.base.layout.dim];
-                if !by_weights || sweep.kills(&header, weights) {
-                    dead.push(idle);
+                let weights = &self.host.row(idle.read_access()).vector[..self.context.layout.dim];
+                if !by_weights || sweep.matches(&header, weights) {
+                    expired.push(idle);
                 }
             }
         }
     }
 
     /// A slot of the host tier, where no plan that is in place uses its row.
-    fn at_rest(&mut self, slot: CacheSlot, id: Id) -> Option<Idle> {
+    fn unused_slot(&mut self, slot: CacheSlot, id: Id) -> Option<WriteAccess> {
         if let Some(idle) = self.host.unpinned(slot) {
             return Some(idle);
         }
         // SAFETY: kernels use only the rows of plans that are in place, and this id is in none of them. A plan comes in place under the
         // table's lock, which whoever uses the slot holds until then.
-        (!self.in_place.has(id)).then(|| unsafe { self.host.pinned_ahead(slot) })
+        (!self.active_plans.has(id)).then(|| unsafe { self.host.pinned_unused(slot) })
     }
 
     /// The dead ones among the rows in some slots of the device tier. Those that plans in place use, or are about to bring there, are added
-    /// to `later`.
+    /// to `deferred`.
     ///
     /// Errors: those of reads from the device.
-    pub(super) fn judge_on_device(
+    pub(super) fn match_on_device(
         &mut self,
         slots: &[CacheSlot],
-        sweep: &Sweep,
-        later: &mut Vec<Id>,
+        sweep: &ExpirySweep,
+        deferred: &mut Vec<Id>,
     ) -> Result<Vec<CacheSlot>> {
         let by_weights = sweep.needs_weights();
         let mut dead = Vec::new();
@@ -73,15 +79,15 @@ impl Residency {
             let (header, state) = (*tier.header(slot), tier.slots.state(slot));
             if !state.is_current() {
                 if state.has(UNREAD) && !state.has(RowState::PROVISIONAL) {
-                    later.push(header.id);
+                    deferred.push(header.id);
                 }
                 continue;
             }
-            if header.last_step > sweep.latest() || !by_weights && !sweep.kills(&header, &[]) {
+            if header.last_step > sweep.latest_step() || !by_weights && !sweep.matches(&header, &[]) {
                 continue;
             }
-            if tier.slots.is_pinned(slot) && self.in_place.has(header.id) {
-                later.push(header.id);
+            if tier.slots.is_pinned(slot) && self.active_plans.has(header.id) {
+                deferred.push(header.id);
             } else {
                 dead.push(slot);
             }
@@ -90,31 +96,32 @@ impl Residency {
             return Ok(dead);
         }
         let rows = self.copies_of(&dead)?;
-        let (dim, floats) = (self.base.layout.dim, self.base.floats());
+        let (dim, floats) = (self.context.layout.dim, self.context.floats());
         let mut dies = (0..dead.len()).map(|at| {
             let row = rows.row(at, floats);
-            sweep.kills(row.header, &row.vector[..dim])
+            sweep.matches(row.header, &row.vector[..dim])
         });
         dead.retain(|_| dies.next().unwrap_or(false));
         Ok(dead)
     }
 
-    /// Bury rows of the host tier, which `by` takes. On an error none is buried.
-    pub(super) fn bury_in_host(&mut self, dead: &[Idle], by: &Judge) -> Result<()> {
-        if dead.is_empty() {
+    /// Bury rows of the host tier, which `matcher` takes. On an error none is buried.
+    pub(super) fn expire_in_host(&mut self, expired: &[WriteAccess], matcher: &SweepMatcher) -> Result<()> {
+        if expired.is_empty() {
             return Ok(());
         }
-        let dim = self.base.layout.dim;
-        let of_slot =
-            |idle: &Idle| by.dead(&self.host.metadata(idle.slot()), &self.host.row(idle.quiet()).vector[..dim]);
-        let rows: Vec<Dead> = dead.iter().map(of_slot).collect();
+        let dim = self.context.layout.dim;
+        let of_slot = |idle: &WriteAccess| {
+            matcher.expired_row(&self.host.metadata(idle.slot()), &self.host.row(idle.read_access()).vector[..dim])
+        };
+        let rows: Vec<ExpiredRow> = expired.iter().map(of_slot).collect();
         let on_ssd =
-            dead.iter().zip(&rows).filter(|(idle, _)| self.host.slots.state(idle.slot()).has(RowState::ON_SSD));
-        let copies = self.copies_of_host(dead)?;
-        self.bury_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
-        self.keep_host(dead.iter().map(Idle::quiet));
-        let (mut unborn, mut leaving, mut ids) = (Vec::new(), Vec::with_capacity(dead.len()), Vec::new());
-        for (idle, row) in dead.iter().zip(&rows) {
+            expired.iter().zip(&rows).filter(|(idle, _)| self.host.slots.state(idle.slot()).has(RowState::ON_SSD));
+        let copies = self.copies_of_host(expired)?;
+        self.remove_expired_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
+        self.keep_host_pre_images(expired.iter().map(WriteAccess::read_access));
+        let (mut unborn, mut leaving, mut ids) = (Vec::new(), Vec::with_capacity(expired.len()), Vec::new());
+        for (idle, row) in expired.iter().zip(&rows) {
             if self.host.slots.is_pinned(idle.slot()) {
                 unborn.push((row.id, idle.slot()));
             } else {
@@ -123,28 +130,28 @@ impl Residency {
             }
         }
         self.host.remove_batch(&leaving, &ids);
-        self.unbear_in_host(&unborn);
-        self.died(&rows, copies, by);
+        self.reinitialize_in_host(&unborn);
+        self.record_expired(&rows, copies, matcher);
         Ok(())
     }
 
-    /// Bury rows of the device tier, which `by` takes. On an error none is buried.
-    pub(super) fn bury_on_device(&mut self, dead: &[CacheSlot], by: &Judge) -> Result<()> {
-        if dead.is_empty() {
+    /// Bury rows of the device tier, which `matcher` takes. On an error none is buried.
+    pub(super) fn expire_on_device(&mut self, expired: &[CacheSlot], matcher: &SweepMatcher) -> Result<()> {
+        if expired.is_empty() {
             return Ok(());
         }
-        let copies = self.copies_of_device(dead, by.name_needs_weights())?;
-        self.ask_for_moment(dead)?;
+        let copies = self.copies_of_device(expired, matcher.reason_needs_weights())?;
+        self.require_snapshot_copies(expired)?;
         let Some(tier) = &self.device else { return Ok(()) };
-        let (dim, floats) = (self.base.layout.dim, self.base.floats());
+        let (dim, floats) = (self.context.layout.dim, self.context.floats());
         let weights = |at: usize| copies.vectors.get(at * floats..at * floats + dim).unwrap_or_default();
-        let of_slot = |(at, &slot): (usize, &CacheSlot)| by.dead(tier.header(slot), weights(at));
-        let rows: Vec<Dead> = dead.iter().enumerate().map(of_slot).collect();
-        let on_ssd = dead.iter().zip(&rows).filter(|(slot, _)| tier.slots.state(**slot).has(RowState::ON_SSD));
-        self.bury_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
-        self.keep_device(dead);
+        let of_slot = |(at, &slot): (usize, &CacheSlot)| matcher.expired_row(tier.header(slot), weights(at));
+        let rows: Vec<ExpiredRow> = expired.iter().enumerate().map(of_slot).collect();
+        let on_ssd = expired.iter().zip(&rows).filter(|(slot, _)| tier.slots.state(**slot).has(RowState::ON_SSD));
+        self.remove_expired_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
+        self.keep_device_pre_images(expired);
         let mut shadows = Vec::new();
-        for (&slot, &Dead { id, .. }) in dead.iter().zip(&rows) {
+        for (&slot, &ExpiredRow { id, .. }) in expired.iter().zip(&rows) {
             let shadow = self.host.slots.get(id);
             if shadow != NO_SLOT {
                 shadows.push((id, shadow));
@@ -161,17 +168,17 @@ impl Residency {
             }
         }
         // Plans that pinned a row's slot in the host tier while it was on the device may still come for it.
-        self.unbear_in_host(&shadows);
-        self.died(&rows, copies, by);
+        self.reinitialize_in_host(&shadows);
+        self.record_expired(&rows, copies, matcher);
         Ok(())
     }
 
     /// Give pinned rows of the host tier their initial values again: they are not born. Plans that are to train them count them anew.
-    fn unbear_in_host(&mut self, rows: &[(Id, CacheSlot)]) {
+    fn reinitialize_in_host(&mut self, rows: &[(Id, CacheSlot)]) {
         if rows.is_empty() {
             return;
         }
-        self.bear_in_host(rows);
+        self.initialize_in_host(rows);
         for &(_, slot) in rows {
             self.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::PROVISIONAL));
         }
@@ -179,22 +186,23 @@ impl Residency {
         self.absent_reads += rows.len() as u64;
     }
 
-    /// Bury rows that were read from SSD and are in no other tier, and which `by` takes. On an error none is buried.
-    pub(super) fn bury_read(&mut self, dead: &[RowRef<'_>], by: &Judge) -> Result<()> {
-        if dead.is_empty() {
+    /// Bury rows that were read from SSD and are in no other tier, and which `matcher` takes. On an error none is buried.
+    pub(super) fn expire_read_rows(&mut self, expired: &[RowRef<'_>], matcher: &SweepMatcher) -> Result<()> {
+        if expired.is_empty() {
             return Ok(());
         }
-        let copies = self.copies_of_read(dead.iter().copied())?;
-        self.bury_copies(&dead.iter().map(|row| row.header.id).collect::<Vec<Id>>())?;
-        let dim = self.base.layout.dim;
-        let rows: Vec<Dead> = dead.iter().map(|row| by.dead(row.header, &row.vector[..dim])).collect();
-        self.died(&rows, copies, by);
+        let copies = self.copies_of_read(expired.iter().copied())?;
+        self.remove_expired_copies(&expired.iter().map(|row| row.header.id).collect::<Vec<Id>>())?;
+        let dim = self.context.layout.dim;
+        let rows: Vec<ExpiredRow> =
+            expired.iter().map(|row| matcher.expired_row(row.header, &row.vector[..dim])).collect();
+        self.record_expired(&rows, copies, matcher);
         Ok(())
     }
 
     /// Bury the dead ones among these rows that are on SSD alone.
-    pub(super) fn bury_dead_on_ssd(&mut self, ids: &[Id], by: &Judge) -> Result<()> {
-        let Some(ssd) = &self.base.ssd else { return Ok(()) };
+    pub(super) fn expire_on_ssd(&mut self, ids: &[Id], matcher: &SweepMatcher) -> Result<()> {
+        let Some(ssd) = &self.context.ssd else { return Ok(()) };
         let in_ram = |id: Id| is_in_ram(&self.host, self.device.as_ref(), id);
         let elsewhere: Vec<Id> = ids.iter().copied().filter(|&id| !in_ram(id)).collect();
         let mut there = vec![false; elsewhere.len()];
@@ -204,53 +212,54 @@ impl Residency {
         if wanted.is_empty() {
             return Ok(());
         }
-        let (dim, floats) = (self.base.layout.dim, self.base.floats());
+        let (dim, floats) = (self.context.layout.dim, self.context.floats());
         let mut headers = memory::zeros("judge rows on SSD", wanted.len())?;
         let mut vectors = memory::zeros("judge rows on SSD", wanted.len() * floats)?;
-        let absent = self.base.read_from_ssd(ssd, &wanted, &mut headers, &mut vectors);
-        let absent = absent.map_err(|error| self.base.in_table(error))?;
+        let absent = self.context.read_from_ssd(ssd, &wanted, &mut headers, &mut vectors);
+        let absent = absent.map_err(|error| self.context.in_table(error))?;
         let dead_row = |&(_, at): &(Id, usize)| {
             let row = RowRef { header: &headers[at], vector: &vectors[at * floats..][..floats] };
-            let dead = absent.binary_search(&(at as u32)).is_err() && by.sweep.kills(row.header, &row.vector[..dim]);
+            let dead =
+                absent.binary_search(&(at as u32)).is_err() && matcher.sweep.matches(row.header, &row.vector[..dim]);
             dead.then_some(row)
         };
         let dead: Vec<RowRef<'_>> = wanted.iter().filter_map(dead_row).collect();
-        self.bury_read(&dead, by)
+        self.expire_read_rows(&dead, matcher)
     }
 
     /// Remove the copies on SSD of rows that are about to be buried. A tier that only reads forgets them without a word on disk, since it
     /// publishes no state any more.
-    fn bury_copies(&mut self, ids: &[Id]) -> Result<()> {
-        let Some(ssd) = &self.base.ssd else { return Ok(()) };
-        match self.base.remove_on_ssd(ssd, ids) {
+    fn remove_expired_copies(&mut self, ids: &[Id]) -> Result<()> {
+        let Some(ssd) = &self.context.ssd else { return Ok(()) };
+        match self.context.remove_on_ssd(ssd, ids) {
             Err(_) if ssd.is_read_only() => {
-                ssd.remove_unwritten(ids);
+                ssd.remove_without_tombstones(ids);
                 Ok(())
             }
             removed => removed,
         }
     }
 
-    /// These rows, which `by` takes, are in no tier any more, and `copies` are to be told of. A delta says the sweep that took them. The ids
+    /// These rows, which `matcher` takes, are in no tier any more, and `copies` are to be told of. A delta says the sweep that took them. The ids
     /// of those are noted too that the checkpoints on which deltas build may have with other columns, and of those that died after such a
     /// checkpoint was saved.
-    pub(super) fn died(&mut self, rows: &[Dead], copies: Chunk, by: &Judge) {
+    pub(super) fn record_expired(&mut self, rows: &[ExpiredRow], copies: RowChunk, matcher: &SweepMatcher) {
         if rows.is_empty() {
             return;
         }
-        self.tell_dead(copies, by);
-        let as_swept = self.is_as_swept();
+        self.notify_expired(copies, matcher);
+        let as_swept = self.is_unchanged_since_sweep();
         // An export that could meet some of them and not others ends.
-        self.base.contents_changed();
+        self.context.bump_version();
         if as_swept {
-            self.as_swept = Some(self.base.version());
+            self.version_after_sweep = Some(self.context.version());
         }
-        self.counts.died(rows.len() as u64);
-        by.count(rows, &mut self.evicted_by_rule);
-        let is_late = self.epoch != by.epoch;
-        let noted = rows.iter().filter(|row| is_late || self.lineage.must_list(row.modified_epoch));
+        self.counts.expired_by_rule(rows.len() as u64);
+        matcher.count(rows, &mut self.evicted_by_rule);
+        let is_late = self.epoch != matcher.epoch;
+        let noted = rows.iter().filter(|row| is_late || self.history.needs_tombstone(row.modified_epoch));
         let noted: Vec<Id> = noted.map(|row| row.id).collect();
-        self.lineage.note_swept(self.epoch, (rows.len() - noted.len()) as u64);
-        self.note_left(&noted);
+        self.history.record_expired(self.epoch, (rows.len() - noted.len()) as u64);
+        self.record_tombstones(&noted);
     }
 }

@@ -4,42 +4,42 @@ use std::collections::HashSet;
 
 use super::Residency;
 use super::find::is_in_ram;
-use super::hold::Hold;
-use crate::cache::rows::Chunk;
+use super::hold::PlanPins;
+use crate::cache::rows::RowChunk;
 use crate::config::OnFull;
 use crate::error::{Error, Kind, Result};
-use crate::host::{HostTier, Idle};
+use crate::host::{HostTier, WriteAccess};
 use crate::slots::{RowState, SlotMap};
 use crate::ssd::SsdTier;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Bytes of ids that left a table (see [`Lineage`](crate::cache::watch::Lineage)) that the host budget does not count: they are part of a
+/// Bytes of ids that left a table (see [`CheckpointHistory`](crate::cache::watch::Lineage)) that the host budget does not count: they are part of a
 /// table's fixed overhead.
-pub(super) const FREE_LINEAGE_BYTES: u64 = 64 << 10;
+pub(super) const FREE_HISTORY_BYTES: u64 = 64 << 10;
 
 impl Residency {
     /// How many rows the lowest tier can hold.
     pub(crate) fn capacity_rows(&self) -> u64 {
-        self.base.ssd.as_ref().map_or(u64::from(self.host.budget_rows()), SsdTier::capacity_rows)
+        self.context.ssd.as_ref().map_or(u64::from(self.host.budget_rows()), SsdTier::capacity_rows)
     }
 
     /// How many rows the host budget holds beside the index of the rows on SSD and the ids that left the table.
-    pub(super) fn host_rows_beside_index(&self) -> u64 {
-        let Some(ssd) = &self.base.ssd else { return self.host.rows_beside_index(0, 0) };
-        let lineage = self.charged_lineage_bytes().div_ceil(self.host.row_bytes());
-        self.host.rows_beside_index(ssd.index_bytes(), ssd.rows()).saturating_sub(lineage)
+    pub(super) fn host_rows_after_index(&self) -> u64 {
+        let Some(ssd) = &self.context.ssd else { return self.host.rows_after_index(0, 0) };
+        let lineage = self.charged_history_bytes().div_ceil(self.host.row_bytes());
+        self.host.rows_after_index(ssd.index_bytes(), ssd.rows()).saturating_sub(lineage)
     }
 
     /// Bytes of the host budget that the ids that left the table take. Only rows in RAM of a table with an SSD tier can make room for them.
-    pub(super) fn charged_lineage_bytes(&self) -> u64 {
-        self.lineage.bytes().saturating_sub(FREE_LINEAGE_BYTES)
+    pub(super) fn charged_history_bytes(&self) -> u64 {
+        self.history.bytes().saturating_sub(FREE_HISTORY_BYTES)
     }
 
     /// The error of rows whose index would take all the room of rows in RAM.
-    pub(super) fn index_full(&self) -> Error {
-        let beside = self.charged_lineage_bytes() + self.host.row_bytes();
+    pub(super) fn index_full_error(&self) -> Error {
+        let beside = self.charged_history_bytes() + self.host.row_bytes();
         let needed = |rows: u64| HostTier::charged_bytes(u64::MAX, rows) + beside;
-        let (capacity, rows, config) = (self.capacity_rows(), self.counts.rows(), &self.base.config);
+        let (capacity, rows, config) = (self.capacity_rows(), self.counts.rows(), &self.context.config);
         Error::new(
             Kind::Capacity,
             format!(
@@ -78,37 +78,37 @@ impl Residency {
             return;
         }
         if !is_torn && self.host.slots.pinned() == 0 {
-            self.host.clear(self.base.config.policy);
+            self.host.clear(self.context.config.policy);
         }
         self.host.shrink_to(0);
     }
 
     /// The rows of the table with those that batches in flight may add, and `more`.
     fn rows_with(&self, more: u64) -> u64 {
-        self.counts.rows() + self.counts.may_be_born() + more
+        self.counts.rows() + self.counts.max_new_rows() + more
     }
 
     fn is_index_full(&self, more: u64) -> bool {
-        more > 0 && self.base.ssd.is_some() && self.host_rows_beside_index() == 0
+        more > 0 && self.context.ssd.is_some() && self.host_rows_after_index() == 0
     }
 
     /// Checks that there is room for a training batch that has begun. Where rows may be dropped for it, none is dropped yet.
     ///
     /// Errors: `Capacity`; those of [`Residency::finish_sweep`].
-    pub(crate) fn check_room(&mut self, hold: &Hold) -> Result<()> {
+    pub(crate) fn check_space(&mut self, pins: &PlanPins) -> Result<()> {
         let homeless: Vec<u32> = match &self.device {
-            None => hold.deferred.iter().chain(&hold.unplaced).copied().collect(),
-            Some(_) => (0..).zip(&hold.device).filter(|(_, slot)| **slot == NO_SLOT).map(|(at, _)| at).collect(),
+            None => pins.deferred.iter().chain(&pins.unplaced).copied().collect(),
+            Some(_) => (0..).zip(&pins.device).filter(|(_, slot)| **slot == NO_SLOT).map(|(at, _)| at).collect(),
         };
-        let more = self.new_rows_among(hold, &homeless, true).1 as u64;
+        let more = self.new_rows_among(pins, &homeless, true).1 as u64;
         if self.make_fit(more) {
             return Ok(());
         }
-        match self.base.config.on_full {
-            OnFull::Evict => self.check_droppable(more, &hold.ids),
+        match self.context.config.on_full {
+            OnFull::Evict => self.check_droppable(more, &pins.ids),
             // To end the sweep, rows may have to be read from the device. That is done when the batch is placed.
             OnFull::Error if self.device.is_some() && self.has_sweep() => Ok(()),
-            OnFull::Error => self.check_capacity(more, &hold.ids),
+            OnFull::Error => self.check_capacity(more, &pins.ids),
         }
     }
 
@@ -125,9 +125,9 @@ impl Residency {
         if self.make_fit(more) {
             return Ok(());
         }
-        match self.base.config.on_full {
-            OnFull::Error if self.is_index_full(more) => Err(self.index_full()),
-            OnFull::Error => Err(self.table_full(more)),
+        match self.context.config.on_full {
+            OnFull::Error if self.is_index_full(more) => Err(self.index_full_error()),
+            OnFull::Error => Err(self.table_full_error(more)),
             OnFull::Evict => {
                 self.check_droppable(more, needed)?;
                 let before = self.counts.dropped();
@@ -138,7 +138,7 @@ impl Residency {
 
     /// The last tier with its budget, and how to have room for `rows` rows there, for messages.
     fn last_tier(&self, rows: u64) -> (String, String) {
-        if let Some(ssd) = &self.base.config.ssd {
+        if let Some(ssd) = &self.context.config.ssd {
             return (format!("its SSD tier (ssd_bytes={})", ssd.bytes), "raise ssd_bytes".into());
         }
         let (budget, wanted) = (self.host.budget(), rows * self.host.row_bytes());
@@ -158,9 +158,9 @@ impl Residency {
         (format!("it has no SSD tier, and {ram}"), cure)
     }
 
-    fn table_full(&self, more: u64) -> Error {
+    fn table_full_error(&self, more: u64) -> Error {
         let ((tier, cure), rows) = (self.last_tier(self.rows_with(more)), self.counts.rows());
-        let capacity = match self.base.ssd {
+        let capacity = match self.context.ssd {
             Some(_) => self.capacity_rows(),
             None => self.host.budget().within_reach() / self.host.row_bytes(),
         };
@@ -169,14 +169,14 @@ impl Residency {
             format!(
                 "table {:?} is full: {tier} holds {capacity} rows, {rows} are there and {more} new ones are to be added; {cure}, or \
                  set on_full=\"evict\" to drop rows by policy",
-                self.base.config.name,
+                self.context.config.name,
             ),
         )
     }
 
     /// Checks that there is room for `more` rows and for those that batches in flight may add, together with `stay` others.
     fn check_together(&self, stay: u64, more: u64) -> Result<()> {
-        let (capacity, new) = (self.capacity_rows(), self.counts.may_be_born() + more);
+        let (capacity, new) = (self.capacity_rows(), self.counts.max_new_rows() + more);
         if stay + new <= capacity {
             return Ok(());
         }
@@ -186,7 +186,7 @@ impl Residency {
             format!(
                 "table {:?}: {tier} holds {capacity} rows, and there is no room for {new} new ones, because this batch and others in \
                  flight use {stay} of its rows; {cure}, or use smaller batches",
-                self.base.config.name,
+                self.context.config.name,
             ),
         ))
     }
@@ -207,7 +207,7 @@ impl Residency {
         let in_ram = |id: Id| is_in_ram(&self.host, self.device.as_ref(), id);
         let elsewhere: Vec<Id> = needed.iter().copied().filter(|&id| !in_ram(id)).collect();
         let mut there = vec![false; elsewhere.len()];
-        if let Some(ssd) = &self.base.ssd {
+        if let Some(ssd) = &self.context.ssd {
             ssd.maybe_contains(&elsewhere, &mut there);
         }
         let mut stay = there.into_iter().filter(|there| *there).count();
@@ -242,7 +242,7 @@ impl Residency {
             0 => error,
             dropped => error.context(format!(
                 "table {:?}: {dropped} rows were dropped to make room, and the rows that need it did not come",
-                self.base.config.name
+                self.context.config.name
             )),
         }
     }
@@ -254,7 +254,8 @@ impl Residency {
             let rows = self.counts.rows();
             let wanted = self.rows_with(more);
             self.drop_rows(wanted.saturating_sub(self.capacity_rows()).max(1), needed)?;
-            let checked = if self.base.ssd.is_some() { self.check_together(self.counts.rows(), more) } else { Ok(()) };
+            let checked =
+                if self.context.ssd.is_some() { self.check_together(self.counts.rows(), more) } else { Ok(()) };
             // Where the disk failed after some rows were dropped already, the next round says so.
             if checked.is_ok() || self.counts.rows() == rows {
                 return checked;
@@ -265,10 +266,10 @@ impl Residency {
     /// Drop up to `rows` rows from the table by policy: first those that are on SSD alone, the oldest first, then those in RAM. Rows that
     /// plans use stay, and those of `needed`, which the caller may have found already.
     fn drop_rows(&mut self, rows: u64, needed: &[Id]) -> Result<()> {
-        debug_assert_eq!(self.base.config.on_full, OnFull::Evict);
+        debug_assert_eq!(self.context.config.on_full, OnFull::Evict);
         let needed: HashSet<Id> = needed.iter().copied().collect();
         // An export that could miss some of them ends.
-        self.base.contents_changed();
+        self.context.bump_version();
         let mut left = rows;
         left -= self.drop_from_ssd(left, &needed)?;
         left -= self.drop_from_host(left, &needed)?;
@@ -277,8 +278,8 @@ impl Residency {
 
     /// Drop up to `rows` rows that are on SSD alone. Returns how many.
     fn drop_from_ssd(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<u64> {
-        let Some(ssd) = &self.base.ssd else { return Ok(0) };
-        let in_ram = self.host.rows_here() + self.device.as_ref().map_or(0, crate::device::DeviceTier::rows_here);
+        let Some(ssd) = &self.context.ssd else { return Ok(0) };
+        let in_ram = self.host.row_count() + self.device.as_ref().map_or(0, crate::device::DeviceTier::row_count);
         // Where all rows are in RAM, the SSD tier would look through each of its segments in vain.
         let born_in_ram = in_ram.saturating_sub(self.counts.provisional());
         let rows = rows.min(self.counts.rows().saturating_sub(born_in_ram));
@@ -286,19 +287,19 @@ impl Residency {
             return Ok(0);
         }
         let keep = |id: Id| needed.contains(&id) || is_in_ram(&self.host, self.device.as_ref(), id);
-        let dropped = if self.tells() {
-            let mut tell = |headers, vectors| self.tell_dropped(Chunk { headers, vectors });
-            ssd.evict_and_tell(rows, &keep, &mut tell)?
+        let dropped = if self.has_notifier() {
+            let mut tell = |headers, vectors| self.notify_dropped(RowChunk { headers, vectors });
+            ssd.evict_and_notify(rows, &keep, &mut tell)?
         } else {
             ssd.evict(rows, &keep)?
         };
-        self.note_dropped(&dropped, Chunk::default());
+        self.record_dropped(&dropped, RowChunk::default());
         Ok(dropped.len() as u64)
     }
 
     /// Drop up to `rows` rows of the host tier, and their copies on SSD. Returns how many. On an error none is dropped.
     fn drop_from_host(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<u64> {
-        let (mut victims, mut spared): (Vec<Idle>, Vec<Idle>) = (Vec::new(), Vec::new());
+        let (mut victims, mut spared): (Vec<WriteAccess>, Vec<WriteAccess>) = (Vec::new(), Vec::new());
         while (victims.len() as u64) < rows {
             let chosen = self.host.victims(rows as usize - victims.len());
             if chosen.is_empty() {
@@ -311,21 +312,21 @@ impl Residency {
         }
         let ids: Vec<Id> = victims.iter().map(|victim| self.host.id(victim.slot())).collect();
         let removed = self.copies_of_host(&victims).and_then(|copies| {
-            self.remove_copies(&self.host.slots, victims.iter().map(Idle::slot).zip(ids.iter().copied()))?;
+            self.remove_copies(&self.host.slots, victims.iter().map(WriteAccess::slot).zip(ids.iter().copied()))?;
             Ok(copies)
         });
         if removed.is_err() {
             spared.append(&mut victims);
         }
         for victim in &spared {
-            self.host.spare(victim);
+            self.host.keep_victim(victim);
         }
         let copies = removed?;
-        self.keep_host(victims.iter().map(Idle::quiet));
-        self.host.evict_all(&victims);
+        self.keep_host_pre_images(victims.iter().map(WriteAccess::read_access));
+        self.host.remove_victims(&victims);
         self.host.shrink_overflow();
         self.traffic.host.evictions += ids.len() as u64;
-        self.note_dropped(&ids, copies);
+        self.record_dropped(&ids, copies);
         Ok(ids.len() as u64)
     }
 
@@ -342,49 +343,50 @@ impl Residency {
             if stays { spared.push(victim) } else { victims.push(victim) }
         }
         let ids: Vec<Id> = victims.iter().map(|&victim| device.id(victim)).collect();
-        chosen.for_each(|slot| device.spare(slot));
+        chosen.for_each(|slot| device.keep_victim(slot));
         let asked = self.copies_of_device(&victims, false);
-        let removed = asked.and_then(|copies| self.ask_for_moment(&victims).map(|()| copies)).and_then(|copies| {
-            if let Some(device) = &self.device {
-                self.remove_copies(&device.slots, victims.iter().copied().zip(ids.iter().copied()))?;
-            }
-            Ok(copies)
-        });
+        let removed =
+            asked.and_then(|copies| self.require_snapshot_copies(&victims).map(|()| copies)).and_then(|copies| {
+                if let Some(device) = &self.device {
+                    self.remove_copies(&device.slots, victims.iter().copied().zip(ids.iter().copied()))?;
+                }
+                Ok(copies)
+            });
         if removed.is_err() {
-            self.spare_on_device(&victims);
+            self.keep_on_device(&victims);
         }
         if let Some(device) = &mut self.device {
             for slot in spared {
-                device.spare(slot);
+                device.keep_victim(slot);
             }
         }
         let copies = removed?;
-        self.keep_device(&victims);
-        self.evict_from_device(&victims);
+        self.keep_device_pre_images(&victims);
+        self.remove_device_victims(&victims);
         self.traffic.device.evictions += ids.len() as u64;
-        self.note_dropped(&ids, copies);
+        self.record_dropped(&ids, copies);
         Ok(())
     }
 
     /// Remove the copies on SSD of rows that are about to be dropped from these slots.
     fn remove_copies(&self, slots: &SlotMap, victims: impl Iterator<Item = (CacheSlot, Id)>) -> Result<()> {
-        let Some(ssd) = &self.base.ssd else { return Ok(()) };
+        let Some(ssd) = &self.context.ssd else { return Ok(()) };
         let there = victims.filter(|&(slot, _)| slots.state(slot).has(RowState::ON_SSD));
-        self.base.remove_on_ssd(ssd, &there.map(|(_, id)| id).collect::<Vec<Id>>())
+        self.context.remove_on_ssd(ssd, &there.map(|(_, id)| id).collect::<Vec<Id>>())
     }
 
-    fn note_dropped(&mut self, ids: &[Id], copies: Chunk) {
-        self.tell_dropped(copies);
+    fn record_dropped(&mut self, ids: &[Id], copies: RowChunk) {
+        self.notify_dropped(copies);
         self.counts.dropped_when_full(ids.len() as u64);
-        self.note_left(ids);
+        self.record_tombstones(ids);
     }
 
     /// Note for later deltas that ids left the table.
-    pub(super) fn note_left(&mut self, ids: &[Id]) {
-        let before = self.lineage.bytes();
-        self.lineage.note_left(self.epoch, ids);
+    pub(super) fn record_tombstones(&mut self, ids: &[Id]) {
+        let before = self.history.bytes();
+        self.history.record_tombstones(self.epoch, ids);
         // With an SSD tier these ids take room of rows in RAM. Without one they have memory beside the budget.
-        if self.base.ssd.is_some() && self.lineage.bytes() > before {
+        if self.context.ssd.is_some() && self.history.bytes() > before {
             self.fit_host_to_index();
         }
     }

@@ -1,9 +1,9 @@
 //! What a delta of the table would say, counted: so that a save can tell whether a load would find the rows that are there.
 
 use super::Residency;
-use crate::cache::watch::Ancestor;
+use crate::cache::watch::BaseCheckpoint;
 use crate::error::Result;
-use crate::lifecycle::Sweep;
+use crate::lifecycle::ExpirySweep;
 use crate::rows::RowHeader;
 
 /// Counts of what changed in a table since a checkpoint.
@@ -12,33 +12,39 @@ pub struct ChangeCounts {
     /// Rows of the table.
     pub rows: u64,
     /// Ids that left, and of which a delta has tombstones.
-    pub left: u64,
+    pub tombstones: u64,
     /// Rows that sweeps took, and of which a delta has no tombstones.
-    pub swept: u64,
+    pub expired: u64,
     /// Rows in RAM or on the device that were not modified, and that a load would drop, because one of the sweeps takes them. It is 0
     /// unless a sweep has passed a row over. Rules that look at weights are left out.
-    pub doomed: u64,
+    pub expiring: u64,
 }
 
 impl Residency {
-    /// Count what changed since `ancestor`. Headers are looked at where there were sweeps since.
+    /// Count what changed since `base`. Headers are looked at where there were sweeps since.
     ///
-    /// Errors: those of [`Residency::left_since`].
-    pub(crate) fn count_changes(&mut self, ancestor: &Ancestor) -> Result<ChangeCounts> {
-        let left = self.left_since(ancestor)?.len() as u64;
-        let doomed = self.count_doomed(ancestor);
-        Ok(ChangeCounts { rows: self.rows(), left, swept: self.lineage.swept_since(ancestor), doomed })
+    /// Errors: those of [`Residency::tombstones_since`].
+    pub(crate) fn count_changes(&mut self, base: &BaseCheckpoint) -> Result<ChangeCounts> {
+        let left = self.tombstones_since(base)?.len() as u64;
+        let doomed = self.count_expiring(base);
+        Ok(ChangeCounts {
+            rows: self.rows(),
+            tombstones: left,
+            expired: self.history.expired_since(base),
+            expiring: doomed,
+        })
     }
 
-    fn count_doomed(&mut self, ancestor: &Ancestor) -> u64 {
-        let mut sweeps = self.lineage.sweeps_since(ancestor);
+    fn count_expiring(&mut self, base: &BaseCheckpoint) -> u64 {
+        let mut sweeps = self.history.sweeps_since(base);
         sweeps.retain(|sweep| !sweep.needs_weights());
         if sweeps.is_empty() {
             return 0;
         }
         self.finish_loads();
         let is_doomed = |header: &RowHeader| {
-            header.modified_epoch < ancestor.next_epoch && sweeps.iter().any(|sweep: &Sweep| sweep.kills(header, &[]))
+            header.modified_epoch < base.next_epoch
+                && sweeps.iter().any(|sweep: &ExpirySweep| sweep.matches(header, &[]))
         };
         let host = &self.host;
         let in_host = host.slots.occupied_from(0).filter(|&slot| host.slots.state(slot).is_current());

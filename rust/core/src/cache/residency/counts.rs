@@ -2,7 +2,7 @@
 
 /// The counts of one table.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Counts {
+pub(crate) struct RowCounts {
     /// Rows of the table in all tiers: born and not removed.
     rows: u64,
     /// Rows that are planned and not born yet.
@@ -13,10 +13,10 @@ pub(crate) struct Counts {
     /// Rows that were dropped because the table was full.
     dropped: u64,
     /// Rows that died by the table's rule of eviction.
-    evicted: u64,
+    expired: u64,
 }
 
-impl Counts {
+impl RowCounts {
     /// The counts of a table that is opened with `rows` rows.
     pub(crate) fn of(rows: u64) -> Self {
         Self { rows, ..Self::default() }
@@ -34,12 +34,12 @@ impl Counts {
         self.dropped
     }
 
-    pub(crate) fn evicted(&self) -> u64 {
-        self.evicted
+    pub(crate) fn expired(&self) -> u64 {
+        self.expired
     }
 
     /// How many provisional rows may be born, at most.
-    pub(crate) fn may_be_born(&self) -> u64 {
+    pub(crate) fn max_new_rows(&self) -> u64 {
         self.provisional.min(self.pledged)
     }
 
@@ -54,7 +54,7 @@ impl Counts {
     }
 
     /// Provisional rows were trained for the first time.
-    pub(crate) fn born(&mut self, rows: u64) {
+    pub(crate) fn inserted(&mut self, rows: u64) {
         self.provisional -= rows;
         self.rows += rows;
     }
@@ -80,9 +80,9 @@ impl Counts {
     }
 
     /// Rows died by the table's rule of eviction.
-    pub(crate) fn died(&mut self, rows: u64) {
+    pub(crate) fn expired_by_rule(&mut self, rows: u64) {
         self.rows -= rows;
-        self.evicted += rows;
+        self.expired += rows;
     }
 
     /// Rows were dropped because the table was full.

@@ -1,8 +1,8 @@
 //! Rows leave the device tier for the host tier, or are copied from where they are.
 
-use super::room::mark_written_down;
+use super::room::mark_written_back;
 use super::{ROWS_PER_GATHER, Residency};
-use crate::cache::rows::Chunk;
+use crate::cache::rows::RowChunk;
 use crate::device::DeviceTier;
 use crate::error::Result;
 use crate::rows::RowRef;
@@ -10,7 +10,7 @@ use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// A row that leaves the device tier: its position among those that do, and its state.
-type Leaving = (usize, RowState);
+type LeavingRow = (usize, RowState);
 
 impl Residency {
     /// The device tier of a table that has one.
@@ -21,31 +21,31 @@ impl Residency {
         self.device.as_mut().expect("only a table with a device tier moves rows to it")
     }
 
-    /// Make sure that `wanted` device slots are free, as far as rows can leave: first unpinned rows in the overflow do, then others by
+    /// Make sure that `requested` device slots are free, as far as rows can leave: first unpinned rows in the overflow do, then others by
     /// policy. They are demoted. On an error nothing has changed, but that victims whose rows are to be read first stay chosen.
-    pub(super) fn make_device_room(&mut self, wanted: u32) -> Result<()> {
-        let victims = self.device_victims(wanted);
+    pub(super) fn make_device_space(&mut self, requested: u32) -> Result<()> {
+        let victims = self.device_victims(requested);
         if victims.is_empty() {
             return Ok(());
         }
         let demoted = self.last_copies_of(&victims).and_then(|rows| {
-            if let Some(moment) = &mut self.moment {
-                moment.keep_read(&victims, &rows, self.base.floats());
+            if let Some(moment) = &mut self.snapshot {
+                moment.keep_read(&victims, &rows, self.context.floats());
             }
             self.demote(&victims, &rows)
         });
         if let Err(error) = demoted {
-            self.spare_on_device(&victims);
+            self.keep_on_device(&victims);
             return Err(error);
         }
-        self.evict_from_device(&victims);
+        self.remove_device_victims(&victims);
         self.traffic.device.evictions += victims.len() as u64;
         Ok(())
     }
 
-    /// The rows that leave so that `wanted` device slots are free: those that were chosen before and nobody has wanted since, all other unpinned
+    /// The rows that leave so that `requested` device slots are free: those that were chosen before and nobody has wanted since, all other unpinned
     /// rows of the overflow, and of the budget as many as needed.
-    fn device_victims(&mut self, wanted: u32) -> Vec<CacheSlot> {
+    fn device_victims(&mut self, requested: u32) -> Vec<CacheSlot> {
         let tier = self.device_mut();
         let capacity = tier.slots.capacity();
         let mut victims = tier.take_leaving();
@@ -55,11 +55,11 @@ impl Residency {
         let overflow: Vec<CacheSlot> = overflow.filter(|&slot| tier.slots.state(slot).is_current()).collect();
         for slot in overflow {
             if !tier.slots.is_pinned(slot) {
-                tier.slots.unlist(slot, tier.id(slot));
+                tier.slots.claim_victim(slot, tier.id(slot));
                 victims.push(slot);
             }
         }
-        let missing = wanted.saturating_sub(tier.slots.free_slots()).saturating_sub(freed) as usize;
+        let missing = requested.saturating_sub(tier.slots.free_slots()).saturating_sub(freed) as usize;
         victims.extend(tier.victims(missing));
         // In this order they are read, and so are those that were chosen before.
         victims.sort_unstable();
@@ -67,40 +67,40 @@ impl Residency {
     }
 
     /// Keep victims of the device tier after all. Where their rows are to be read first, they are handed out again after that.
-    pub(super) fn spare_on_device(&mut self, victims: &[CacheSlot]) {
-        let owes = self.owes_copies();
+    pub(super) fn keep_on_device(&mut self, victims: &[CacheSlot]) {
+        let owes = self.needs_device_reads();
         if owes {
-            self.note_victims();
+            self.mark_victims();
         }
         let tier = self.device_mut();
         if owes {
-            tier.will_leave(victims);
+            tier.mark_leaving(victims);
         } else {
             for &slot in victims {
-                tier.spare(slot);
+                tier.keep_victim(slot);
             }
         }
     }
 
     /// Keep the victims of the device tier that were to leave once they are read.
-    pub(crate) fn let_stay_on_device(&mut self) {
+    pub(crate) fn keep_leaving_on_device(&mut self) {
         if let Some(tier) = &mut self.device {
-            tier.let_all_stay();
+            tier.keep_all_leaving();
         }
     }
 
     /// Take victims out of the device tier.
-    pub(super) fn evict_from_device(&mut self, victims: &[CacheSlot]) {
+    pub(super) fn remove_device_victims(&mut self, victims: &[CacheSlot]) {
         let tier = self.device_mut();
         let ids: Vec<Id> = victims.iter().map(|&slot| tier.id(slot)).collect();
-        tier.slots.evict_batch(victims, &ids);
+        tier.slots.remove_victims(victims, &ids);
     }
 
     /// Copy rows that leave the device into the host tier. Those that do not fit there go to the SSD tier. On an error nothing has changed.
-    fn demote(&mut self, slots: &[CacheSlot], rows: &Chunk) -> Result<()> {
-        let floats = self.base.floats();
+    fn demote(&mut self, slots: &[CacheSlot], rows: &RowChunk) -> Result<()> {
+        let floats = self.context.floats();
         let mut shadowed = Vec::new();
-        let mut moving: Vec<Leaving> = Vec::new();
+        let mut moving: Vec<LeavingRow> = Vec::new();
         let ids: Vec<Id> = rows.headers.iter().map(|header| header.id).collect();
         let mut shadows = vec![NO_SLOT; ids.len()];
         self.host.slots.index().get_batch(&ids, &mut shadows);
@@ -112,17 +112,17 @@ impl Residency {
                 shadowed.push((position, row, shadow));
             }
         }
-        self.make_room(moving.len() as u32)?;
+        self.make_host_space(moving.len() as u32)?;
         let free = self.host.slots.free_slots() as usize;
-        let fit = if self.base.ssd.is_some() { free.min(moving.len()) } else { moving.len() };
+        let fit = if self.context.ssd.is_some() { free.min(moving.len()) } else { moving.len() };
         self.host.reserve(fit)?;
         self.append_demoted(&moving[fit..], rows)?;
         let fitting: Vec<(RowRef<'_>, RowState)> =
             moving[..fit].iter().map(|&(position, row)| (rows.row(position, floats), row)).collect();
         self.host.insert_rows(&fitting);
-        self.moved(ids.into_iter());
+        self.record_moved(ids.into_iter());
         for (position, row, shadow) in shadowed {
-            let idle = self.host.beside_device(shadow).expect("kernels run on the device tier that the row leaves");
+            let idle = self.host.unused_by_kernels(shadow).expect("kernels run on the device tier that the row leaves");
             self.host.overwrite(&idle, rows.row(position, floats));
             self.host.slots.set_state(shadow, row);
         }
@@ -132,22 +132,23 @@ impl Residency {
 
     /// Hand the dirty ones among rows that leave the device and do not fit the host tier to the SSD tier, all in one call: where there is
     /// no room for all of them, either none is taken or the tier only reads from then on.
-    fn append_demoted(&self, leaving: &[Leaving], rows: &Chunk) -> Result<()> {
-        let Some(ssd) = &self.base.ssd else { return Ok(()) };
-        let dirty: Vec<Leaving> = leaving.iter().copied().filter(|(_, row)| row.has(RowState::DIRTY)).collect();
+    fn append_demoted(&self, leaving: &[LeavingRow], rows: &RowChunk) -> Result<()> {
+        let Some(ssd) = &self.context.ssd else { return Ok(()) };
+        let dirty: Vec<LeavingRow> = leaving.iter().copied().filter(|(_, row)| row.has(RowState::DIRTY)).collect();
         if dirty.is_empty() {
             return Ok(());
         }
-        let refs: Vec<RowRef<'_>> = dirty.iter().map(|&(position, _)| rows.row(position, self.base.floats())).collect();
+        let refs: Vec<RowRef<'_>> =
+            dirty.iter().map(|&(position, _)| rows.row(position, self.context.floats())).collect();
         let known: Vec<bool> = dirty.iter().map(|(_, row)| row.has(RowState::ON_SSD)).collect();
-        self.base.append(ssd, &refs, &known)
+        self.context.append(ssd, &refs, &known)
     }
 
     /// Hand every dirty row of the device slots from `next` on to the SSD tier and mark it clean, and move `next` behind them. What was written
     /// stays so on an error.
-    pub(super) fn write_down_device(&mut self, next: &mut CacheSlot) -> Result<()> {
+    pub(super) fn write_back_device(&mut self, next: &mut CacheSlot) -> Result<()> {
         loop {
-            if self.device.is_none() || self.base.ssd.is_none() {
+            if self.device.is_none() || self.context.ssd.is_none() {
                 return Ok(());
             }
             let slots = &self.device_mut().slots;
@@ -161,30 +162,30 @@ impl Residency {
             let rows = self.last_copies_of(&dirty)?;
             self.forget_copies();
             let slots = &dirty[..];
-            let (Some(ssd), Some(tier)) = (&self.base.ssd, &mut self.device) else { return Ok(()) };
+            let (Some(ssd), Some(tier)) = (&self.context.ssd, &mut self.device) else { return Ok(()) };
             let refs: Vec<RowRef<'_>> =
-                (0..slots.len()).map(|position| rows.row(position, self.base.floats())).collect();
+                (0..slots.len()).map(|position| rows.row(position, self.context.floats())).collect();
             let known: Vec<bool> = slots.iter().map(|&slot| tier.slots.state(slot).has(RowState::ON_SSD)).collect();
-            self.base.append(ssd, &refs, &known)?;
+            self.context.append(ssd, &refs, &known)?;
             for &slot in slots {
-                mark_written_down(&mut tier.slots, slot);
+                mark_written_back(&mut tier.slots, slot);
             }
             *next = after;
         }
     }
 
-    /// Copy what a moment wants of device rows that are about to change or to leave their slots. [`Residency::ask_for_moment`] was called with
+    /// Copy what a moment wants of device rows that are about to change or to leave their slots. [`Residency::require_snapshot_copies`] was called with
     /// them before anything has changed. Rows that cannot be read fail the moment, never the caller.
-    pub(super) fn keep_device(&mut self, slots: &[CacheSlot]) {
-        let wanted = self.moment.as_mut().map(|moment| moment.take_wanted_on_device(slots)).unwrap_or_default();
+    pub(super) fn keep_device_pre_images(&mut self, slots: &[CacheSlot]) {
+        let wanted = self.snapshot.as_mut().map(|moment| moment.take_pending_on_device(slots)).unwrap_or_default();
         for wanted in wanted.chunks(ROWS_PER_GATHER) {
             let rows = self.copies_of(wanted);
-            let Some(moment) = &mut self.moment else { return };
+            let Some(moment) = &mut self.snapshot else { return };
             match rows {
-                Ok(rows) => moment.keep_all(&rows, self.base.floats()),
+                Ok(rows) => moment.keep_all(&rows, self.context.floats()),
                 Err(error) => {
                     moment.fail(error);
-                    self.try_copies_again();
+                    self.retry_copies();
                 }
             }
         }

@@ -12,12 +12,12 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Where a row is that no plan uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Whereabouts {
+pub(super) enum RowLocation {
     Device(CacheSlot),
     Host(CacheSlot),
     /// On SSD and in no other tier. The record was read to be sure.
     Ssd,
-    Nowhere,
+    Absent,
 }
 
 /// True if an id has a slot in RAM or on the device.
@@ -27,33 +27,33 @@ pub(super) fn is_in_ram(host: &HostTier, device: Option<&DeviceTier>, id: Id) ->
 
 impl Residency {
     /// Errors: `State` while a batch in flight uses any row.
-    pub(crate) fn refuse_in_use(&mut self) -> Result<()> {
+    pub(crate) fn check_unused(&mut self) -> Result<()> {
         match self.pinned() {
             0 => Ok(()),
-            pinned => Err(self.in_use(format!("{pinned} rows are used by batches in flight"))),
+            pinned => Err(self.in_use_error(format!("{pinned} rows are used by batches in flight"))),
         }
     }
 
     /// Errors: `State` while a batch in flight uses one of these rows.
-    pub(crate) fn refuse_rows_in_use(&mut self, ids: impl Iterator<Item = Id>) -> Result<()> {
+    pub(crate) fn check_rows_unused(&mut self, ids: impl Iterator<Item = Id>) -> Result<()> {
         for id in ids {
             let host = self.host.slots.get(id);
             let device = self.device.as_ref().map_or(NO_SLOT, |device| device.slots.get(id));
             if host != NO_SLOT && self.host.slots.is_pinned(host)
                 || device != NO_SLOT && self.device.as_mut().is_some_and(|tier| tier.slots.is_pinned(device))
             {
-                return Err(self.in_use(format!("the row of id {id} is used by a batch in flight")));
+                return Err(self.in_use_error(format!("the row of id {id} is used by a batch in flight")));
             }
         }
         Ok(())
     }
 
-    pub(super) fn in_use(&self, what: impl std::fmt::Display) -> Error {
+    pub(super) fn in_use_error(&self, subject: impl std::fmt::Display) -> Error {
         Error::new(
             Kind::State,
             format!(
-                "table {:?}: {what}; finish or drop those batches (prefetched ones too) first",
-                self.base.config.name
+                "table {:?}: {subject}; finish or drop those batches (prefetched ones too) first",
+                self.context.config.name
             ),
         )
     }
@@ -67,7 +67,7 @@ impl Residency {
     /// As [`Residency::read`], and no sweep goes on: an export of these rows would end where one of them dies.
     pub(crate) fn read_unswept(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<FoundRows> {
         self.finish_loads();
-        let floats = self.base.floats();
+        let floats = self.context.floats();
         let mut rows = FoundRows {
             found: vec![false; ids.len()],
             headers: memory::zeros("read rows", ids.len())?,
@@ -88,9 +88,9 @@ impl Residency {
             }
             let row = self.host.slots.state(slot);
             if row.has(RowState::FAILED) {
-                return Err(self.unread_row(id));
+                return Err(self.unread_row_error(id));
             }
-            let source = self.host.row(no_writes.slot(slot));
+            let source = self.host.row(no_writes.read_access(slot));
             rows.found[position] = row.is_current();
             rows.headers[position] = *source.header;
             rows.vectors[position * floats..][..floats].copy_from_slice(source.vector);
@@ -111,10 +111,10 @@ impl Residency {
 
     /// Read the rows at `positions` of `ids` from SSD, or give them their initial values.
     fn read_from_ssd(&self, ids: &[Id], positions: &[usize], rows: &mut FoundRows) -> Result<()> {
-        let floats = self.base.floats();
+        let floats = self.context.floats();
         let wanted: Vec<Id> = positions.iter().map(|&position| ids[position]).collect();
         let mut maybe = vec![false; wanted.len()];
-        if let Some(ssd) = &self.base.ssd {
+        if let Some(ssd) = &self.context.ssd {
             ssd.maybe_contains(&wanted, &mut maybe);
             let mut requests = Vec::new();
             for (&position, &there) in positions.iter().zip(&maybe) {
@@ -123,7 +123,7 @@ impl Residency {
                 }
             }
             if !requests.is_empty() {
-                let absent = self.base.read_from_ssd(ssd, &requests, &mut rows.headers, &mut rows.vectors)?;
+                let absent = self.context.read_from_ssd(ssd, &requests, &mut rows.headers, &mut rows.vectors)?;
                 for &(_, position) in &requests {
                     rows.found[position] = true;
                 }
@@ -136,29 +136,29 @@ impl Residency {
             if !rows.found[position] {
                 let id = ids[position];
                 rows.headers[position] = RowHeader { id, ..RowHeader::default() };
-                self.base.fill_initial(id, &mut rows.vectors[position * floats..][..floats]);
+                self.context.fill_initial(id, &mut rows.vectors[position * floats..][..floats]);
             }
         }
         Ok(())
     }
 
     /// Where rows are, exactly. No plan uses any of them.
-    pub(super) fn find(&self, ids: &[Id]) -> Result<Vec<Whereabouts>> {
+    pub(super) fn find(&self, ids: &[Id]) -> Result<Vec<RowLocation>> {
         let mut found = Vec::with_capacity(ids.len());
         let mut doubtful = Vec::new();
         for (position, &id) in ids.iter().enumerate() {
             let device = self.device.as_ref().map_or(NO_SLOT, |device| device.slots.get(id));
             let host = self.host.slots.get(id);
             found.push(if device != NO_SLOT {
-                Whereabouts::Device(device)
+                RowLocation::Device(device)
             } else if host != NO_SLOT {
-                Whereabouts::Host(host)
+                RowLocation::Host(host)
             } else {
                 doubtful.push(position);
-                Whereabouts::Nowhere
+                RowLocation::Absent
             });
         }
-        let Some(ssd) = &self.base.ssd else { return Ok(found) };
+        let Some(ssd) = &self.context.ssd else { return Ok(found) };
         let wanted: Vec<Id> = doubtful.iter().map(|&position| ids[position]).collect();
         let mut maybe = vec![false; wanted.len()];
         ssd.maybe_contains(&wanted, &mut maybe);
@@ -175,12 +175,12 @@ impl Residency {
         let mut scratch = FoundRows {
             found: vec![false; wanted.len()],
             headers: memory::zeros("read rows", wanted.len())?,
-            vectors: memory::zeros("read rows", wanted.len() * self.base.floats())?,
+            vectors: memory::zeros("read rows", wanted.len() * self.context.floats())?,
         };
         self.read_from_ssd(&wanted, &all, &mut scratch)?;
         for (&position, is_there) in doubtful.iter().zip(scratch.found) {
             if is_there {
-                found[position] = Whereabouts::Ssd;
+                found[position] = RowLocation::Ssd;
             }
         }
         Ok(found)
@@ -188,55 +188,55 @@ impl Residency {
 
     /// Where rows are by now that were found earlier under the same hold of the table's lock. To make room moves rows in RAM to other
     /// slots, or writes them down.
-    pub(super) fn find_again(&self, ids: &[Id], found: &mut [Whereabouts]) {
+    pub(super) fn find_again(&self, ids: &[Id], found: &mut [RowLocation]) {
         for (&id, found) in ids.iter().zip(found) {
-            if let Whereabouts::Host(_) = *found {
+            if let RowLocation::Host(_) = *found {
                 let slot = self.host.slots.get(id);
-                *found = if slot == NO_SLOT { Whereabouts::Ssd } else { Whereabouts::Host(slot) };
+                *found = if slot == NO_SLOT { RowLocation::Ssd } else { RowLocation::Host(slot) };
             }
         }
     }
 
     /// Whether a copy of a row, current or not, is on SSD.
-    pub(super) fn is_on_ssd(&self, found: Whereabouts) -> bool {
+    pub(super) fn is_on_ssd(&self, found: RowLocation) -> bool {
         match found {
-            Whereabouts::Device(slot) => {
+            RowLocation::Device(slot) => {
                 self.device.as_ref().is_some_and(|tier| tier.slots.state(slot).has(RowState::ON_SSD))
             }
-            Whereabouts::Host(slot) => self.host.slots.state(slot).has(RowState::ON_SSD),
-            Whereabouts::Ssd => true,
-            Whereabouts::Nowhere => false,
+            RowLocation::Host(slot) => self.host.slots.state(slot).has(RowState::ON_SSD),
+            RowLocation::Ssd => true,
+            RowLocation::Absent => false,
         }
     }
 
     /// Make sure that there are copies of what a moment wants of device rows that are about to change or to go. Errors as
-    /// [`Residency::ask_for_moment`].
-    pub(super) fn ask_for_found(&mut self, found: &[Whereabouts]) -> Result<()> {
-        if self.moment.is_none() {
+    /// [`Residency::require_snapshot_copies`].
+    pub(super) fn require_found_copies(&mut self, found: &[RowLocation]) -> Result<()> {
+        if self.snapshot.is_none() {
             return Ok(());
         }
         let on_device = found.iter().filter_map(|found| match *found {
-            Whereabouts::Device(slot) => Some(slot),
-            Whereabouts::Host(_) | Whereabouts::Ssd | Whereabouts::Nowhere => None,
+            RowLocation::Device(slot) => Some(slot),
+            RowLocation::Host(_) | RowLocation::Ssd | RowLocation::Absent => None,
         });
-        self.ask_for_moment(&on_device.collect::<Vec<CacheSlot>>())
+        self.require_snapshot_copies(&on_device.collect::<Vec<CacheSlot>>())
     }
 
-    /// Copy what a moment wants of rows in RAM or on the device that are about to change or to go. [`Residency::ask_for_found`] was called with
+    /// Copy what a moment wants of rows in RAM or on the device that are about to change or to go. [`Residency::require_found_copies`] was called with
     /// them before anything has changed.
-    pub(super) fn keep_found(&mut self, found: &[Whereabouts], no_writes: NoKernelWrites<'_>) {
-        if self.moment.is_none() {
+    pub(super) fn keep_found_pre_images(&mut self, found: &[RowLocation], no_writes: NoKernelWrites<'_>) {
+        if self.snapshot.is_none() {
             return;
         }
         let (mut host, mut device) = (Vec::new(), Vec::new());
         for found in found {
             match *found {
-                Whereabouts::Host(slot) => host.push(no_writes.slot(slot)),
-                Whereabouts::Device(slot) => device.push(slot),
-                Whereabouts::Ssd | Whereabouts::Nowhere => {}
+                RowLocation::Host(slot) => host.push(no_writes.read_access(slot)),
+                RowLocation::Device(slot) => device.push(slot),
+                RowLocation::Ssd | RowLocation::Absent => {}
             }
         }
-        self.keep_host(host.into_iter());
-        self.keep_device(&device);
+        self.keep_host_pre_images(host.into_iter());
+        self.keep_device_pre_images(&device);
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::demand::{Demand, Refused, Waiting};
-use super::loads::Loading;
+use super::demand::{NotAdmittedIds, PlanDemand, WaitingIds};
+use super::loads::HostLoad;
 use crate::config::{MissingRead, TableConfig};
 use crate::slots::PinGroup;
 use crate::slots::RowState;
@@ -11,7 +11,7 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// What an evaluation reads for ids without a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Unseen {
+pub enum MissingMode {
     /// The rows that they would be born with.
     #[default]
     Initial,
@@ -23,54 +23,54 @@ pub enum Unseen {
 
 /// What a plan reads for ids of a table that have no row and get none.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Absent {
+pub(crate) enum AbsentRead {
     /// The values that they would be born with.
-    Birth,
+    Initial,
     /// This number in every column.
     Value(f32),
     /// The table's shared row.
-    Shared,
+    OovRow,
 }
 
 /// How a plan treats the ids of its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanMode {
-    /// A backward will follow, so unseen ids may be born. Otherwise they are forgotten with the plan.
+    /// A backward will follow, so missing ids may be born. Otherwise they are forgotten with the plan.
     pub train: bool,
     /// Fetch only as far as the budget goes, without overflow. [`Plan::wait`](crate::cache::Plan::wait) does the rest.
-    pub ahead: bool,
+    pub is_prefetch: bool,
     /// What an evaluation reads for ids without a row.
-    pub unseen: Unseen,
+    pub missing: MissingMode,
     /// How many threads may work for the plan. Its results are the same for any number.
     pub threads: usize,
 }
 
 impl PlanMode {
     /// What a plan for a table reads for ids that have no row and get none.
-    pub(crate) fn absent(self, config: &TableConfig) -> Absent {
+    pub(crate) fn absent_read(self, config: &TableConfig) -> AbsentRead {
         let not_admitted = match config.not_admitted {
-            MissingRead::Zeros => Absent::Value(0.0),
-            MissingRead::Value(value) => Absent::Value(value),
-            MissingRead::Initial => Absent::Birth,
-            MissingRead::SharedRow => Absent::Shared,
+            MissingRead::Zeros => AbsentRead::Value(0.0),
+            MissingRead::Value(value) => AbsentRead::Value(value),
+            MissingRead::Initial => AbsentRead::Initial,
+            MissingRead::OovRow => AbsentRead::OovRow,
         };
-        match self.unseen {
+        match self.missing {
             _ if self.train => not_admitted,
-            Unseen::Initial => Absent::Birth,
-            Unseen::Zeros => Absent::Value(0.0),
-            Unseen::NotAdmitted => not_admitted,
+            MissingMode::Initial => AbsentRead::Initial,
+            MissingMode::Zeros => AbsentRead::Value(0.0),
+            MissingMode::NotAdmitted => not_admitted,
         }
     }
 
     /// Whether ids that have no row and get none read the values that they would be born with.
-    pub(crate) fn reads_births(self, config: &TableConfig) -> bool {
-        self.absent(config) == Absent::Birth
+    pub(crate) fn reads_initial(self, config: &TableConfig) -> bool {
+        self.absent_read(config) == AbsentRead::Initial
     }
 
     /// A batch that is trained at once.
-    pub const TRAIN: Self = Self { train: true, ahead: false, unseen: Unseen::Initial, threads: 1 };
+    pub const TRAIN: Self = Self { train: true, is_prefetch: false, missing: MissingMode::Initial, threads: 1 };
     /// A batch that is trained later.
-    pub const TRAIN_AHEAD: Self = Self { ahead: true, ..Self::TRAIN };
+    pub const TRAIN_PREFETCH: Self = Self { is_prefetch: true, ..Self::TRAIN };
     /// A batch that is read at once and not trained.
     pub const EVALUATE: Self = Self { train: false, ..Self::TRAIN };
 }
@@ -78,7 +78,7 @@ impl PlanMode {
 /// The pins of a plan on one table's rows, and the reads that they wait for. Only the residency changes it, together with the rows' bits.
 /// It does not refer to the table, so that it can be dropped with a table that nobody uses any more.
 #[derive(Default)]
-pub(crate) struct Hold {
+pub(crate) struct PlanPins {
     /// The distinct ids of the plan: `[U]`. Positions below are positions in this list.
     pub(super) ids: Arc<Vec<Id>>,
     /// The pinned host slot of each id, `NO_SLOT` where none is: `[U]`.
@@ -90,38 +90,38 @@ pub(crate) struct Hold {
     /// The pinned device slot of each id, `NO_SLOT` where none is: `[U]` for a table with a device tier, else empty.
     pub(super) device: Vec<CacheSlot>,
     /// Reads that rows of this plan wait for.
-    pub(super) loads: Vec<Arc<Loading>>,
+    pub(super) loads: Vec<Arc<HostLoad>>,
     /// True if the plan has begun. What it has left for later is done when it is placed.
     pub(super) has_begun: bool,
     /// True if the table had room then for all new rows of the plan, while all of its own stay.
-    pub(super) has_room: bool,
+    pub(super) has_space: bool,
     /// Positions that an `ahead` plan has left for later.
     pub(super) unplaced: Vec<u32>,
     /// Positions of ids without a row that are deferred until the plan is placed, because other rows have to go for theirs.
     pub(super) deferred: Vec<u32>,
     /// Ids that are not admitted as far as was known.
-    pub(super) waiting: Waiting,
+    pub(super) waiting: WaitingIds,
     /// What the ids ask for, where the table refuses some.
-    pub(super) demand: Demand,
+    pub(super) demand: PlanDemand,
     /// The ids that get no row, once that is decided.
-    pub(super) refused: Option<Refused>,
+    pub(super) not_admitted: Option<NotAdmittedIds>,
     /// Their positions.
-    pub(super) refused_at: Vec<u32>,
+    pub(super) not_admitted_positions: Vec<u32>,
     /// How many provisional rows this plan has pledged to train; see [`super::counts::Counts`].
     pub(super) pledged: u64,
     /// How many reads had found rows absent when `pledged` was counted.
-    pub(super) absent_before: u64,
+    pub(super) absent_reads_before: u64,
     /// Rows that have a slot on the device and were not scattered into it yet.
-    pub(super) arriving: Vec<Arriving>,
+    pub(super) arriving: Vec<ArrivingRow>,
     /// Where the rows of a plan that goes to the device were found. They are counted once they are there.
-    pub(super) found: Found,
+    pub(super) found: FoundCounts,
     /// The positions of ids that have no slot on the device, once all others have pinned theirs for the plan to be placed.
-    pub(super) homeless: Option<Vec<u32>>,
+    pub(super) slotless: Option<Vec<u32>>,
 }
 
 /// A row that has a slot on the device and is not there yet.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Arriving {
+pub(super) struct ArrivingRow {
     pub(super) position: u32,
     /// Its state once it is there. For a row that comes from a host slot, the state of that slot counts instead.
     pub(super) state: RowState,
@@ -129,7 +129,7 @@ pub(super) struct Arriving {
 
 /// Where the rows of a plan were that goes to the device tier.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Found {
+pub(super) struct FoundCounts {
     pub(super) on_device: u64,
     pub(super) in_host: u64,
     /// In neither of the two.
@@ -137,7 +137,7 @@ pub(super) struct Found {
     /// Read from SSD for the plan when it was placed.
     pub(super) on_ssd: u64,
     /// In no tier.
-    pub(super) nowhere: u64,
+    pub(super) absent: u64,
 }
 
 /// Rows to scatter into the device tensors before the forward.
@@ -151,25 +151,25 @@ pub struct FetchedRows {
     pub scalars: Vec<f32>,
 }
 
-impl Hold {
+impl PlanPins {
     /// A plan for these distinct ids that holds nothing yet.
-    pub(crate) fn new(ids: Vec<Id>, demand: Demand) -> Self {
+    pub(crate) fn new(ids: Vec<Id>, demand: PlanDemand) -> Self {
         Self { host: Arc::new(vec![NO_SLOT; ids.len()]), ids: Arc::new(ids), demand, ..Self::default() }
     }
 
     /// For each id whether it gets no row in this batch: `[U]`, or empty where all get one.
-    pub(super) fn refused_bits(&self) -> Vec<bool> {
-        if self.refused_at.is_empty() {
+    pub(super) fn not_admitted_bits(&self) -> Vec<bool> {
+        if self.not_admitted_positions.is_empty() {
             return Vec::new();
         }
         let mut bits = vec![false; self.ids.len()];
-        self.refused_at.iter().for_each(|&position| bits[position as usize] = true);
+        self.not_admitted_positions.iter().for_each(|&position| bits[position as usize] = true);
         bits
     }
 
     /// The positions of the ids that get no row in this batch, once that is decided.
-    pub(crate) fn refused(&self) -> &[u32] {
-        &self.refused_at
+    pub(crate) fn not_admitted_positions(&self) -> &[u32] {
+        &self.not_admitted_positions
     }
 
     /// The pinned host slot of each id, `NO_SLOT` where none is: `[U]`.
@@ -212,8 +212,8 @@ impl Hold {
     }
 
     /// Returns whether the table had room for the rows of the plan when it began, so that no other has to go for them.
-    pub(crate) fn has_room(&self) -> bool {
-        self.has_room
+    pub(crate) fn has_space(&self) -> bool {
+        self.has_space
     }
 
     /// True if every id has its slot, or its read under way, or is deferred.
@@ -232,7 +232,7 @@ impl Hold {
     }
 
     /// Take the reads that the plan waits for, to wait for them without the table's lock.
-    pub(crate) fn take_loads(&mut self) -> Vec<Arc<Loading>> {
+    pub(crate) fn take_loads(&mut self) -> Vec<Arc<HostLoad>> {
         std::mem::take(&mut self.loads)
     }
 

@@ -8,13 +8,13 @@
 use std::sync::Arc;
 
 use super::Residency;
-use super::find::Whereabouts;
+use super::find::RowLocation;
 use crate::cache::columns::PickedRows;
 use crate::cache::rows::RowBlock;
 use crate::config::OnFull;
 use crate::error::{Error, Result};
 use crate::host::NoKernelWrites;
-use crate::kernels::threads::beside;
+use crate::kernels::threads::for_each_alongside;
 use crate::memory;
 use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
@@ -28,14 +28,14 @@ const ROWS_PER_TASK: usize = 2048;
 
 /// Rows that are put in together, and where they are now.
 #[derive(Clone, Copy)]
-struct Part<'a> {
+struct ImportChunk<'a> {
     headers: &'a [RowHeader],
     /// `[n, V]`
     vectors: &'a [f32],
     ids: &'a [Id],
-    found: &'a [Whereabouts],
+    found: &'a [RowLocation],
     /// Whether rows of the same call are in the table already.
-    begun: bool,
+    has_begun: bool,
 }
 
 impl Residency {
@@ -54,9 +54,9 @@ impl Residency {
         done: &mut usize,
     ) -> Result<()> {
         // A sweep under way takes rows that are there by now, and none of these.
-        self.finish_sweep().map_err(|error| self.in_part(error, *done, ids.len(), "imported"))?;
-        self.rows_came_in();
-        match self.base.config.on_full {
+        self.finish_sweep().map_err(|error| self.partial_error(error, *done, ids.len(), "imported"))?;
+        self.record_added_rows();
+        match self.context.config.on_full {
             OnFull::Error => self.import_all(block, ids, no_writes),
             OnFull::Evict => self.import_in_parts(block, ids, no_writes, done),
         }
@@ -65,16 +65,16 @@ impl Residency {
     /// Put rows in, for all of which there is room before the first one is put in.
     fn import_all(&mut self, block: RowBlock<'_>, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<()> {
         let mut found = self.find_all(ids)?;
-        self.ask_for_found(&found)?;
+        self.require_found_copies(&found)?;
         self.check_import(ids, &found)?;
-        let floats = self.base.floats();
+        let floats = self.context.floats();
         let mut done = 0;
         let parts = block.headers.chunks(ROWS_PER_PART).zip(block.vectors.chunks(ROWS_PER_PART * floats));
         let parts_found = ids.chunks(ROWS_PER_PART).zip(found.chunks_mut(ROWS_PER_PART));
         for ((headers, vectors), (some, found)) in parts.zip(parts_found) {
             self.find_again(some, found);
-            let part = Part { headers, vectors, ids: some, found, begun: done > 0 };
-            self.put(part, no_writes).map_err(|error| self.in_part(error, done, ids.len(), "imported"))?;
+            let part = ImportChunk { headers, vectors, ids: some, found, has_begun: done > 0 };
+            self.put_chunk(part, no_writes).map_err(|error| self.partial_error(error, done, ids.len(), "imported"))?;
             done += some.len();
         }
         Ok(())
@@ -89,37 +89,40 @@ impl Residency {
         done: &mut usize,
     ) -> Result<()> {
         let at_once = (self.capacity_rows() / 2).clamp(1, ROWS_PER_PART as u64) as usize;
-        let floats = self.base.floats();
+        let floats = self.context.floats();
         let (headers, vectors) = (&block.headers[*done..], &block.vectors[*done * floats..]);
         let parts = headers.chunks(at_once).zip(vectors.chunks(at_once * floats));
         for ((headers, vectors), some) in parts.zip(ids[*done..].chunks(at_once)) {
             let (begun, dropped) = (*done > 0, self.counts.dropped());
             let imported = self
-                .find_with_room(some, begun)
-                .and_then(|found| self.ask_for_found(&found).map(|()| found))
+                .find_with_space(some, begun)
+                .and_then(|found| self.require_found_copies(&found).map(|()| found))
                 .and_then(|found| {
-                    let put = self.put(Part { headers, vectors, ids: some, found: &found, begun }, no_writes);
+                    let put = self.put_chunk(
+                        ImportChunk { headers, vectors, ids: some, found: &found, has_begun: begun },
+                        no_writes,
+                    );
                     put.map_err(|error| self.after_drops(dropped, error))
                 });
-            imported.map_err(|error| self.in_part(error, *done, ids.len(), "imported"))?;
+            imported.map_err(|error| self.partial_error(error, *done, ids.len(), "imported"))?;
             *done += some.len();
         }
         Ok(())
     }
 
     /// The error of a call that has done `done` of `all` rows.
-    pub(crate) fn in_part(&self, error: Error, done: usize, all: usize, what: &str) -> Error {
+    pub(crate) fn partial_error(&self, error: Error, done: usize, all: usize, verb: &str) -> Error {
         if done == 0 {
             return error;
         }
         error.context(format!(
-            "table {:?}: the first {done} of the {all} rows were {what} and the others were not",
-            self.base.config.name
+            "table {:?}: the first {done} of the {all} rows were {verb} and the others were not",
+            self.context.config.name
         ))
     }
 
     /// Where rows are, exactly. No plan uses any of them.
-    fn find_all(&self, ids: &[Id]) -> Result<Vec<Whereabouts>> {
+    fn find_all(&self, ids: &[Id]) -> Result<Vec<RowLocation>> {
         let mut found = Vec::new();
         memory::reserve(&mut found, "find rows", ids.len())?;
         for ids in ids.chunks(ROWS_PER_PART) {
@@ -129,12 +132,12 @@ impl Residency {
     }
 
     /// Where the rows of a part are, once other rows were dropped so that the new ones among them fit.
-    fn find_with_room(&mut self, ids: &[Id], begun: bool) -> Result<Vec<Whereabouts>> {
+    fn find_with_space(&mut self, ids: &[Id], has_begun: bool) -> Result<Vec<RowLocation>> {
         let mut found = self.find(ids)?;
         let new = count_new(&found);
         if new > 0 {
             let room = self.check_capacity(new, ids);
-            if room.is_err() && !(begun && self.base.ssd.as_ref().is_some_and(SsdTier::is_read_only)) {
+            if room.is_err() && !(has_begun && self.context.ssd.as_ref().is_some_and(SsdTier::is_read_only)) {
                 room?;
             }
             self.find_again(ids, &mut found);
@@ -143,30 +146,30 @@ impl Residency {
     }
 
     /// Refuse rows that would not all fit. Errors: `Capacity`, `Memory`.
-    fn check_import(&mut self, ids: &[Id], found: &[Whereabouts]) -> Result<()> {
+    fn check_import(&mut self, ids: &[Id], found: &[RowLocation]) -> Result<()> {
         let new = count_new(found);
         if new > 0 {
             self.check_capacity(new, ids)?;
         }
-        let indexed = self.base.ssd.as_ref().map_or(0, SsdTier::rows);
+        let indexed = self.context.ssd.as_ref().map_or(0, SsdTier::rows);
         // The most that the index can take, with the new rows in it. Rows that the table has take no more of it.
         if new > 0
             && ids.len() > ROWS_PER_PART
-            && self.base.ssd.is_some()
-            && self.host.rows_beside_index(u64::MAX, indexed + new) == 0
+            && self.context.ssd.is_some()
+            && self.host.rows_after_index(u64::MAX, indexed + new) == 0
         {
-            return Err(self.index_full());
+            return Err(self.index_full_error());
         }
-        let homeless = found.iter().filter(|found| !matches!(found, Whereabouts::Host(_))).count();
+        let homeless = found.iter().filter(|found| !matches!(found, RowLocation::Host(_))).count();
         let free = self.host.slots.free_slots() as usize;
-        self.host.reserve(if self.base.ssd.is_some() { homeless.min(free) } else { homeless })
+        self.host.reserve(if self.context.ssd.is_some() { homeless.min(free) } else { homeless })
     }
 
     /// Put the rows of a part in the table. On an error none of them is.
-    fn put(&mut self, part: Part<'_>, no_writes: NoKernelWrites<'_>) -> Result<()> {
-        let floats = self.base.floats();
+    fn put_chunk(&mut self, part: ImportChunk<'_>, no_writes: NoKernelWrites<'_>) -> Result<()> {
+        let floats = self.context.floats();
         // Where a delta may build on a checkpoint of before, which does not have these rows, they count as modified now.
-        let stamped = self.lineage.is_wanted().then(|| {
+        let stamped = self.history.is_needed().then(|| {
             let now = |header: &RowHeader| RowHeader { modified_epoch: self.epoch, ..*header };
             part.headers.iter().map(now).collect::<Vec<RowHeader>>()
         });
@@ -176,11 +179,11 @@ impl Residency {
             vector: &part.vectors[position * floats..][..floats],
         };
         let homeless: Vec<usize> =
-            (0..part.found.len()).filter(|&position| !matches!(part.found[position], Whereabouts::Host(_))).collect();
+            (0..part.found.len()).filter(|&position| !matches!(part.found[position], RowLocation::Host(_))).collect();
         let known: Vec<bool> = homeless.iter().map(|&position| self.is_on_ssd(part.found[position])).collect();
-        let fit = self.append_homeless(&part, &homeless, &known, &row, no_writes)?;
+        let fit = self.append_slotless(&part, &homeless, &known, &row, no_writes)?;
         for (index, (&position, &known)) in homeless.iter().zip(&known).enumerate() {
-            if let (Whereabouts::Device(slot), Some(device)) = (part.found[position], &mut self.device) {
+            if let (RowLocation::Device(slot), Some(device)) = (part.found[position], &mut self.device) {
                 device.remove(slot, part.ids[position]);
             }
             if index < fit {
@@ -190,44 +193,44 @@ impl Residency {
             }
         }
         for (position, found) in part.found.iter().enumerate() {
-            if let Whereabouts::Host(slot) = *found {
+            if let RowLocation::Host(slot) = *found {
                 let idle = self.host.unpinned(slot).expect("no plan uses a row that is imported");
                 self.host.overwrite(&idle, row(position));
                 self.host.slots.mark(slot, RowState::DIRTY.with(RowState::MODIFIED));
             }
         }
         self.counts.added(count_new(part.found));
-        self.have_rows(part.ids.iter().copied());
+        self.record_new_rows(part.ids.iter().copied());
         self.fit_host_to_index();
         Ok(())
     }
 
     /// Make room for those rows of a part that have no host slot, all that can fail of it: they are to take free slots, and those past
     /// them go straight to SSD here. Returns how many are to take slots.
-    fn append_homeless<'a>(
+    fn append_slotless<'a>(
         &mut self,
-        part: &Part<'_>,
-        homeless: &[usize],
+        part: &ImportChunk<'_>,
+        slotless: &[usize],
         known: &[bool],
         row: &dyn Fn(usize) -> RowRef<'a>,
         no_writes: NoKernelWrites<'_>,
     ) -> Result<usize> {
-        let mut fit = homeless.len();
-        if self.base.ssd.is_some() {
+        let mut fit = slotless.len();
+        if self.context.ssd.is_some() {
             fit = fit.min(self.host.slots.free_slots() as usize);
         }
         self.host.reserve(fit)?;
         // An export that could meet some of these rows and not others ends.
-        self.base.contents_changed();
-        self.keep_found(part.found, no_writes);
-        let Some(ssd) = self.base.ssd.as_ref().filter(|_| fit < homeless.len()) else { return Ok(fit) };
-        let rows: Vec<RowRef<'_>> = homeless[fit..].iter().map(|&position| row(position)).collect();
-        if let Err(error) = self.base.append(ssd, &rows, &known[fit..]) {
+        self.context.bump_version();
+        self.keep_found_pre_images(part.found, no_writes);
+        let Some(ssd) = self.context.ssd.as_ref().filter(|_| fit < slotless.len()) else { return Ok(fit) };
+        let rows: Vec<RowRef<'_>> = slotless[fit..].iter().map(|&position| row(position)).collect();
+        if let Err(error) = self.context.append(ssd, &rows, &known[fit..]) {
             let unchanged = !ssd.is_read_only() || !known[fit..].contains(&true);
-            if unchanged && !part.begun {
+            if unchanged && !part.has_begun {
                 return Err(error);
             }
-            fit = homeless.len();
+            fit = slotless.len();
             self.host.reserve(fit).map_err(|refused| {
                 refused.context(format!(
                     "after {error}: of the rows that the SSD tier did not take, those that were there before may have their old \
@@ -244,52 +247,52 @@ impl Residency {
     pub(crate) fn forget(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<u64> {
         self.finish_sweep()?;
         let mut found = self.find_all(ids)?;
-        self.ask_for_found(&found)?;
+        self.require_found_copies(&found)?;
         let (mut done, mut removed) = (0, 0);
         for (some, found) in ids.chunks(ROWS_PER_PART).zip(found.chunks_mut(ROWS_PER_PART)) {
             self.find_again(some, found);
             removed += self
-                .forget_part(some, found, removed > 0, no_writes)
-                .map_err(|error| self.in_part(error, done, ids.len(), "removed"))?;
+                .forget_chunk(some, found, removed > 0, no_writes)
+                .map_err(|error| self.partial_error(error, done, ids.len(), "removed"))?;
             done += some.len();
         }
         Ok(removed)
     }
 
-    /// Forget the rows of a part, all of them or, on an error, none. Where rows of the same call are gone already (`begun`), all of them
+    /// Forget the rows of a part, all of them or, on an error, none. Where rows of the same call are gone already (`has_begun`), all of them
     /// also go when the SSD tier cannot write any more. Returns how many of them the table had.
-    fn forget_part(
+    fn forget_chunk(
         &mut self,
         ids: &[Id],
-        found: &[Whereabouts],
-        begun: bool,
+        found: &[RowLocation],
+        has_begun: bool,
         no_writes: NoKernelWrites<'_>,
     ) -> Result<u64> {
         // An export that could meet some of these rows and not others ends.
-        self.base.contents_changed();
-        if let Some(ssd) = &self.base.ssd {
+        self.context.bump_version();
+        if let Some(ssd) = &self.context.ssd {
             let there = ids.iter().zip(found).filter(|(_, found)| self.is_on_ssd(**found));
             let on_ssd: Vec<Id> = there.map(|(&id, _)| id).collect();
-            if let Err(error) = self.base.remove_on_ssd(ssd, &on_ssd) {
-                if !(begun && ssd.is_read_only()) {
+            if let Err(error) = self.context.remove_on_ssd(ssd, &on_ssd) {
+                if !(has_begun && ssd.is_read_only()) {
                     return Err(error);
                 }
-                ssd.remove_unwritten(&on_ssd);
+                ssd.remove_without_tombstones(&on_ssd);
             }
         }
-        self.keep_found(found, no_writes);
+        self.keep_found_pre_images(found, no_writes);
         let mut removed = Vec::new();
         for (&id, found) in ids.iter().zip(found) {
             match (*found, &mut self.device) {
-                (Whereabouts::Device(slot), Some(device)) => device.remove(slot, id),
-                (Whereabouts::Host(slot), _) => self.host.remove(slot, false),
-                (Whereabouts::Ssd, _) => {}
+                (RowLocation::Device(slot), Some(device)) => device.remove(slot, id),
+                (RowLocation::Host(slot), _) => self.host.remove(slot, false),
+                (RowLocation::Ssd, _) => {}
                 _ => continue,
             }
             removed.push(id);
         }
         self.counts.removed(removed.len() as u64);
-        self.note_left(&removed);
+        self.record_tombstones(&removed);
         Ok(removed.len() as u64)
     }
 
@@ -297,13 +300,13 @@ impl Residency {
     /// many from the first on as are new and fit. Returns how many.
     pub(crate) fn put_new(&mut self, rows: PickedRows<'_>, begin: usize, ids: &[Id]) -> Result<usize> {
         self.finish_sweep()?;
-        self.rows_came_in();
+        self.record_added_rows();
         let fit = self.new_rows_that_fit(ids);
         self.host.reserve(fit)?;
         let mut slots: Vec<CacheSlot> = Vec::new();
         memory::reserve(&mut slots, "place rows", fit)?;
         self.host.slots.take_many(fit, &mut slots);
-        let floats = self.base.floats();
+        let floats = self.context.floats();
         let arena = Arc::clone(self.host.arena());
         let copy = |(task, slots): (usize, &[CacheSlot])| {
             for (at, &slot) in slots.iter().enumerate() {
@@ -316,7 +319,7 @@ impl Residency {
                 }
             }
         };
-        let placed = beside(slots.chunks(ROWS_PER_TASK).enumerate(), copy, || {
+        let placed = for_each_alongside(slots.chunks(ROWS_PER_TASK).enumerate(), copy, || {
             let ids = &ids[..slots.len()];
             self.host.slots.insert_all_new(&slots, ids, RowState::DIRTY.with(RowState::MODIFIED))
         });
@@ -324,8 +327,8 @@ impl Residency {
             self.host.slots.give_back(slot);
         }
         self.counts.added(placed as u64);
-        self.base.contents_changed();
-        self.have_rows(ids[..placed].iter().copied());
+        self.context.bump_version();
+        self.record_new_rows(ids[..placed].iter().copied());
         self.fit_host_to_index();
         Ok(placed)
     }
@@ -333,21 +336,21 @@ impl Residency {
     /// How many of `ids`, from the first on, are new to the table, belong to its shard, and have a free slot in the host tier each.
     fn new_rows_that_fit(&mut self, ids: &[Id]) -> usize {
         let room = |all: &Self| all.capacity_rows().saturating_sub(all.counts.rows() + all.counts.provisional());
-        let on_device = self.device.as_ref().map_or(0, crate::device::DeviceTier::rows_here);
+        let on_device = self.device.as_ref().map_or(0, crate::device::DeviceTier::row_count);
         // Rows of a table that descends from a checkpoint count as modified now, which `put` does.
-        let descends = self.lineage.is_wanted();
-        if descends || on_device > 0 || self.base.config.on_full == OnFull::Evict && room(self) < ids.len() as u64 {
+        let descends = self.history.is_needed();
+        if descends || on_device > 0 || self.context.config.on_full == OnFull::Evict && room(self) < ids.len() as u64 {
             return 0;
         }
         self.make_fit(ids.len() as u64);
-        let config = &self.base.config;
+        let config = &self.context.config;
         let fit = (ids.len() as u64).min(room(self)).min(u64::from(self.host.slots.free_slots())) as usize;
         let mut new = fit;
         let (buckets, bucketing) = (&config.buckets, config.bucketing());
         if let Some(foreign) = ids[..new].iter().position(|&id| !buckets.contains(&bucketing.of(id))) {
             new = foreign;
         }
-        if let Some(ssd) = &self.base.ssd
+        if let Some(ssd) = &self.context.ssd
             && ssd.rows() > 0
         {
             let mut known = vec![false; new];
@@ -359,6 +362,6 @@ impl Residency {
 }
 
 /// How many of some rows the table does not have.
-fn count_new(found: &[Whereabouts]) -> u64 {
-    found.iter().filter(|found| matches!(found, Whereabouts::Nowhere)).count() as u64
+fn count_new(found: &[RowLocation]) -> u64 {
+    found.iter().filter(|found| matches!(found, RowLocation::Absent)).count() as u64
 }

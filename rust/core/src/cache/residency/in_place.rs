@@ -7,7 +7,7 @@ use crate::types::Id;
 
 /// The ids of the plans that are in place, of a table whose rows may die.
 #[derive(Debug, Default)]
-pub(super) struct InPlace {
+pub(super) struct ActivePlans {
     /// The distinct ids of each plan.
     plans: Vec<Arc<Vec<Id>>>,
     /// All of them, each with the number of plans that have it. It is made when somebody asks for one, and kept up from then on until the
@@ -15,7 +15,7 @@ pub(super) struct InPlace {
     ids: Option<HashMap<Id, u32>>,
 }
 
-impl InPlace {
+impl ActivePlans {
     /// A plan with these ids is in place.
     pub(super) fn add(&mut self, ids: &Arc<Vec<Id>>) {
         self.plans.push(Arc::clone(ids));
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn an_id_is_in_place_as_long_as_one_of_its_plans_is() {
-        let mut in_place = InPlace::default();
+        let mut in_place = ActivePlans::default();
         let (first, second, never) = (Arc::new(vec![1, 2]), Arc::new(vec![2, 3]), Arc::new(vec![2, 3]));
         in_place.add(&first);
         in_place.add(&second);

@@ -44,31 +44,31 @@ use std::sync::Arc;
 
 pub use changes::ChangeCounts;
 pub(super) use copies::DeviceCopies;
-pub(super) use demand::Demand;
-pub(super) use hold::{Absent, Hold};
-pub use hold::{FetchedRows, PlanMode, Unseen};
-pub(super) use newest::ExportBegun;
-pub(super) use note::check_room;
+pub(super) use demand::PlanDemand;
+pub(super) use hold::{AbsentRead, PlanPins};
+pub use hold::{FetchedRows, MissingMode, PlanMode};
+pub(super) use newest::ExportStart;
+pub(super) use note::check_metadata_space;
 
-use self::counts::Counts;
-use self::in_place::InPlace;
-use self::loads::Loading;
-use self::refuse::BornMeanwhile;
-use self::spared::Spared;
-use self::told::Told;
-use self::under_way::UnderWay;
-use super::base::TableBase;
-use super::watch::{Ancestor, Exports, Lineage, WantedRows};
+use self::counts::RowCounts;
+use self::in_place::ActivePlans;
+use self::loads::HostLoad;
+use self::refuse::NewRowLog;
+use self::spared::DeferredRows;
+use self::told::EvictionNotifier;
+use self::under_way::SweepProgress;
+use super::base::TableContext;
+use super::watch::{BaseCheckpoint, CheckpointHistory, ExportSet, SnapshotRows};
 use crate::config::{PolicyKind, SsdConfig, TableConfig};
 use crate::device::DeviceTier;
 use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
-use crate::lifecycle::admission::Admitter;
-use crate::lifecycle::{Pending, SharedRow, StepClock, Sweep};
-use crate::rows::{Arena, RowHeader, RowLayout};
+use crate::lifecycle::admission::RowAdmitter;
+use crate::lifecycle::{AdmissionCounters, ExpirySweep, OovRow, StepClock};
+use crate::rows::{RowArena, RowHeader, RowLayout};
 use crate::slots::{RowState, SlotMap};
 use crate::ssd::{SsdTier, StateCounters};
-use crate::stats::{AdmissionStats, Distribution, EvictionStats, SsdStats, TierStats};
+use crate::stats::{AdmissionStats, EvictionStats, HistogramSnapshot, SsdStats, TierStats};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// The largest step that a table may be set to. Training counts on from there without an overflow.
@@ -79,21 +79,21 @@ const SLOTS_AHEAD: usize = 24;
 const ROWS_PER_GATHER: usize = 4096;
 
 /// The share of `host_bytes` that the ids that left a table may take: one part in this many, within the two bounds below.
-const LINEAGE_SHARE: u64 = 64;
+const HISTORY_SHARE: u64 = 64;
 /// The ids that left a table may take these bytes, however small the table is.
-const LEAST_LINEAGE_BYTES: u64 = capacity::FREE_LINEAGE_BYTES;
+const LEAST_HISTORY_BYTES: u64 = capacity::FREE_HISTORY_BYTES;
 /// The ids that left a table take at most these bytes, however large the table is.
-const MOST_LINEAGE_BYTES: u64 = 128 << 20;
+const MOST_HISTORY_BYTES: u64 = 128 << 20;
 
 /// The rows of one table in RAM and on the device, what is known of those on SSD, and whoever watches them.
 pub(crate) struct Residency {
-    base: Arc<TableBase>,
+    context: Arc<TableContext>,
     host: HostTier,
     device: Option<DeviceTier>,
-    counts: Counts,
-    traffic: Traffic,
+    counts: RowCounts,
+    traffic: PlanTraffic,
     /// Reads into host slots that are not finished.
-    loads: Vec<Arc<Loading>>,
+    loads: Vec<Arc<HostLoad>>,
     /// How many reads found a row absent that the SSD index had named, since the table was opened.
     absent_reads: u64,
     /// Training steps.
@@ -102,42 +102,42 @@ pub(crate) struct Residency {
     epoch: u32,
     /// Of the rows that were modified in this epoch or later, those that are newest in RAM are marked `MODIFIED`.
     marked_since: u32,
-    lineage: Lineage,
-    exports: Exports,
-    moment: Option<Box<WantedRows>>,
+    history: CheckpointHistory,
+    exports: ExportSet,
+    snapshot: Option<Box<SnapshotRows>>,
     /// Decides which ids get rows, and counts the others. `None` where all get one.
-    admitter: Option<Admitter>,
-    meanwhile: BornMeanwhile,
-    in_place: InPlace,
+    admitter: Option<RowAdmitter>,
+    new_rows: NewRowLog,
+    active_plans: ActivePlans,
     /// The sweep whose dead rows are not all buried yet.
-    sweeping: Option<UnderWay>,
+    sweep: Option<SweepProgress>,
     /// Rows that sweeps before it have spared, because plans in place use them.
-    spared: Spared,
+    deferred: DeferredRows,
     /// The last sweep that was finished, where no rows were put into the table since it began.
-    swept: Option<Sweep>,
+    last_sweep: Option<ExpirySweep>,
     /// When the steps were made, as far as that is known.
     clock: StepClock,
     /// The time that the user has set, in milliseconds.
-    time_set: Option<u64>,
+    user_time: Option<u64>,
     /// The time that the user had set before a load. It is that of now where the load brought no times, and times that are set do not
     /// have to be after it.
     time_before_load: u64,
     /// Who is told of evicted rows; `None` where nobody is.
-    told: Option<Box<Told>>,
+    notifier: Option<Box<EvictionNotifier>>,
     /// Why rows die by sweeps.
     /// How many rows have died by what is called so.
     evicted_by_rule: BTreeMap<&'static str, u64>,
     /// The table's version where nothing has changed since the last sweep but what that took.
-    as_swept: Option<u64>,
+    version_after_sweep: Option<u64>,
     /// What ids share that are refused a row, where the table has such a row.
-    shared: Option<SharedRow>,
+    oov_row: Option<OovRow>,
     /// Copies of device rows that were made for the operation that holds the table's lock.
     copies: DeviceCopies,
 }
 
 /// What plans have found where, since the table was opened.
 #[derive(Debug, Default)]
-struct Traffic {
+struct PlanTraffic {
     host: TierStats,
     device: TierStats,
     ssd_hits: u64,
@@ -145,7 +145,7 @@ struct Traffic {
     ssd_time_ns: u64,
     overflow_plans: u64,
     admitted: u64,
-    refused: u64,
+    not_admitted: u64,
 }
 
 /// Counters of a table and its tiers.
@@ -162,9 +162,9 @@ pub struct TableStats {
     /// Rows that were dropped because of `on_full = evict`.
     pub dropped_rows: u64,
     /// How long training waited for each batch until all of its rows had their slots: for reads, for room, and for the table's lock.
-    pub row_wait: Distribution,
+    pub row_wait: HistogramSnapshot,
     /// How long the table's lock was held each time.
-    pub lock_held: Distribution,
+    pub lock_held: HistogramSnapshot,
     /// Admission, where some ids get no row.
     pub admission: Option<AdmissionStats>,
     /// Eviction, where the table has a rule or somebody is told of evicted rows.
@@ -180,40 +180,40 @@ pub struct TableStats {
 impl Residency {
     /// The residency of a table that was just opened, with all its rows on SSD. `host` and `device` are empty.
     pub(crate) fn new(
-        base: Arc<TableBase>,
+        context: Arc<TableContext>,
         host: HostTier,
         device: Option<DeviceTier>,
         counters: StateCounters,
-        admitter: Option<Admitter>,
+        admitter: Option<RowAdmitter>,
     ) -> Self {
         let mut residency = Self {
             host,
             device,
-            counts: Counts::of(base.ssd.as_ref().map_or(0, SsdTier::rows)),
-            traffic: Traffic::default(),
+            counts: RowCounts::of(context.ssd.as_ref().map_or(0, SsdTier::rows)),
+            traffic: PlanTraffic::default(),
             loads: Vec::new(),
             absent_reads: 0,
             step: counters.step,
             epoch: counters.epoch,
             marked_since: counters.epoch,
-            lineage: Lineage::new(lineage_bytes(&base.config)),
-            exports: Exports::default(),
-            moment: None,
+            history: CheckpointHistory::new(history_bytes(&context.config)),
+            exports: ExportSet::default(),
+            snapshot: None,
             admitter,
-            meanwhile: BornMeanwhile::default(),
-            in_place: InPlace::default(),
-            sweeping: None,
-            spared: Spared::default(),
-            swept: None,
+            new_rows: NewRowLog::default(),
+            active_plans: ActivePlans::default(),
+            sweep: None,
+            deferred: DeferredRows::default(),
+            last_sweep: None,
             clock: StepClock::default(),
-            time_set: None,
+            user_time: None,
             time_before_load: 0,
-            told: None,
+            notifier: None,
             evicted_by_rule: BTreeMap::new(),
-            as_swept: None,
+            version_after_sweep: None,
             copies: DeviceCopies::default(),
-            shared: base.has_shared_row().then(|| SharedRow::begun(base.layout)),
-            base,
+            oov_row: context.has_oov_row().then(|| OovRow::zeros(context.layout)),
+            context,
         };
         residency.fit_host_to_index();
         residency
@@ -235,20 +235,20 @@ impl Residency {
     /// in flight have rows that a sweep has spared: trained then, they would count as trained before the sweep. Nothing has changed then.
     pub(crate) fn set_step(&mut self, step: u64) -> Result<()> {
         if step > MOST_STEPS {
-            let name = &self.base.config.name;
+            let name = &self.context.config.name;
             let message = format!("table {name:?}: step={step} is out of range: give at most 2^53 ({MOST_STEPS})");
             return Err(Error::new(Kind::Input, message));
         }
         self.finish_sweep()?;
-        if step < self.step && self.has_spared() {
-            return Err(
-                self.in_use("the step is to be set back, and rows that a sweep spares are used by batches in flight")
-            );
+        if step < self.step && self.has_deferred() {
+            return Err(self.in_use_error(
+                "the step is to be set back, and rows that a sweep spares are used by batches in flight",
+            ));
         }
         self.step = step;
         self.clock.forget_from(step + 1);
-        self.swept = None;
-        self.base.contents_changed();
+        self.last_sweep = None;
+        self.context.bump_version();
         Ok(())
     }
 
@@ -258,7 +258,7 @@ impl Residency {
     }
 
     /// The memory of the rows that kernels use; `None` where they run on the device tier.
-    pub(crate) fn arena_of_kernels(&self) -> Option<&Arc<Arena>> {
+    pub(crate) fn kernel_arena(&self) -> Option<&Arc<RowArena>> {
         self.device.is_none().then(|| self.host.arena())
     }
 
@@ -273,10 +273,10 @@ impl Residency {
     }
 
     /// How many rows of a plan are past the budget of the tier that kernels run on.
-    pub(crate) fn overflow_of(&self, hold: &Hold) -> u32 {
+    pub(crate) fn overflow_of(&self, pins: &PlanPins) -> u32 {
         let (slots, capacity) = match &self.device {
-            Some(device) => (&hold.device, device.slots.capacity()),
-            None => (&*hold.host, self.host.slots.capacity()),
+            Some(device) => (&pins.device, device.slots.capacity()),
+            None => (&*pins.host, self.host.slots.capacity()),
         };
         let past = |slot: &&CacheSlot| **slot != NO_SLOT && **slot >= capacity;
         let past = slots.iter().filter(past).count() as u32;
@@ -291,10 +291,10 @@ impl Residency {
 
     /// Put `NO_SLOT` in the place of those of these slots, of the tier that kernels run on, whose rows are not born yet: an evaluation that
     /// reads zeros has no row for them. `slots` has one for each id of the plan: `[U]`.
-    pub(crate) fn leave_out_unborn(&self, hold: &Hold, slots: &mut [CacheSlot]) {
-        for (slot, &host) in slots.iter_mut().zip(&*hold.host) {
-            let on_device = self.device.as_ref().is_some_and(|tier| Self::is_unborn(&tier.slots, *slot));
-            if on_device || Self::is_unborn(&self.host.slots, host) {
+    pub(crate) fn leave_out_provisional(&self, pins: &PlanPins, slots: &mut [CacheSlot]) {
+        for (slot, &host) in slots.iter_mut().zip(&*pins.host) {
+            let on_device = self.device.as_ref().is_some_and(|tier| Self::is_provisional(&tier.slots, *slot));
+            if on_device || Self::is_provisional(&self.host.slots, host) {
                 *slot = NO_SLOT;
             }
         }
@@ -302,30 +302,30 @@ impl Residency {
 
     /// Whether a slot has a provisional row. `NO_SLOT` has none.
     #[inline]
-    fn is_unborn(slots: &SlotMap, slot: CacheSlot) -> bool {
+    fn is_provisional(slots: &SlotMap, slot: CacheSlot) -> bool {
         slot != NO_SLOT && slots.state(slot).has(RowState::PROVISIONAL)
     }
 
     /// Count the time that a plan has waited for the SSD tier.
-    pub(crate) fn note_ssd_wait(&mut self, nanoseconds: u64) {
+    pub(crate) fn record_ssd_wait(&mut self, nanoseconds: u64) {
         self.traffic.ssd_time_ns += nanoseconds;
     }
 
     /// Forget every row, and no count of an id that waits for one. No plan uses any row, and none is being read.
     pub(crate) fn clear(&mut self) -> Result<()> {
-        self.tell_rest()?;
+        self.notify_rest()?;
         // An export that could miss some of the rows ends.
-        self.base.contents_changed();
-        if let Some(ssd) = &self.base.ssd {
+        self.context.bump_version();
+        if let Some(ssd) = &self.context.ssd {
             ssd.clear()?;
         }
-        let policy = self.base.config.policy;
+        let policy = self.context.config.policy;
         self.host.clear(policy);
         if let Some(device) = &mut self.device {
             device.clear(policy);
         }
         self.counts.cleared();
-        self.lineage.forget();
+        self.history.forget();
         self.drop_sweep();
         // Rows that come in may be of other steps.
         self.restore_clock(&StepClock::default());
@@ -341,35 +341,35 @@ impl Residency {
 
     /// The checkpoints that a delta can build on, oldest first. None while rows are there that a sweep has spared, because a delta which says
     /// the sweep could not have them.
-    pub(crate) fn ancestors(&self) -> &[Ancestor] {
-        if self.has_spared() { &[] } else { self.lineage.ancestors() }
+    pub(crate) fn base_checkpoints(&self) -> &[BaseCheckpoint] {
+        if self.has_deferred() { &[] } else { self.history.bases() }
     }
 
-    /// The sweeps since `ancestor`. They take rows of that checkpoint which are not there any more, and no others.
-    pub(crate) fn sweeps_since(&self, ancestor: &Ancestor) -> Vec<Sweep> {
-        self.lineage.sweeps_since(ancestor)
+    /// The sweeps since `base`. They take rows of that checkpoint which are not there any more, and no others.
+    pub(crate) fn sweeps_since(&self, base: &BaseCheckpoint) -> Vec<ExpirySweep> {
+        self.history.sweeps_since(base)
     }
 
     /// Note that the table was saved as this checkpoint, or loaded from it.
-    pub(crate) fn saved_as(&mut self, ancestor: Ancestor) {
-        self.lineage.saved_as(ancestor);
+    pub(crate) fn saved_as(&mut self, base: BaseCheckpoint) {
+        self.history.saved_as(base);
     }
 
-    /// Note that the save of the moment that began with this `next_epoch` is over: the table was saved as `ancestor`, or the save failed
+    /// Note that the save of the moment that began with this `next_epoch` is over: the table was saved as `base`, or the save failed
     /// (`None`).
-    pub(crate) fn saved_beside(&mut self, next_epoch: u32, ancestor: Option<Ancestor>) {
-        self.lineage.saved_beside(next_epoch, ancestor);
+    pub(crate) fn finish_background_save(&mut self, next_epoch: u32, base: Option<BaseCheckpoint>) {
+        self.history.finish_background_save(next_epoch, base);
     }
 
     /// Counters of the table and its tiers.
     pub(crate) fn stats(&mut self) -> TableStats {
         let pinned_rows = u64::from(self.pinned());
-        let ssd = self.base.ssd.as_ref();
+        let ssd = self.context.ssd.as_ref();
         let charged =
-            ssd.map_or(0, |ssd| HostTier::charged_bytes(ssd.index_bytes(), ssd.rows()) + self.charged_lineage_bytes());
+            ssd.map_or(0, |ssd| HostTier::charged_bytes(ssd.index_bytes(), ssd.rows()) + self.charged_history_bytes());
         let device = self.device.as_ref().map(|device| {
-            let rows = device.rows_here();
-            let row_bytes = device_row_bytes(&self.base.layout, self.base.config.policy);
+            let rows = device.row_count();
+            let row_bytes = device_row_bytes(&self.context.layout, self.context.config.policy);
             TierStats {
                 rows,
                 bytes: rows * row_bytes,
@@ -377,15 +377,15 @@ impl Residency {
                 ..self.traffic.device
             }
         });
-        let rows = self.host.rows_here();
+        let rows = self.host.row_count();
         TableStats {
             rows: self.counts.rows(),
             step: self.step,
             pinned_rows,
             overflow_plans: self.traffic.overflow_plans,
             dropped_rows: self.counts.dropped(),
-            row_wait: self.base.row_wait.distribution(),
-            lock_held: self.base.lock_held.distribution(),
+            row_wait: self.context.row_wait.snapshot(),
+            lock_held: self.context.lock_held.snapshot(),
             admission: self.admitter.as_ref().map(|admitter| self.admission_stats(admitter)),
             eviction: self.eviction_stats(),
             device,
@@ -399,15 +399,15 @@ impl Residency {
         }
     }
 
-    fn admission_stats(&self, admitter: &Admitter) -> AdmissionStats {
-        let Traffic { admitted, refused, .. } = self.traffic;
-        let pending = admitter.pending();
+    fn admission_stats(&self, admitter: &RowAdmitter) -> AdmissionStats {
+        let PlanTraffic { admitted, not_admitted: refused, .. } = self.traffic;
+        let pending = admitter.counters();
         AdmissionStats {
             admitted,
-            refused,
-            pending: pending.map_or(0, Pending::len),
-            pending_bytes: pending.map_or(0, Pending::bytes),
-            forgotten: pending.map_or(0, Pending::forgotten),
+            not_admitted: refused,
+            pending: pending.map_or(0, AdmissionCounters::len),
+            pending_bytes: pending.map_or(0, AdmissionCounters::bytes),
+            forgotten: pending.map_or(0, AdmissionCounters::forgotten),
         }
     }
 
@@ -428,9 +428,9 @@ impl Residency {
 }
 
 /// Bytes of RAM that the ids that left a table since a save may take. Each flush may write as many.
-fn lineage_bytes(config: &TableConfig) -> u64 {
-    let most = (config.expected_host_bytes() / LINEAGE_SHARE).clamp(LEAST_LINEAGE_BYTES, MOST_LINEAGE_BYTES);
-    let in_note = |ssd: &SsdConfig| note::rest_bytes(config, SsdTier::note_bytes_of(ssd.bytes)) as u64;
+fn history_bytes(config: &TableConfig) -> u64 {
+    let most = (config.expected_host_bytes() / HISTORY_SHARE).clamp(LEAST_HISTORY_BYTES, MOST_HISTORY_BYTES);
+    let in_note = |ssd: &SsdConfig| note::rest_bytes(config, SsdTier::max_metadata_bytes_of(ssd.bytes)) as u64;
     config.ssd.as_ref().map_or(most, |ssd| most.min(in_note(ssd)))
 }
 

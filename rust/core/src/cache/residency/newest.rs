@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::{ROWS_PER_GATHER, Residency};
-use crate::cache::rows::Chunk;
-use crate::cache::watch::{Ancestor, Marks, PreImages, WantedRows, WrittenDown};
+use crate::cache::rows::RowChunk;
+use crate::cache::watch::{BaseCheckpoint, PreImages, SlotMarks, SnapshotRows, WrittenBackIds};
 use crate::error::{Error, Kind, Result};
 use crate::host::NoKernelWrites;
 use crate::memory;
@@ -16,23 +16,23 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 const HEADERS_AHEAD: usize = 16;
 
 /// An export that begins.
-pub(crate) struct ExportBegun {
+pub(crate) struct ExportStart {
     pub(crate) number: u64,
-    pub(crate) written_down: WrittenDown,
+    pub(crate) written_back: WrittenBackIds,
     /// Rows of the table.
     pub(crate) rows: u64,
 }
 
 impl Residency {
     /// Begin an export by slot of the contents that have this number.
-    pub(crate) fn begin_export(&mut self, version: u64) -> ExportBegun {
+    pub(crate) fn begin_export(&mut self, version: u64) -> ExportStart {
         let (number, written_down) = self.exports.begin(version);
-        ExportBegun { number, written_down, rows: self.counts.rows() }
+        ExportStart { number, written_back: written_down, rows: self.counts.rows() }
     }
 
     /// Let sweeps take no row of these contents that no batch wants, for as long as what this returns lives.
-    pub(crate) fn want_contents(&mut self, version: u64) -> Arc<()> {
-        self.exports.want_contents(version)
+    pub(crate) fn pin_contents(&mut self, version: u64) -> Arc<()> {
+        self.exports.pin_contents(version)
     }
 
     pub(crate) fn end_export(&mut self, number: u64) {
@@ -54,11 +54,11 @@ impl Residency {
         let mut found = Vec::new();
         let left = (slots.high_water() - cursor.min(slots.high_water())) as usize;
         memory::reserve(&mut found, "list rows", most.min(left))?;
-        if self.base.ssd.is_some() {
+        if self.context.ssd.is_some() {
             memory::reserve(outdated, "list rows", found.capacity())?;
         }
         let after = slots.newest_from(cursor, most, &mut found);
-        if self.base.ssd.is_some() {
+        if self.context.ssd.is_some() {
             let on_ssd = found.iter().filter(|&&slot| slots.state(slot).has(RowState::ON_SSD));
             outdated.extend(on_ssd.map(|&slot| self.host.id(slot)));
         }
@@ -83,7 +83,7 @@ impl Residency {
     ) -> Result<()> {
         let mut modified = Vec::new();
         memory::reserve(&mut modified, "list the rows that were modified", slots.len())?;
-        if self.base.ssd.is_some() {
+        if self.context.ssd.is_some() {
             memory::reserve(outdated, "list the rows that were modified", slots.len())?;
         }
         let host = &self.host;
@@ -113,7 +113,7 @@ impl Residency {
     pub(crate) fn newest_in_ram(&mut self) -> Result<(Vec<Id>, u64)> {
         self.finish_loads();
         let (host, device) = (&self.host, self.device.as_ref());
-        let most = host.rows_here() + device.map_or(0, crate::device::DeviceTier::rows_here);
+        let most = host.row_count() + device.map_or(0, crate::device::DeviceTier::row_count);
         let mut ids: Vec<Id> = Vec::new();
         memory::reserve(&mut ids, "list the rows in RAM", most as usize)?;
         let newest = |slots: &SlotMap, slot: &CacheSlot| slots.state(*slot).is_newest();
@@ -165,7 +165,7 @@ impl Residency {
             return;
         }
         if epoch < self.epoch {
-            self.lineage.forget();
+            self.history.forget();
         }
         self.epoch = epoch;
         self.marked_since = epoch;
@@ -175,11 +175,11 @@ impl Residency {
         }
     }
 
-    /// The ids that left the table since `ancestor`, each once, in rising order. Some of them may be back.
+    /// The ids that left the table since `base`, each once, in rising order. Some of them may be back.
     ///
     /// Errors: `State` where that is not known, so that a full save is wanted.
-    pub(crate) fn left_since(&self, ancestor: &Ancestor) -> Result<Vec<Id>> {
-        let left = if self.has_spared() { None } else { self.lineage.left_since(ancestor) };
+    pub(crate) fn tombstones_since(&self, base: &BaseCheckpoint) -> Result<Vec<Id>> {
+        let left = if self.has_deferred() { None } else { self.history.tombstones_since(base) };
         left.ok_or_else(|| {
             Error::new(
                 Kind::State,
@@ -187,29 +187,29 @@ impl Residency {
                     "table {:?}: what changed since the checkpoint {} is not known (it was saved too long ago or by another run, or \
                      more rows left or more sweeps came since than are remembered, or a sweep came between the forward and the backward of a batch that \
                      is not trained yet): save a full checkpoint",
-                    self.base.config.name, ancestor.name
+                    self.context.config.name, base.name
                 ),
             )
         })
     }
 
     /// Whether a moment of the table is held.
-    pub(crate) fn has_moment(&self) -> bool {
-        self.moment.is_some()
+    pub(crate) fn has_snapshot(&self) -> bool {
+        self.snapshot.is_some()
     }
 
     /// Marks of the rows that a moment wants of the host and of the device tier: those that are newest there and were modified in epoch
     /// `since` or later.
-    pub(crate) fn marks(&self, since: u32) -> Result<(Marks, Marks)> {
+    pub(crate) fn snapshot_marks(&self, since: u32) -> Result<(SlotMarks, SlotMarks)> {
         let host = self.marks_of(&self.host.slots, since, |slot| self.host.modified_epoch(slot))?;
-        let device = self.device.as_ref().map_or(Ok(Marks::default()), |tier| {
+        let device = self.device.as_ref().map_or(Ok(SlotMarks::default()), |tier| {
             self.marks_of(&tier.slots, since, |slot| tier.header(slot).modified_epoch)
         })?;
         Ok((host, device))
     }
 
-    fn marks_of(&self, slots: &SlotMap, since: u32, modified_epoch: impl Fn(CacheSlot) -> u32) -> Result<Marks> {
-        let mut marks = Marks::none_of(slots)?;
+    fn marks_of(&self, slots: &SlotMap, since: u32, modified_epoch: impl Fn(CacheSlot) -> u32) -> Result<SlotMarks> {
+        let mut marks = SlotMarks::none_of(slots)?;
         if since == 0 {
             slots.occupied_from(0).filter(|&slot| slots.state(slot).is_newest()).for_each(|slot| marks.set(slot));
         } else {
@@ -238,9 +238,9 @@ impl Residency {
     /// Hold the rows of now for a moment: those of `marks`, which goes with this hold of the table's lock. `table` is the table's number in
     /// `images`. Rows that are trained from here on are of `next_epoch`. Counts of ids without a row are held too: where `since` is given,
     /// of the ids that were counted in that epoch or later.
-    pub(crate) fn begin_moment(
+    pub(crate) fn begin_snapshot(
         &mut self,
-        marks: (Marks, Marks),
+        marks: (SlotMarks, SlotMarks),
         images: Arc<PreImages>,
         table: usize,
         next_epoch: u32,
@@ -248,50 +248,50 @@ impl Residency {
     ) {
         self.begin_epoch(next_epoch);
         if let Some(admitter) = &mut self.admitter {
-            admitter.begin_moment(since);
+            admitter.begin_snapshot(since);
         }
-        self.lineage.await_save(next_epoch);
-        self.moment = Some(Box::new(WantedRows::new(marks.0, marks.1, images, table)));
+        self.history.await_save(next_epoch);
+        self.snapshot = Some(Box::new(SnapshotRows::new(marks.0, marks.1, images, table)));
     }
 
     /// Let go of what a moment still wants.
-    pub(crate) fn end_moment(&mut self) {
-        self.moment = None;
+    pub(crate) fn end_snapshot(&mut self) {
+        self.snapshot = None;
         if let Some(admitter) = &mut self.admitter {
-            admitter.leave_moment();
+            admitter.end_snapshot();
         }
     }
 
     /// Lend `take` the next rows of the host tier that the moment wants, at most `most`, from slot `next` on, which is moved behind them.
     /// Returns how many there were; 0 says that none are left.
-    pub(crate) fn lend_wanted(
+    pub(crate) fn lend_pending(
         &mut self,
         next: &mut CacheSlot,
         most: usize,
         no_writes: NoKernelWrites<'_>,
         take: &mut dyn FnMut(RowList<'_>) -> Result<()>,
     ) -> Result<usize> {
-        let slots = self.held_moment()?.take_next_of_host(next, most);
+        let slots = self.snapshot_mut()?.take_next_of_host(next, most);
         if !slots.is_empty() {
             take(self.host.rows(&slots, no_writes))?;
         }
         Ok(slots.len())
     }
 
-    /// As [`Residency::lend_wanted`], copies of rows of the device tier.
-    pub(crate) fn read_wanted_on_device(&mut self, next: &mut CacheSlot, most: usize) -> Result<Chunk> {
+    /// As [`Residency::lend_pending`], copies of rows of the device tier.
+    pub(crate) fn read_pending_on_device(&mut self, next: &mut CacheSlot, most: usize) -> Result<RowChunk> {
         let before = *next;
-        let slots = self.held_moment()?.take_next_of_device(next, most.min(ROWS_PER_GATHER));
+        let slots = self.snapshot_mut()?.take_next_of_device(next, most.min(ROWS_PER_GATHER));
         let copied = self.copies_of(&slots);
         if copied.is_err() {
             *next = before;
-            self.held_moment()?.put_back_on_device(&slots);
+            self.snapshot_mut()?.put_back_on_device(&slots);
         }
         copied
     }
 
-    fn held_moment(&mut self) -> Result<&mut WantedRows> {
-        self.moment.as_deref_mut().ok_or_else(|| Error::new(Kind::State, "the moment was let go of"))
+    fn snapshot_mut(&mut self) -> Result<&mut SnapshotRows> {
+        self.snapshot.as_deref_mut().ok_or_else(|| Error::new(Kind::State, "the moment was let go of"))
     }
 }
 

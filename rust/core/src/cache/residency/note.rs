@@ -1,11 +1,11 @@
 //! What a published state of the SSD tier keeps of a table beside its rows: its lineage, the counts of the ids that wait for rows, when
 //! its steps were made, and the row that refused ids share.
 //!
-//! With a shared row it begins with [`WITH_SHARED`], how many numbers the row has, and these. With the times of steps [`WITH_CLOCK`]
+//! With a shared row it begins with [`OOV_TAG`], how many numbers the row has, and these. With the times of steps [`CLOCK_TAG`]
 //! follows, the length of the clock's bytes, and these bytes. Where nothing has changed since the last sweep but what that took,
-//! [`AS_SWEPT`] follows. What follows then is the same as where there is none of these:
+//! [`UNCHANGED_TAG`] follows. What follows then is the same as where there is none of these:
 //!
-//! Without counts it is the bytes of the lineage. With counts it is: [`WITH_COUNTS`], the length of the lineage's bytes, these bytes, and
+//! Without counts it is the bytes of the lineage. With counts it is: [`COUNTS_TAG`], the length of the lineage's bytes, these bytes, and
 //! for each bucket that has any its number, its generation, how many ids it has, and each id with its shows and clicks. The state around
 //! it has a checksum.
 //!
@@ -15,30 +15,30 @@
 use super::Residency;
 use crate::config::{MissingRead, TableConfig};
 use crate::error::{Error, Kind, Result};
-use crate::lifecycle::{BucketCounts, PendingId, SharedRow};
+use crate::lifecycle::{BucketCounts, CountedId, OovRow};
 use crate::rows::RowLayout;
 use crate::ssd::SsdTier;
 use crate::types::Id;
 
 /// The first bytes of a note with counts. A lineage begins with a brace.
-const WITH_COUNTS: &[u8] = b"counts 1\n";
+const COUNTS_TAG: &[u8] = b"counts 1\n";
 /// The first bytes of a note with the times of steps.
-const WITH_CLOCK: &[u8] = b"clock 1\n";
+const CLOCK_TAG: &[u8] = b"clock 1\n";
 /// The bytes that say that nothing has changed since the last sweep but what that took.
-const AS_SWEPT: &[u8] = b"swept 1\n";
+const UNCHANGED_TAG: &[u8] = b"swept 1\n";
 /// The times of steps take at most one part in this many of what the shared row leaves of a note, or [`LEAST_CLOCK_BYTES`].
 const CLOCK_SHARE: usize = 4;
 /// So many bytes of a note the times of steps may take in any case: some 60 times.
 const LEAST_CLOCK_BYTES: usize = 1 << 10;
 /// The first bytes of a note with a shared row.
-const WITH_SHARED: &[u8] = b"oov row 1\n";
+const OOV_TAG: &[u8] = b"oov row 1\n";
 /// The bit of an id's shows that says that it is of the older generation.
 const OLDER: u32 = 1 << 31;
 
 /// The parts of a note.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Note<'a> {
-    pub(super) lineage: &'a [u8],
+pub(super) struct MetadataBlob<'a> {
+    pub(super) history: &'a [u8],
     pub(super) counts: Vec<BucketCounts>,
 }
 
@@ -46,36 +46,36 @@ impl Residency {
     /// Take over what a state that is resumed keeps beside the rows. What cannot be read is left out.
     ///
     /// Errors: `Memory`.
-    pub(crate) fn resume_note(&mut self, note: &[u8]) -> Result<()> {
-        let (shared, note) = split_shared(note, self.base.layout);
+    pub(crate) fn resume_metadata(&mut self, metadata: &[u8]) -> Result<()> {
+        let (shared, note) = split_oov_row(metadata, self.context.layout);
         if shared.is_none() {
-            self.note_shared_row_begins("the state that it resumes");
+            self.log_new_oov_row("the state that it resumes");
         }
-        self.set_shared_row(shared.as_ref());
+        self.set_oov_row(shared.as_ref());
         let (clock, note) = split_clock(note);
         self.clock = serde_json::from_slice(clock).unwrap_or_default();
-        let (is_as_swept, note) = split_as_swept(note);
-        let Note { lineage, counts } = decode(note);
-        self.lineage.decode(lineage);
+        let (is_as_swept, note) = split_unchanged(note);
+        let MetadataBlob { history: lineage, counts } = decode(note);
+        self.history.decode(lineage);
         self.fit_host_to_index();
-        let buckets = self.base.config.buckets.clone();
+        let buckets = self.context.config.buckets.clone();
         counts
             .iter()
             .filter(|counts| buckets.contains(&counts.bucket))
             // Which of them were counted since the last save is not known, so that the next delta has them all.
             .try_for_each(|counts| self.restore_counts(counts, self.epoch))?;
         // What was taken over changes nothing of what the sweep has left.
-        self.as_swept = is_as_swept.then(|| self.base.version());
+        self.version_after_sweep = is_as_swept.then(|| self.context.version());
         Ok(())
     }
 
     /// The note for a state that the SSD tier publishes, of at most so many bytes. What does not fit is left out, which is logged. Where that
     /// is the counts, the checkpoints that a delta could build on are left out too, because it would keep the counts of those.
-    pub(crate) fn encoded_note(&self, most_bytes: usize) -> Vec<u8> {
-        let mut note = self.shared_row().map_or_else(Vec::new, with_shared);
+    pub(crate) fn encoded_metadata(&self, most_bytes: usize) -> Vec<u8> {
+        let mut note = self.oov_row().map_or_else(Vec::new, oov_row_prefix);
         note.extend(self.encoded_clock(clock_bytes(most_bytes.saturating_sub(note.len()))));
-        if self.is_as_swept() && note.len() + AS_SWEPT.len() <= most_bytes {
-            note.extend(AS_SWEPT);
+        if self.is_unchanged_since_sweep() && note.len() + UNCHANGED_TAG.len() <= most_bytes {
+            note.extend(UNCHANGED_TAG);
         }
         note.extend(self.encoded_rest(most_bytes.saturating_sub(note.len())));
         note
@@ -83,12 +83,12 @@ impl Residency {
 
     /// The times of steps. A table that was opened without a rule in seconds may have loaded some all the same.
     fn encoded_clock(&self, most_bytes: usize) -> Vec<u8> {
-        let clock = with_clock(&self.clock.encode(most_bytes.saturating_sub(WITH_CLOCK.len() + size_of::<u64>())));
+        let clock = clock_prefix(&self.clock.encode(most_bytes.saturating_sub(CLOCK_TAG.len() + size_of::<u64>())));
         if clock.is_empty() && !self.clock.is_empty() {
             tracing::warn!(
                 "table {:?}: the times of its steps do not fit the {most_bytes} bytes that a flush has for them: after a resume of it all \
                  steps before count as made with the next one; raise ssd_bytes, or load a checkpoint, which has them",
-                self.base.config.name
+                self.context.config.name
             );
         }
         clock
@@ -96,29 +96,29 @@ impl Residency {
 
     /// What of the note follows the shared row and the times of steps.
     fn encoded_rest(&self, most_bytes: usize) -> Vec<u8> {
-        let lineage = self.encoded_lineage(most_bytes);
+        let lineage = self.encoded_history(most_bytes);
         if !self.keeps_counts() {
             return lineage;
         }
-        let buckets = self.base.config.buckets.clone().map(|bucket| self.counts_of(bucket, None));
+        let buckets = self.context.config.buckets.clone().map(|bucket| self.counts_of(bucket, None));
         encode(&lineage, buckets, most_bytes).unwrap_or_else(|| {
             tracing::warn!(
                 "table {:?}: the counts of ids that wait for rows take more than the {most_bytes} bytes that a flush has for them: a \
                  resume of it finds no counts, and saves a full checkpoint next; raise ssd_bytes, or load a checkpoint, which has \
                  them",
-                self.base.config.name
+                self.context.config.name
             );
             Vec::new()
         })
     }
 
-    fn encoded_lineage(&self, most_bytes: usize) -> Vec<u8> {
+    fn encoded_history(&self, most_bytes: usize) -> Vec<u8> {
         // A delta could not have rows that a sweep has spared: see `Residency::ancestors`. A resume would not know of them.
-        let lineage = if self.has_spared() { Vec::new() } else { self.lineage.encode(most_bytes) };
-        if lineage.is_empty() && !self.lineage.ancestors().is_empty() {
+        let lineage = if self.has_deferred() { Vec::new() } else { self.history.encode(most_bytes) };
+        if lineage.is_empty() && !self.history.bases().is_empty() {
             tracing::info!(
                 "table {:?}: a flush leaves out which checkpoints its rows descend from: a resume of it saves a full checkpoint next",
-                self.base.config.name
+                self.context.config.name
             );
         }
         lineage
@@ -126,39 +126,39 @@ impl Residency {
 }
 
 /// How many of these bytes, which the shared row leaves of a note, the times of steps may take.
-fn clock_bytes(left: usize) -> usize {
-    (left / CLOCK_SHARE).max(left.min(LEAST_CLOCK_BYTES))
+fn clock_bytes(space: usize) -> usize {
+    (space / CLOCK_SHARE).max(space.min(LEAST_CLOCK_BYTES))
 }
 
 /// The bytes of a note that a table's shared row takes, if it has one.
-fn shared_bytes(config: &TableConfig) -> usize {
-    let numbers = WITH_SHARED.len() + size_of::<u32>() + config.layout().floats() * size_of::<f32>();
-    if config.not_admitted == MissingRead::SharedRow { numbers } else { 0 }
+fn oov_row_bytes(config: &TableConfig) -> usize {
+    let numbers = OOV_TAG.len() + size_of::<u32>() + config.layout().floats() * size_of::<f32>();
+    if config.not_admitted == MissingRead::OovRow { numbers } else { 0 }
 }
 
 /// How many of the bytes of a note are left for the lineage and the counts, beside the shared row and the times of steps.
-pub(super) fn rest_bytes(config: &TableConfig, note_bytes: usize) -> usize {
-    let left = note_bytes.saturating_sub(shared_bytes(config));
+pub(super) fn rest_bytes(config: &TableConfig, metadata_bytes: usize) -> usize {
+    let left = metadata_bytes.saturating_sub(oov_row_bytes(config));
     if config.keeps_times() { left - clock_bytes(left) } else { left }
 }
 
 /// Check that a published state of the SSD tier has room for the shared row, and for some times of steps where a rule needs them.
 ///
 /// Errors: `Config`, which says how many bytes the tier needs.
-pub(crate) fn check_room(config: &TableConfig) -> Result<()> {
+pub(crate) fn check_metadata_space(config: &TableConfig) -> Result<()> {
     let Some(ssd) = &config.ssd else { return Ok(()) };
-    let (shared, clock) = (shared_bytes(config), if config.keeps_times() { LEAST_CLOCK_BYTES } else { 0 });
-    if SsdTier::note_bytes_of(ssd.bytes) >= shared + clock {
+    let (shared, clock) = (oov_row_bytes(config), if config.keeps_times() { LEAST_CLOCK_BYTES } else { 0 });
+    if SsdTier::max_metadata_bytes_of(ssd.bytes) >= shared + clock {
         return Ok(());
     }
     let what = match (shared > 0, clock > 0) {
         (true, true) => {
-            "the shared row of not_admitted=\"shared\" and the times of steps, which eviction by seconds needs"
+            "the shared row of not_admitted=\"oov\" and the times of steps, which eviction by seconds needs"
         }
-        (true, false) => "the shared row of not_admitted=\"shared\"",
+        (true, false) => "the shared row of not_admitted=\"oov\"",
         _ => "the times of steps, which eviction by seconds needs",
     };
-    let least = SsdTier::bytes_for_note(shared + clock);
+    let least = SsdTier::cap_for_metadata(shared + clock);
     let lower = if shared > 0 { ", or lower embedding_dim" } else { "" };
     Err(Error::new(
         Kind::Config,
@@ -170,19 +170,19 @@ pub(crate) fn check_room(config: &TableConfig) -> Result<()> {
 }
 
 /// The beginning of a note with these bytes of a clock; nothing where there are none.
-fn with_clock(clock: &[u8]) -> Vec<u8> {
-    if clock.is_empty() { Vec::new() } else { [WITH_CLOCK, &(clock.len() as u64).to_le_bytes(), clock].concat() }
+fn clock_prefix(clock: &[u8]) -> Vec<u8> {
+    if clock.is_empty() { Vec::new() } else { [CLOCK_TAG, &(clock.len() as u64).to_le_bytes(), clock].concat() }
 }
 
 /// The bytes of a note's clock, and what follows them. Where they cannot be told apart both are empty.
-fn split_clock(note: &[u8]) -> (&[u8], &[u8]) {
-    let Some(rest) = note.strip_prefix(WITH_CLOCK) else { return (&[], note) };
+fn split_clock(metadata: &[u8]) -> (&[u8], &[u8]) {
+    let Some(rest) = metadata.strip_prefix(CLOCK_TAG) else { return (&[], metadata) };
     split_part(rest).unwrap_or_default()
 }
 
 /// Whether a note says that nothing has changed since the last sweep, and what follows that.
-fn split_as_swept(note: &[u8]) -> (bool, &[u8]) {
-    note.strip_prefix(AS_SWEPT).map_or((false, note), |rest| (true, rest))
+fn split_unchanged(metadata: &[u8]) -> (bool, &[u8]) {
+    metadata.strip_prefix(UNCHANGED_TAG).map_or((false, metadata), |rest| (true, rest))
 }
 
 /// Bytes that their length comes before, and what follows them.
@@ -192,34 +192,34 @@ fn split_part(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
 }
 
 /// The beginning of a note with this shared row.
-fn with_shared(row: &SharedRow) -> Vec<u8> {
-    let mut note = [WITH_SHARED, &(row.values().len() as u32).to_le_bytes()].concat();
+fn oov_row_prefix(row: &OovRow) -> Vec<u8> {
+    let mut note = [OOV_TAG, &(row.values().len() as u32).to_le_bytes()].concat();
     note.extend(row.values().iter().flat_map(|value| value.to_le_bytes()));
     note
 }
 
 /// The shared row of a note, where it has one of this layout, and what comes after it.
-fn split_shared(note: &[u8], layout: RowLayout) -> (Option<SharedRow>, &[u8]) {
-    let parts = note.strip_prefix(WITH_SHARED).and_then(|rest| {
+fn split_oov_row(metadata: &[u8], layout: RowLayout) -> (Option<OovRow>, &[u8]) {
+    let parts = metadata.strip_prefix(OOV_TAG).and_then(|rest| {
         let (count, rest) = rest.split_first_chunk()?;
         rest.split_at_checked((u32::from_le_bytes(*count) as usize).checked_mul(size_of::<f32>())?)
     });
-    let Some((numbers, rest)) = parts else { return (None, note) };
+    let Some((numbers, rest)) = parts else { return (None, metadata) };
     let values = numbers.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
-    (SharedRow::of(layout, values.collect()), rest)
+    (OovRow::from_values(layout, values.collect()), rest)
 }
 
 /// The note with these counts; `None` where it would have more than `most` bytes.
-fn encode(lineage: &[u8], buckets: impl Iterator<Item = BucketCounts>, most: usize) -> Option<Vec<u8>> {
-    let mut note = [WITH_COUNTS, &(lineage.len() as u64).to_le_bytes(), lineage].concat();
-    for BucketCounts { bucket, generation, pending } in buckets {
+fn encode(history: &[u8], buckets: impl Iterator<Item = BucketCounts>, most: usize) -> Option<Vec<u8>> {
+    let mut note = [COUNTS_TAG, &(history.len() as u64).to_le_bytes(), history].concat();
+    for BucketCounts { bucket, generation, ids: pending } in buckets {
         if generation == 0 && pending.is_empty() {
             continue;
         }
         for number in [bucket, generation, pending.len() as u32] {
             note.extend_from_slice(&number.to_le_bytes());
         }
-        for PendingId { id, shows, clicks, is_older } in pending {
+        for CountedId { id, shows, clicks, is_older } in pending {
             note.extend_from_slice(&id.to_le_bytes());
             note.extend_from_slice(&(if is_older { shows | OLDER } else { shows }).to_le_bytes());
             note.extend_from_slice(&clicks.to_le_bytes());
@@ -232,15 +232,17 @@ fn encode(lineage: &[u8], buckets: impl Iterator<Item = BucketCounts>, most: usi
 }
 
 /// The parts of a note; what cannot be read is left out.
-pub(super) fn decode(note: &[u8]) -> Note<'_> {
-    let Some(rest) = note.strip_prefix(WITH_COUNTS) else { return Note { lineage: note, counts: Vec::new() } };
-    let Some((lineage, mut rest)) = split_part(rest) else { return Note { lineage: &[], counts: Vec::new() } };
+pub(super) fn decode(metadata: &[u8]) -> MetadataBlob<'_> {
+    let Some(rest) = metadata.strip_prefix(COUNTS_TAG) else {
+        return MetadataBlob { history: metadata, counts: Vec::new() };
+    };
+    let Some((lineage, mut rest)) = split_part(rest) else { return MetadataBlob { history: &[], counts: Vec::new() } };
     let mut counts = Vec::new();
     while !rest.is_empty() {
-        let Some(bucket) = take_bucket(&mut rest) else { return Note { lineage, counts: Vec::new() } };
+        let Some(bucket) = take_bucket(&mut rest) else { return MetadataBlob { history: lineage, counts: Vec::new() } };
         counts.push(bucket);
     }
-    Note { lineage, counts }
+    MetadataBlob { history: lineage, counts }
 }
 
 fn take_bucket(rest: &mut &[u8]) -> Option<BucketCounts> {
@@ -251,9 +253,9 @@ fn take_bucket(rest: &mut &[u8]) -> Option<BucketCounts> {
         *rest = later;
         let (shows, clicks) = (take_u32(rest)?, take_u32(rest)?);
         let (shows, is_older) = (shows & !OLDER, shows & OLDER != 0);
-        pending.push(PendingId { id: Id::from_le_bytes(*id), shows, clicks, is_older });
+        pending.push(CountedId { id: Id::from_le_bytes(*id), shows, clicks, is_older });
     }
-    Some(BucketCounts { bucket, generation, pending })
+    Some(BucketCounts { bucket, generation, ids: pending })
 }
 
 fn take_u32(rest: &mut &[u8]) -> Option<u32> {
@@ -268,41 +270,41 @@ mod tests {
 
     #[test]
     fn a_clock_comes_before_the_rest_and_without_one_the_note_is_as_it_was() {
-        assert_eq!(with_clock(b""), b"");
-        let note = [with_clock(b"[0,1,2]"), b"counts 1\n...".to_vec()].concat();
+        assert_eq!(clock_prefix(b""), b"");
+        let note = [clock_prefix(b"[0,1,2]"), b"counts 1\n...".to_vec()].concat();
         assert_eq!(split_clock(&note), (&b"[0,1,2]"[..], &b"counts 1\n..."[..]));
         for old in [&b""[..], b"{old}", b"counts 1\n..."] {
             assert_eq!(split_clock(old), (&b""[..], old));
         }
-        for end in WITH_CLOCK.len()..WITH_CLOCK.len() + 8 + 7 {
+        for end in CLOCK_TAG.len()..CLOCK_TAG.len() + 8 + 7 {
             assert_eq!(split_clock(&note[..end]), (&b""[..], &b""[..]), "{end}");
         }
     }
 
     #[test]
     fn a_note_of_a_table_that_is_as_a_sweep_has_left_it_says_so_before_the_rest() {
-        let note = [AS_SWEPT, b"counts 1\n..."].concat();
-        assert_eq!(split_as_swept(&note), (true, &b"counts 1\n..."[..]));
+        let note = [UNCHANGED_TAG, b"counts 1\n..."].concat();
+        assert_eq!(split_unchanged(&note), (true, &b"counts 1\n..."[..]));
         for other in [&b""[..], b"{old}", b"swept"] {
-            assert_eq!(split_as_swept(other), (false, other));
+            assert_eq!(split_unchanged(other), (false, other));
         }
     }
 
     #[test]
     fn a_note_comes_back_and_one_that_was_cut_has_no_counts() {
-        let pending = |id, is_older| PendingId { id, shows: (1 << 24) - 1, clicks: 7, is_older };
+        let pending = |id, is_older| CountedId { id, shows: (1 << 24) - 1, clicks: 7, is_older };
         let counts = vec![
-            BucketCounts { bucket: 0, generation: u32::MAX, pending: vec![pending(-1, true), pending(5, false)] },
-            BucketCounts { bucket: 9, generation: 2, pending: Vec::new() },
+            BucketCounts { bucket: 0, generation: u32::MAX, ids: vec![pending(-1, true), pending(5, false)] },
+            BucketCounts { bucket: 9, generation: 2, ids: Vec::new() },
         ];
         let nothing = BucketCounts { bucket: 3, ..BucketCounts::default() };
         let all = || counts.iter().cloned().chain([nothing.clone()]);
         let note = encode(b"{lineage}", all(), 1000).expect("it fits");
-        assert_eq!(decode(&note), Note { lineage: b"{lineage}", counts: counts.clone() });
+        assert_eq!(decode(&note), MetadataBlob { history: b"{lineage}", counts: counts.clone() });
         assert_eq!(encode(b"{lineage}", all(), note.len() - 1), None);
-        for end in WITH_COUNTS.len()..note.len() {
+        for end in COUNTS_TAG.len()..note.len() {
             assert!(decode(&note[..end]).counts.len() < 2, "{end}");
         }
-        assert_eq!(decode(b"{old}"), Note { lineage: b"{old}", counts: Vec::new() });
+        assert_eq!(decode(b"{old}"), MetadataBlob { history: b"{old}", counts: Vec::new() });
     }
 }

@@ -7,11 +7,11 @@ const SHARE: u32 = 16;
 
 /// When the last slice ended. The default is that there was none.
 #[derive(Debug, Default)]
-pub(super) struct Pace {
+pub(super) struct SweepPace {
     ended: Option<Instant>,
 }
 
-impl Pace {
+impl SweepPace {
     /// How long a slice may take that begins now. It is nothing for the first one. Whoever keeps to it does a least part all the same, so
     /// that the sweep goes on however short the steps are.
     pub(super) fn time_for_slice(&self, now: Instant) -> Duration {
@@ -31,7 +31,7 @@ mod tests {
     #[test]
     fn a_slice_may_take_a_sixteenth_of_the_time_since_the_last_one() {
         let (begin, milliseconds) = (Instant::now(), Duration::from_millis);
-        let mut pace = Pace::default();
+        let mut pace = SweepPace::default();
         assert_eq!(pace.time_for_slice(begin), Duration::ZERO);
         pace.slice_ended(begin + milliseconds(4));
         assert_eq!(pace.time_for_slice(begin + milliseconds(20)), milliseconds(1));

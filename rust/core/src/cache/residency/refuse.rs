@@ -1,23 +1,23 @@
 //! Which ids of a training batch get a row. It is decided when the batch is forwarded, and counted when it is committed.
 
 use super::Residency;
-use super::demand::Refused;
-use super::hold::Hold;
+use super::demand::NotAdmittedIds;
+use super::hold::PlanPins;
 use crate::error::Result;
 use crate::lifecycle::BucketCounts;
-use crate::lifecycle::admission::{Admitter, Candidate};
+use crate::lifecycle::admission::{AdmissionCandidate, RowAdmitter};
 use crate::types::Id;
 
 /// The ids that got rows while plans are in flight for which it was decided which of their ids do not.
 #[derive(Debug, Default)]
-pub(super) struct BornMeanwhile {
+pub(super) struct NewRowLog {
     /// How many such plans there are.
     plans: u32,
     /// Each id, with the table's version when it got its row.
     ids: Vec<(u64, Id)>,
 }
 
-impl BornMeanwhile {
+impl NewRowLog {
     fn since(&self, version: u64) -> impl Iterator<Item = Id> + '_ {
         self.ids.iter().filter(move |(born, _)| *born > version).map(|(_, id)| *id)
     }
@@ -28,12 +28,12 @@ impl Residency {
     /// now: `[n]`.
     pub(super) fn admits(
         &self,
-        hold: &Hold,
+        pins: &PlanPins,
         positions: impl Iterator<Item = u32> + Clone,
-    ) -> (Vec<Candidate>, Vec<bool>) {
+    ) -> (Vec<AdmissionCandidate>, Vec<bool>) {
         // The room is exact, since the allocator may keep what is given back.
-        let mut candidates: Vec<Candidate> = Vec::with_capacity(positions.clone().count());
-        candidates.extend(positions.map(|at| hold.demand.of(&hold.ids, at)));
+        let mut candidates: Vec<AdmissionCandidate> = Vec::with_capacity(positions.clone().count());
+        candidates.extend(positions.map(|at| pins.demand.candidate(&pins.ids, at)));
         let admitted = match &self.admitter {
             None => vec![true; candidates.len()],
             Some(admitter) => admitter.decide(&mut candidates, self.step + 1),
@@ -45,11 +45,11 @@ impl Residency {
     /// be asked again whether these wait as long as nothing was counted. Returns how many are admitted.
     ///
     /// Errors: `Memory` where there is none to count the others. Nothing has changed then.
-    pub(super) fn refuse(&mut self, hold: &mut Hold, positions: &[u32]) -> Result<u64> {
-        let still_wait = hold.waiting.still_wait(self.admitter.as_ref().map_or(0, Admitter::changes));
-        let decided_anew = if still_wait { &[][..] } else { &hold.waiting.positions };
+    pub(super) fn decide_admission(&mut self, pins: &mut PlanPins, positions: &[u32]) -> Result<u64> {
+        let still_wait = pins.waiting.still_wait(self.admitter.as_ref().map_or(0, RowAdmitter::changes));
+        let decided_anew = if still_wait { &[][..] } else { &pins.waiting.positions };
         let unborn = positions.iter().chain(decided_anew).copied();
-        let (candidates, admitted) = self.admits(hold, unborn.clone());
+        let (candidates, admitted) = self.admits(pins, unborn.clone());
         let births = admitted.iter().filter(|admitted| **admitted).count();
         let (mut refused_at, mut refused) = (Vec::new(), Vec::new());
         for ((position, candidate), _) in unborn.zip(candidates).zip(admitted).filter(|(_, admitted)| !*admitted) {
@@ -57,54 +57,54 @@ impl Residency {
             refused.push(candidate);
         }
         if let Some(admitter) = &mut self.admitter {
-            admitter.reserve(refused.len() + if still_wait { hold.waiting.positions.len() } else { 0 })?;
+            admitter.reserve(refused.len() + if still_wait { pins.waiting.positions.len() } else { 0 })?;
         }
-        let mut waiting = std::mem::take(&mut hold.waiting);
+        let mut waiting = std::mem::take(&mut pins.waiting);
         if still_wait {
             waiting.positions.append(&mut refused_at);
             waiting.candidates.append(&mut refused);
             (refused_at, refused) = (waiting.positions, waiting.candidates);
         }
-        if hold.refused.is_none() {
-            self.meanwhile.plans += 1;
+        if pins.not_admitted.is_none() {
+            self.new_rows.plans += 1;
         }
-        hold.refused_at = refused_at;
-        hold.refused = Some(Refused { candidates: refused, version: self.base.version() });
+        pins.not_admitted_positions = refused_at;
+        pins.not_admitted = Some(NotAdmittedIds { candidates: refused, version: self.context.version() });
         Ok(births as u64)
     }
 
     /// As [`Residency::refuse`], of all ids of a plan whose rows are in the host tier. What the plan pledged is then what it may give birth
     /// to.
-    pub(crate) fn refuse_in_host(&mut self, hold: &mut Hold) -> Result<()> {
-        let waiting = hold.waiting.positions.len() as u64;
+    pub(crate) fn decide_admission_in_host(&mut self, pins: &mut PlanPins) -> Result<()> {
+        let waiting = pins.waiting.positions.len() as u64;
         let mut unborn: Vec<u32> = Vec::new();
         // A plan has pledged to train all its rows that are not born.
-        if hold.pledged > 0 {
-            let all = 0..hold.ids.len() as u32;
-            unborn.extend(all.filter(|&position| Self::is_unborn(&self.host.slots, hold.host[position as usize])));
+        if pins.pledged > 0 {
+            let all = 0..pins.ids.len() as u32;
+            unborn.extend(all.filter(|&position| Self::is_provisional(&self.host.slots, pins.host[position as usize])));
         }
-        let births = self.refuse(hold, &unborn)?;
+        let births = self.decide_admission(pins, &unborn)?;
         self.traffic.host.misses += waiting;
         self.traffic.ssd_misses += waiting;
-        self.counts.take_back_pledge(hold.pledged);
-        hold.pledged = 0;
-        self.pledge(hold, births);
+        self.counts.take_back_pledge(pins.pledged);
+        pins.pledged = 0;
+        self.pledge(pins, births);
         Ok(())
     }
 
     /// Count the ids that a batch which is now committed got no rows for. An id that got its row by another batch meanwhile is not counted.
-    pub(super) fn count_refused(&mut self, hold: &Hold) {
-        let (Some(refused), Some(admitter)) = (&hold.refused, &mut self.admitter) else { return };
-        let mut born: Vec<Id> = self.meanwhile.since(refused.version).collect();
+    pub(super) fn count_not_admitted(&mut self, pins: &PlanPins) {
+        let (Some(refused), Some(admitter)) = (&pins.not_admitted, &mut self.admitter) else { return };
+        let mut born: Vec<Id> = self.new_rows.since(refused.version).collect();
         born.sort_unstable();
         admitter.count(&refused.candidates, &born, self.epoch);
-        self.traffic.refused += refused.candidates.len() as u64;
+        self.traffic.not_admitted += refused.candidates.len() as u64;
     }
 
     /// All that a step counts was counted. A warning says, once, where ids are forgotten because the memory for counts is full.
     pub(super) fn end_counting(&mut self, step: u64) {
-        if self.admitter.as_mut().is_some_and(|admitter| admitter.step_ends(step)) {
-            let config = &self.base.config;
+        if self.admitter.as_mut().is_some_and(|admitter| admitter.end_step(step)) {
+            let config = &self.context.config;
             let memory = config.admission.memory().unwrap_or_default();
             tracing::warn!(
                 "table {:?}: the memory of its admission, {memory} bytes for the counts of ids that wait for rows, is full: after step \
@@ -116,36 +116,36 @@ impl Residency {
     }
 
     /// Note that ids got rows.
-    pub(super) fn have_rows(&mut self, ids: impl Iterator<Item = Id>) {
+    pub(super) fn record_new_rows(&mut self, ids: impl Iterator<Item = Id>) {
         let Some(admitter) = &mut self.admitter else { return };
-        let version = self.base.version();
+        let version = self.context.version();
         for id in ids {
-            admitter.has_row(id);
-            if self.meanwhile.plans > 0 {
-                self.meanwhile.ids.push((version, id));
+            admitter.forget(id);
+            if self.new_rows.plans > 0 {
+                self.new_rows.ids.push((version, id));
             }
         }
     }
 
     /// A plan for which it was decided has ended, with a commit or without.
-    pub(super) fn forget_refused(&mut self, hold: &mut Hold) {
-        if hold.refused.take().is_some() {
-            self.meanwhile.plans -= 1;
-            if self.meanwhile.plans == 0 {
-                self.meanwhile.ids.clear();
+    pub(super) fn end_admission_decision(&mut self, pins: &mut PlanPins) {
+        if pins.not_admitted.take().is_some() {
+            self.new_rows.plans -= 1;
+            if self.new_rows.plans == 0 {
+                self.new_rows.ids.clear();
             }
         }
     }
 
     /// Whether ids that wait for rows are counted.
     pub(crate) fn keeps_counts(&self) -> bool {
-        self.admitter.as_ref().is_some_and(|admitter| admitter.pending().is_some())
+        self.admitter.as_ref().is_some_and(|admitter| admitter.counters().is_some())
     }
 
     /// For each of the shard's buckets, how many generations of its counts have ended. `None` where the table counts nothing.
     pub(crate) fn generations(&self) -> Option<Vec<u32>> {
-        let pending = self.admitter.as_ref()?.pending()?;
-        Some(self.base.config.buckets.clone().map(|bucket| pending.generation(bucket)).collect())
+        let pending = self.admitter.as_ref()?.counters()?;
+        Some(self.context.config.buckets.clone().map(|bucket| pending.generation(bucket)).collect())
     }
 
     /// The counts of a bucket, of the ids that were counted in epoch `since` or later where it is given.
@@ -155,9 +155,9 @@ impl Residency {
     }
 
     /// The counts that a bucket had when the moment began. They are kept no longer.
-    pub(crate) fn take_wanted_counts(&mut self, bucket: u32) -> BucketCounts {
+    pub(crate) fn take_snapshot_counts(&mut self, bucket: u32) -> BucketCounts {
         let none = || BucketCounts { bucket, ..BucketCounts::default() };
-        self.admitter.as_mut().map_or_else(none, |admitter| admitter.take_wanted(bucket))
+        self.admitter.as_mut().map_or_else(none, |admitter| admitter.take_snapshot_counts(bucket))
     }
 
     /// Put counts into a bucket that has none.

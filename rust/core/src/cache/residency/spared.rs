@@ -5,8 +5,8 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::Residency;
-use super::judge::Judge;
-use super::under_way::UnderWay;
+use super::judge::SweepMatcher;
+use super::under_way::SweepProgress;
 use crate::error::Result;
 use crate::rows::RowHeader;
 use crate::types::{Id, NO_SLOT};
@@ -16,19 +16,19 @@ const MOST_SWEEPS: usize = 64;
 
 /// The rows that sweeps before the one under way have spared.
 #[derive(Debug, Default)]
-pub(super) struct Spared {
+pub(super) struct DeferredRows {
     /// The oldest sweep first. None is without rows.
-    by_sweep: Vec<SparedBy>,
+    by_sweep: Vec<SweepDeferral>,
 }
 
 /// The rows that a sweep has spared.
 #[derive(Debug)]
-struct SparedBy {
-    judge: Arc<Judge>,
+struct SweepDeferral {
+    matcher: Arc<SweepMatcher>,
     ids: Vec<Id>,
 }
 
-impl Spared {
+impl DeferredRows {
     pub(super) fn is_empty(&self) -> bool {
         self.by_sweep.is_empty()
     }
@@ -36,46 +36,46 @@ impl Spared {
 
 impl Residency {
     /// A sweep under way was gone through, but for rows that it spares: keep them, so that another sweep can begin.
-    pub(super) fn set_aside(&mut self) {
-        let Some(under_way) = self.sweeping.take() else { return };
-        self.note_ended(&under_way);
-        let UnderWay { judge, mut later, .. } = under_way;
+    pub(super) fn defer_rest(&mut self) {
+        let Some(under_way) = self.sweep.take() else { return };
+        self.log_sweep_ended(&under_way);
+        let SweepProgress { matcher: judge, deferred: mut later, .. } = under_way;
         // A row dies by the first sweep that takes it. If it is trained before, none of them takes it.
-        let doomed: HashSet<Id> = self.doomed();
+        let doomed: HashSet<Id> = self.expiring_ids();
         later.retain(|id| !doomed.contains(id));
         if later.is_empty() {
             return;
         }
-        let by_sweep = &mut self.spared.by_sweep;
-        by_sweep.push(SparedBy { judge, ids: later });
+        let by_sweep = &mut self.deferred.by_sweep;
+        by_sweep.push(SweepDeferral { matcher: judge, ids: later });
         if by_sweep.len() <= MOST_SWEEPS {
             return;
         }
         let oldest = by_sweep.remove(0);
-        let takes_all = |newer: &&mut SparedBy| newer.judge.sweep.covers(&oldest.judge.sweep);
+        let takes_all = |newer: &&mut SweepDeferral| newer.matcher.sweep.covers(&oldest.matcher.sweep);
         if let Some(newer) = by_sweep.iter_mut().find(takes_all) {
             newer.ids.extend(oldest.ids);
             newer.ids.sort_unstable();
             newer.ids.dedup();
             return;
         }
-        self.lineage.forget();
+        self.history.forget();
         tracing::warn!(
             "table {:?}: more than {MOST_SWEEPS} sweeps came between the forward of a batch and its backward, and {} rows that the \
              sweep after step {} spared live on; drop what holds the batch, such as its loss",
-            self.base.config.name,
+            self.context.config.name,
             oldest.ids.len(),
-            oldest.judge.sweep.step
+            oldest.matcher.sweep.step
         );
     }
 
     /// The spared rows that are sure to die unless they are trained before.
-    fn doomed(&self) -> HashSet<Id> {
+    fn expiring_ids(&self) -> HashSet<Id> {
         let mut doomed = HashSet::new();
-        for SparedBy { judge, ids } in &self.spared.by_sweep {
+        for SweepDeferral { matcher: judge, ids } in &self.deferred.by_sweep {
             // The weights of a row that kernels may be writing are not looked at.
             if !judge.sweep.needs_weights() {
-                let dies = |id: &Id| self.header_in_ram(*id).is_some_and(|header| judge.sweep.kills(&header, &[]));
+                let dies = |id: &Id| self.header_in_ram(*id).is_some_and(|header| judge.sweep.matches(&header, &[]));
                 doomed.extend(ids.iter().copied().filter(dies));
             }
         }
@@ -97,37 +97,37 @@ impl Residency {
     /// Bury the dead ones among the spared rows whose plans have ended, each as taken by the sweep that has spared it.
     ///
     /// Errors: as [`Residency::finish_sweep`]. Rows that were not judged stay spared, and no later sweep has judged them.
-    pub(super) fn bury_spared(&mut self) -> Result<()> {
-        let buried = (0..self.spared.by_sweep.len()).try_for_each(|sweep| {
-            let SparedBy { judge, ids } = &self.spared.by_sweep[sweep];
+    pub(super) fn expire_deferred(&mut self) -> Result<()> {
+        let buried = (0..self.deferred.by_sweep.len()).try_for_each(|sweep| {
+            let SweepDeferral { matcher: judge, ids } = &self.deferred.by_sweep[sweep];
             let (judge, ids) = (Arc::clone(judge), ids.clone());
-            self.spared.by_sweep[sweep].ids = self.bury_later(ids, &judge)?;
+            self.deferred.by_sweep[sweep].ids = self.expire_deferred_ids(ids, &judge)?;
             Ok(())
         });
-        self.spared.by_sweep.retain(|spared| !spared.ids.is_empty());
+        self.deferred.by_sweep.retain(|spared| !spared.ids.is_empty());
         buried
     }
 
-    /// As [`Residency::bury_spared`], of those of these rows that are in RAM.
-    pub(super) fn bury_spared_of(&mut self, ids: &[Id]) -> Result<()> {
-        if self.spared.is_empty() {
+    /// As [`Residency::expire_deferred`], of those of these rows that are in RAM.
+    pub(super) fn expire_deferred_of(&mut self, ids: &[Id]) -> Result<()> {
+        if self.deferred.is_empty() {
             return Ok(());
         }
         let ids: HashSet<Id> = ids.iter().copied().collect();
-        (0..self.spared.by_sweep.len()).try_for_each(|sweep| {
-            let spared = &self.spared.by_sweep[sweep];
+        (0..self.deferred.by_sweep.len()).try_for_each(|sweep| {
+            let spared = &self.deferred.by_sweep[sweep];
             let wanted: Vec<Id> = spared.ids.iter().copied().filter(|id| ids.contains(id)).collect();
             // Those that stay spared are among the sweep's rows already.
-            self.bury_dead_of(&wanted, &Arc::clone(&spared.judge)).map(drop)
+            self.expire_in_ram(&wanted, &Arc::clone(&spared.matcher)).map(drop)
         })
     }
 
     /// The sweeps that rows which a plan brings in are held against, in this order. With each are the rows that it may take, where these are
     /// not all that its rule takes.
-    pub(super) fn judges_of_arrivals(&self) -> Vec<(Arc<Judge>, Option<HashSet<Id>>)> {
-        let spared = self.spared.by_sweep.iter();
-        let mut judges: Vec<_> = spared.map(|SparedBy { judge, ids }| (judge, Some(ids))).collect();
-        if let Some(UnderWay { judge, passed, later, .. }) = &self.sweeping
+    pub(super) fn matchers_of_arrivals(&self) -> Vec<(Arc<SweepMatcher>, Option<HashSet<Id>>)> {
+        let spared = self.deferred.by_sweep.iter();
+        let mut judges: Vec<_> = spared.map(|SweepDeferral { matcher: judge, ids }| (judge, Some(ids))).collect();
+        if let Some(SweepProgress { matcher: judge, passed, deferred: later, .. }) = &self.sweep
             && !(*passed && later.is_empty())
         {
             judges.push((judge, passed.then_some(later)));

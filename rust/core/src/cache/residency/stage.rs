@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::hold::{Hold, PlanMode};
+use super::hold::{PlanMode, PlanPins};
 use super::{Residency, SLOTS_AHEAD};
 use crate::error::Result;
 use crate::host::ROWS_AHEAD;
@@ -22,14 +22,14 @@ pub(super) struct StagedRow {
 }
 
 /// Vector parts of rows on their way to the device.
-pub(super) enum Vectors<'a> {
+pub(super) enum StagedVectors<'a> {
     /// In memory of their own.
     Own(Vec<f32>),
     /// In memory that the caller has lent, from which the device may copy by itself.
     Lent(&'a mut [f32]),
 }
 
-impl<'a> Vectors<'a> {
+impl<'a> StagedVectors<'a> {
     /// Memory for so many floats: what was lent, if it is enough.
     ///
     /// Errors: `Memory`.
@@ -57,7 +57,7 @@ impl<'a> Vectors<'a> {
     }
 }
 
-impl std::ops::Deref for Vectors<'_> {
+impl std::ops::Deref for StagedVectors<'_> {
     type Target = [f32];
     fn deref(&self) -> &[f32] {
         match self {
@@ -67,7 +67,7 @@ impl std::ops::Deref for Vectors<'_> {
     }
 }
 
-impl std::ops::DerefMut for Vectors<'_> {
+impl std::ops::DerefMut for StagedVectors<'_> {
     fn deref_mut(&mut self) -> &mut [f32] {
         match self {
             Self::Own(vectors) => vectors,
@@ -77,13 +77,13 @@ impl std::ops::DerefMut for Vectors<'_> {
 }
 
 /// Rows copied from wherever they are.
-pub(super) struct Staged<'a> {
+pub(super) struct StagedRows<'a> {
     /// `[M]`
     pub(super) rows: Vec<StagedRow>,
     /// `[M]`
     pub(super) headers: Vec<RowHeader>,
     /// `[M, V]`
-    pub(super) vectors: Vectors<'a>,
+    pub(super) vectors: StagedVectors<'a>,
     /// How many of the rows, which come first, are in the host tier.
     pub(super) from_host: usize,
     /// How many of the others were read from SSD, and how many are not there.
@@ -91,7 +91,7 @@ pub(super) struct Staged<'a> {
     pub(super) ssd_misses: u64,
 }
 
-impl Staged<'_> {
+impl StagedRows<'_> {
     /// Leave out the rows at these positions of the plan: bits `[U]`, or empty for none.
     pub(super) fn leave_out(&mut self, positions: &[bool], floats: usize) {
         let (mut kept, mut from_host) = (0, 0);
@@ -119,39 +119,39 @@ impl Residency {
     /// tier are pinned there.
     pub(super) fn stage<'a>(
         &mut self,
-        hold: &mut Hold,
+        pins: &mut PlanPins,
         positions: &[u32],
         mode: PlanMode,
         lent: Option<&'a mut [f32]>,
-    ) -> Result<Staged<'a>> {
-        let (mut rows, reads) = self.stage_from_host(hold, positions)?;
+    ) -> Result<StagedRows<'a>> {
+        let (mut rows, reads) = self.stage_from_host(pins, positions)?;
         let from_host = rows.len();
         let mut there = vec![false; reads.len()];
-        let ids: Vec<Id> = reads.iter().map(|&position| hold.ids[position as usize]).collect();
-        if let Some(ssd) = &self.base.ssd {
+        let ids: Vec<Id> = reads.iter().map(|&position| pins.ids[position as usize]).collect();
+        if let Some(ssd) = &self.context.ssd {
             ssd.maybe_contains(&ids, &mut there);
         }
         for (&position, &there) in reads.iter().zip(&there) {
             // Another plan may have begun to bring the row to the device.
-            let counted = self.is_unborn_on_device(hold, position);
+            let counted = self.is_provisional_on_device(pins, position);
             if there {
                 rows.push(StagedRow { position, state: RowState::ON_SSD, counted });
-            } else if mode.train || mode.reads_births(&self.base.config) {
+            } else if mode.train || mode.reads_initial(&self.context.config) {
                 rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted });
             }
         }
-        let vectors = Vectors::of(lent, rows.len() * self.base.floats())?;
+        let vectors = StagedVectors::of(lent, rows.len() * self.context.floats())?;
         let headers = memory::zeros("stage a batch", rows.len())?;
-        let mut staged = Staged { rows, headers, vectors, from_host, ssd_hits: 0, ssd_misses: 0 };
-        self.read_staged(hold, &mut staged)?;
+        let mut staged = StagedRows { rows, headers, vectors, from_host, ssd_hits: 0, ssd_misses: 0 };
+        self.read_staged(pins, &mut staged)?;
         Ok(staged)
     }
 
     /// Pin those of `positions` that are in the host tier. Returns their staged rows, to be filled, and the positions of the others.
-    fn stage_from_host(&mut self, hold: &mut Hold, positions: &[u32]) -> Result<(Vec<StagedRow>, Vec<u32>)> {
+    fn stage_from_host(&mut self, pins: &mut PlanPins, positions: &[u32]) -> Result<(Vec<StagedRow>, Vec<u32>)> {
         let mut reads: Vec<u32> = Vec::new();
         let mut rows: Vec<StagedRow> = Vec::with_capacity(positions.len());
-        let (ids, mut slots) = self.host_slots(hold, positions);
+        let (ids, mut slots) = self.host_slots(pins, positions);
         for (at, (&position, &id)) in positions.iter().zip(&ids).enumerate() {
             if let Some(&later) = slots.get(at + SLOTS_AHEAD) {
                 self.host.slots.prefetch(later);
@@ -161,8 +161,8 @@ impl Residency {
                 reads.push(position);
                 continue;
             }
-            if hold.host[position as usize] == NO_SLOT {
-                self.pin_in_host(hold, position, slot);
+            if pins.host[position as usize] == NO_SLOT {
+                self.pin_in_host(pins, position, slot);
             }
             if self.host.slots.state(slot).has(RowState::LOADING) {
                 self.finish_loads();
@@ -171,7 +171,7 @@ impl Residency {
             }
             let row = self.host.slots.state(slot);
             if row.has(RowState::FAILED) {
-                return Err(self.unread_row(id));
+                return Err(self.unread_row_error(id));
             }
             rows.push(StagedRow { position, state: row, counted: row.has(RowState::PROVISIONAL) });
         }
@@ -179,49 +179,49 @@ impl Residency {
     }
 
     /// Read the staged rows that are on SSD. Those that turn out not to be there become provisional.
-    fn read_staged(&mut self, hold: &Hold, staged: &mut Staged<'_>) -> Result<()> {
-        let Some(ssd) = &self.base.ssd else { return Ok(()) };
-        let (mut wanted, mut unseen) = (Vec::new(), 0);
+    fn read_staged(&mut self, pins: &PlanPins, staged: &mut StagedRows<'_>) -> Result<()> {
+        let Some(ssd) = &self.context.ssd else { return Ok(()) };
+        let (mut wanted, mut missing) = (Vec::new(), 0);
         for (index, row) in staged.rows.iter().enumerate().skip(staged.from_host) {
             if row.state.has(RowState::ON_SSD) {
-                wanted.push((hold.ids[row.position as usize], index));
+                wanted.push((pins.ids[row.position as usize], index));
             } else {
-                unseen += 1;
+                missing += 1;
             }
         }
         if !wanted.is_empty() {
             let started = Instant::now();
-            let absent = self.base.read_from_ssd(ssd, &wanted, &mut staged.headers, &mut staged.vectors)?;
+            let absent = self.context.read_from_ssd(ssd, &wanted, &mut staged.headers, &mut staged.vectors)?;
             for &number in &absent {
                 staged.rows[wanted[number as usize].1].state = RowState::PROVISIONAL;
             }
-            let dead = self.bury_dead_read(&wanted, staged)?;
-            unseen += absent.len() + dead;
+            let dead = self.expire_staged_reads(&wanted, staged)?;
+            missing += absent.len() + dead;
             staged.ssd_hits = (wanted.len() - absent.len() - dead) as u64;
             self.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
         }
-        staged.ssd_misses = unseen as u64;
+        staged.ssd_misses = missing as u64;
         Ok(())
     }
 
     /// Bury those of the rows that were just read from SSD which sweeps take: they become provisional, as those are that were not there. Returns how many.
-    fn bury_dead_read(&mut self, wanted: &[(Id, usize)], staged: &mut Staged<'_>) -> Result<usize> {
-        let (dim, floats) = (self.base.layout.dim, self.base.floats());
+    fn expire_staged_reads(&mut self, requests: &[(Id, usize)], staged: &mut StagedRows<'_>) -> Result<usize> {
+        let (dim, floats) = (self.context.layout.dim, self.context.floats());
         let mut buried = 0;
-        for (by, only) in self.judges_of_arrivals() {
+        for (by, only) in self.matchers_of_arrivals() {
             let is_dead = |&(id, index): &(Id, usize)| {
                 !staged.rows[index].state.has(RowState::PROVISIONAL)
                     && only.as_ref().is_none_or(|only| only.contains(&id))
-                    && by.sweep.kills(&staged.headers[index], &staged.vectors[index * floats..][..dim])
+                    && by.sweep.matches(&staged.headers[index], &staged.vectors[index * floats..][..dim])
             };
-            let mut dead: Vec<(Id, usize)> = wanted.iter().copied().filter(is_dead).collect();
+            let mut dead: Vec<(Id, usize)> = requests.iter().copied().filter(is_dead).collect();
             // A plan that is in place may be about to bring the row there too.
-            dead.retain(|(id, _)| self.in_place.plans_with(*id) <= 1);
+            dead.retain(|(id, _)| self.active_plans.plans_with(*id) <= 1);
             let row = |&(_, at): &(Id, usize)| RowRef {
                 header: &staged.headers[at],
                 vector: &staged.vectors[at * floats..][..floats],
             };
-            self.bury_read(&dead.iter().map(row).collect::<Vec<RowRef<'_>>>(), &by)?;
+            self.expire_read_rows(&dead.iter().map(row).collect::<Vec<RowRef<'_>>>(), &by)?;
             for &(_, index) in &dead {
                 staged.rows[index].state = RowState::PROVISIONAL;
             }
@@ -231,23 +231,23 @@ impl Residency {
     }
 
     /// Copy the staged rows that are in the host tier, and give those that were never trained their initial values.
-    pub(super) fn fill_staged(&self, hold: &Hold, staged: &mut Staged<'_>, threads: usize) {
-        let floats = self.base.floats();
+    pub(super) fn fill_staged(&self, pins: &PlanPins, staged: &mut StagedRows<'_>, threads: usize) {
+        let floats = self.context.floats();
         let no_writes = self.host.no_kernel_writes().expect("the rows go to a device tier, on which kernels run");
         let from_host = &staged.rows[..staged.from_host];
         for (index, row) in from_host.iter().enumerate() {
             if let Some(later) = from_host.get(index + ROWS_AHEAD) {
-                self.host.prefetch_row(hold.host[later.position as usize]);
+                self.host.prefetch_row(pins.host[later.position as usize]);
             }
-            let source = self.host.row(no_writes.slot(hold.host[row.position as usize]));
+            let source = self.host.row(no_writes.read_access(pins.host[row.position as usize]));
             staged.headers[index] = *source.header;
             staged.vectors[index * floats..][..floats].copy_from_slice(source.vector);
         }
         let others = staged.rows.iter().enumerate().skip(staged.from_host);
         let born: Vec<(Id, usize)> = others
             .filter(|(_, row)| row.state.has(RowState::PROVISIONAL))
-            .map(|(index, row)| (hold.ids[row.position as usize], index))
+            .map(|(index, row)| (pins.ids[row.position as usize], index))
             .collect();
-        self.base.bear_into(&born, &mut staged.headers, &mut staged.vectors, threads);
+        self.context.initialize_rows_into(&born, &mut staged.headers, &mut staged.vectors, threads);
     }
 }

@@ -9,10 +9,10 @@ use crate::error::{Error, Kind, Result};
 use crate::lifecycle::StepClock;
 
 /// What a table knows of time, for a table that goes on in its place.
-pub(crate) struct TimeKnown {
+pub(crate) struct ClockState {
     clock: StepClock,
-    set: Option<u64>,
-    before_load: u64,
+    user_time: Option<u64>,
+    time_before_load: u64,
 }
 
 impl Residency {
@@ -26,42 +26,42 @@ impl Residency {
         let before = self.event_time();
         self.clock.clone_from(clock);
         // What was set is of the steps before the load: those that come may be of times before it.
-        self.time_set = None;
-        self.loaded_at(before);
+        self.user_time = None;
+        self.adopt_time_source(before);
     }
 
     /// The time of now where the user gives it.
     pub(crate) fn event_time(&self) -> Option<u64> {
-        self.clock.is_of_events().then(|| self.now())
+        self.clock.has_event_times().then(|| self.now())
     }
 
     /// Rows were loaded in the place of others, whose time was this one where the user gives it: the user gives it from now on too.
-    pub(crate) fn loaded_at(&mut self, before: Option<u64>) {
+    pub(crate) fn adopt_time_source(&mut self, before: Option<u64>) {
         if let Some(time) = before {
-            self.clock.set_of_events();
+            self.clock.set_event_times();
             self.time_before_load = time;
         }
     }
 
-    /// What [`Residency::join_time`] of another table takes over.
-    pub(crate) fn time_known(&self) -> TimeKnown {
-        TimeKnown { clock: self.clock.clone(), set: self.time_set, before_load: self.time_before_load }
+    /// What [`Residency::join_clock`] of another table takes over.
+    pub(crate) fn clock_state(&self) -> ClockState {
+        ClockState { clock: self.clock.clone(), user_time: self.user_time, time_before_load: self.time_before_load }
     }
 
     /// Also take over what another shard of the table knows of these steps, and what time it is there.
-    pub(crate) fn join_time(&mut self, from: &TimeKnown) {
+    pub(crate) fn join_clock(&mut self, from: &ClockState) {
         self.clock = StepClock::join([&self.clock, &from.clock].into_iter());
-        self.time_set = self.time_set.max(from.set);
-        self.time_before_load = self.time_before_load.max(from.before_load);
+        self.user_time = self.user_time.max(from.user_time);
+        self.time_before_load = self.time_before_load.max(from.time_before_load);
     }
 
     /// The time of now, in milliseconds: what was set last, else the system's. It is never before that of the last step.
     pub(crate) fn now(&self) -> u64 {
-        let now = match self.time_set {
+        let now = match self.user_time {
             Some(time) => time,
             // Until the user goes on to give times, as after a load, it stands still.
-            None if self.clock.is_of_events() && self.clock.is_empty() => self.time_before_load,
-            None if self.clock.is_of_events() => 0,
+            None if self.clock.has_event_times() && self.clock.is_empty() => self.time_before_load,
+            None if self.clock.has_event_times() => 0,
             None => SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64),
         };
         now.max(self.clock.latest())
@@ -72,19 +72,19 @@ impl Residency {
     /// Errors: those of [`Residency::check_time`].
     pub(crate) fn set_time(&mut self, time: u64) -> Result<()> {
         self.check_time(time)?;
-        self.time_set = Some(time);
-        self.clock.set_of_events();
+        self.user_time = Some(time);
+        self.clock.set_event_times();
         Ok(())
     }
 
     /// `Input` where this time is before the table's, so that [`Residency::set_time`] would let it go back.
     pub(crate) fn check_time(&self, time: u64) -> Result<()> {
-        let latest = self.time_set.unwrap_or(0).max(self.clock.latest());
+        let latest = self.user_time.unwrap_or(0).max(self.clock.latest());
         if time >= latest {
             return Ok(());
         }
         let (said, before) = (time as f64 / 1e3, latest as f64 / 1e3);
-        let name = &self.base.config.name;
+        let name = &self.context.config.name;
         Err(Error::new(
             Kind::Input,
             format!(
@@ -95,14 +95,14 @@ impl Residency {
     }
 
     /// A step was made: note when, where a rule asks for it.
-    pub(super) fn note_time(&mut self) {
-        if self.base.config.keeps_times() {
+    pub(super) fn record_step_time(&mut self) {
+        if self.context.config.keeps_times() {
             let now = self.now();
-            if self.time_set.is_some() {
+            if self.user_time.is_some() {
                 // A clock that was made anew, as when all rows are removed, does not know it yet.
-                self.clock.set_of_events();
+                self.clock.set_event_times();
             }
-            self.clock.note(self.step, now);
+            self.clock.record(self.step, now);
         }
     }
 }

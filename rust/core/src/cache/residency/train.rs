@@ -2,18 +2,18 @@
 
 use std::sync::Arc;
 
-use super::hold::Hold;
+use super::hold::PlanPins;
 use super::{Residency, SLOTS_AHEAD};
 use crate::cache::rows::DeviceTensors;
 use crate::error::Result;
 use crate::host::NoKernelWrites;
-use crate::rows::DecayTo;
+use crate::rows::ScoreDecayTo;
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Rows that were trained for the first time.
 #[derive(Default)]
-struct Born {
+struct NewRows {
     rows: u64,
     /// Their ids, where the table refuses some.
     ids: Vec<Id>,
@@ -23,22 +23,22 @@ impl Residency {
     /// Record one training step: the table's step counter advances, and the rows of the batch are dirty and born.
     ///
     /// `slots` are those of the distinct rows on the tier that kernels run on, `NO_SLOT` where a row has none or gets none: `[U]`. `starts`
-    /// say where the occurrences of each row begin: `[U + 1]`. What `hold` says was refused is counted.
-    pub(crate) fn train(&mut self, hold: &Hold, slots: &[CacheSlot], starts: &[u32]) {
+    /// say where the occurrences of each row begin: `[U + 1]`. What `pins` says was refused is counted.
+    pub(crate) fn train(&mut self, pins: &PlanPins, slots: &[CacheSlot], starts: &[u32]) {
         self.step += 1;
-        self.note_time();
-        self.base.contents_changed();
-        let born = if hold.refused_at.is_empty() {
-            self.touch_rows(hold, slots, starts, 0..slots.len())
+        self.record_step_time();
+        self.context.bump_version();
+        let born = if pins.not_admitted_positions.is_empty() {
+            self.touch_rows(pins, slots, starts, 0..slots.len())
         } else {
             let with_slots = with_slots(slots);
-            self.touch_rows(hold, slots, starts, with_slots.iter().map(|&position| position as usize))
+            self.touch_rows(pins, slots, starts, with_slots.iter().map(|&position| position as usize))
         };
-        self.counts.born(born.rows);
+        self.counts.inserted(born.rows);
         if self.admitter.is_some() {
             self.traffic.admitted += born.rows;
-            self.count_refused(hold);
-            self.have_rows(born.ids.into_iter());
+            self.count_not_admitted(pins);
+            self.record_new_rows(born.ids.into_iter());
             self.end_counting(self.step);
         }
     }
@@ -46,13 +46,13 @@ impl Residency {
     /// Record the step in the rows of the batch at `positions`, among which are all that have a slot.
     fn touch_rows(
         &mut self,
-        hold: &Hold,
+        pins: &PlanPins,
         slots: &[CacheSlot],
         starts: &[u32],
         positions: impl Iterator<Item = usize> + Clone,
-    ) -> Born {
-        let (epoch, mut decay) = (self.epoch, DecayTo::new(self.base.decay, self.step));
-        let mut born = Born::default();
+    ) -> NewRows {
+        let (epoch, mut decay) = (self.epoch, ScoreDecayTo::new(self.context.decay, self.step));
+        let mut born = NewRows::default();
         let mut ahead = positions.clone().skip(SLOTS_AHEAD);
         for position in positions {
             if let Some(later) = ahead.next().map(|later| slots[later])
@@ -82,7 +82,7 @@ impl Residency {
             if row.has(RowState::PROVISIONAL) {
                 born.rows += 1;
                 if self.admitter.is_some() {
-                    born.ids.push(hold.ids[position]);
+                    born.ids.push(pins.ids[position]);
                 }
             }
             tier.set_state(slot, row.without(RowState::PROVISIONAL).with(RowState::DIRTY).with(RowState::MODIFIED));
@@ -93,32 +93,32 @@ impl Residency {
     /// Copy what a moment wants of rows that a step is about to change, in slots of the tier that kernels run on. `NO_SLOT` is no row.
     ///
     /// Errors: the one that says that rows are to be read from the device first. Nothing has changed then.
-    pub(crate) fn keep_in_use(&mut self, slots: &[CacheSlot], no_writes: NoKernelWrites<'_>) -> Result<()> {
-        if self.moment.is_none() {
+    pub(crate) fn keep_pre_images(&mut self, slots: &[CacheSlot], no_writes: NoKernelWrites<'_>) -> Result<()> {
+        if self.snapshot.is_none() {
             return Ok(());
         }
         if self.device.is_some() {
-            self.ask_for_moment(slots)?;
-            self.keep_device(slots);
+            self.require_snapshot_copies(slots)?;
+            self.keep_device_pre_images(slots);
         } else {
-            self.keep_host(slots.iter().map(|&slot| no_writes.slot(slot)));
+            self.keep_host_pre_images(slots.iter().map(|&slot| no_writes.read_access(slot)));
         }
         Ok(())
     }
 
-    /// As [`Residency::keep_in_use`], of rows of a device tier whose tensors are in RAM and have a row in each of the slots.
-    pub(crate) fn keep_in_tensors(&mut self, slots: &[CacheSlot], tensors: &DeviceTensors<'_>) {
-        if let (Some(moment), Some(device)) = (&mut self.moment, &self.device) {
-            moment.keep_tensors(device, slots, tensors, self.base.layout);
+    /// As [`Residency::keep_pre_images`], of rows of a device tier whose tensors are in RAM and have a row in each of the slots.
+    pub(crate) fn keep_tensor_pre_images(&mut self, slots: &[CacheSlot], tensors: &DeviceTensors<'_>) {
+        if let (Some(moment), Some(device)) = (&mut self.snapshot, &self.device) {
+            moment.keep_tensors(device, slots, tensors, self.context.layout);
         }
     }
 
     /// Give back what a plan held. Rows that were never trained vanish with their last pin, and so do the device slots of rows that never
     /// came there.
-    pub(crate) fn release(&mut self, mut hold: Hold) {
-        self.forget_refused(&mut hold);
-        let Hold { ids, host, group, group_grew, device, pledged, .. } = hold;
-        self.unsettle(&ids);
+    pub(crate) fn release(&mut self, mut pins: PlanPins) {
+        self.end_admission_decision(&mut pins);
+        let PlanPins { ids, host, group, group_grew, device, pledged, .. } = pins;
+        self.deactivate_plan(&ids);
         self.counts.take_back_pledge(pledged);
         // Where rows of the group were not trained, each of its pins may be the last one, with which the row vanishes. So they are counted by
         // slot, as soon as the first one is given back.
@@ -136,7 +136,7 @@ impl Residency {
                 if self.host.slots.state(slot).has(RowState::SHADOW) {
                     self.host.slots.remove(slot, ids[position], false);
                 } else {
-                    self.forget_unborn(slot, ids[position]);
+                    self.forget_provisional(slot, ids[position]);
                 }
             }
         }
@@ -158,9 +158,9 @@ impl Residency {
     }
 
     /// A row has left the device unborn. Where another plan has pinned the slot that it came from, it is there as it was.
-    fn unshadow(&mut self, id: Id, unborn: bool) {
+    fn unshadow(&mut self, id: Id, is_provisional: bool) {
         let slot = self.host.slots.get(id);
-        if unborn && slot != NO_SLOT && self.host.slots.state(slot).has(RowState::SHADOW) {
+        if is_provisional && slot != NO_SLOT && self.host.slots.state(slot).has(RowState::SHADOW) {
             self.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::PROVISIONAL));
             self.counts.became_provisional(1);
         }

@@ -3,20 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::cache::base::TableBase;
-use crate::cache::locks::{Held, TableInner};
-use crate::cache::residency::{Residency, TableStats, check_room};
-use crate::cache::watch::Ancestor;
-use crate::config::{Admission, EvictionRule, MissingRead, OnFull, TableConfig};
-use crate::device::{DeviceRows, DeviceTier};
+use crate::cache::base::TableContext;
+use crate::cache::locks::{TableGuard, TableInner};
+use crate::cache::residency::{Residency, TableStats, check_metadata_space};
+use crate::cache::watch::BaseCheckpoint;
+use crate::config::{AdmissionRule, EvictionRule, MissingRead, OnFull, TableConfig};
+use crate::device::{DeviceRowReader, DeviceTier};
 use crate::error::{Error, Kind, Result};
 use crate::host::{HostBudget, HostTier};
 use crate::io::IoEngine;
-use crate::lifecycle::admission::{self, Admitter};
-use crate::lifecycle::{SharedRow, StepClock};
+use crate::lifecycle::admission::{self, RowAdmitter};
+use crate::lifecycle::{OovRow, StepClock};
 use crate::memory;
-use crate::rows::{Decay, RowBirth};
-use crate::ssd::{HeldSegments, Identity, SegmentFiles, SsdTier, StateCounters};
+use crate::rows::{RowInitializer, ScoreDecay};
+use crate::ssd::{LinkedSegments, PinnedSegments, ShardIdentity, SsdTier, StateCounters};
 
 /// One table shard. A clone is another handle of the same table. The rows go with the last handle, plan and moment.
 #[derive(Clone)]
@@ -36,7 +36,7 @@ impl Table {
     /// Errors: `Config` for values out of range; those of [`SsdTier::open`].
     pub fn open(
         config: TableConfig,
-        device_rows: Option<Arc<dyn DeviceRows>>,
+        device_rows: Option<Arc<dyn DeviceRowReader>>,
         engine: Arc<dyn IoEngine>,
     ) -> Result<Self> {
         Self::open_from(config, device_rows, engine, None)
@@ -46,14 +46,14 @@ impl Table {
     /// SSD tier has.
     pub fn open_from(
         config: TableConfig,
-        device_rows: Option<Arc<dyn DeviceRows>>,
+        device_rows: Option<Arc<dyn DeviceRowReader>>,
         engine: Arc<dyn IoEngine>,
-        source: Option<(&SegmentFiles, StateCounters)>,
+        source: Option<(&LinkedSegments, StateCounters)>,
     ) -> Result<Self> {
         check(&config, device_rows.is_some())?;
         let layout = config.layout();
-        let birth = RowBirth::new(config.initializer, config.seed, config.key)?;
-        let decay = Decay::new(config.score_half_life_steps)?;
+        let birth = RowInitializer::new(config.initializer, config.seed, config.key)?;
+        let decay = ScoreDecay::new(config.score_half_life_steps)?;
         let budget = HostBudget::new(config.host_bytes, config.shared_budget.clone());
         let host = HostTier::new(&config.name, layout, config.policy, budget, device_rows.is_some())?;
         let device = config.device_rows.map(|rows| DeviceTier::new(rows, config.policy));
@@ -62,20 +62,20 @@ impl Table {
             (None, _) => None,
             (Some(ssd), Some((files, saved))) => {
                 counters = saved;
-                Some(SsdTier::open_from(ssd, &Identity::of(&config), layout, engine, files)?)
+                Some(SsdTier::open_from(ssd, &ShardIdentity::of(&config), layout, engine, files)?)
             }
             (Some(ssd), None) => {
-                let (tier, resumed) = SsdTier::open(ssd, &Identity::of(&config), layout, engine)?;
+                let (tier, resumed) = SsdTier::open(ssd, &ShardIdentity::of(&config), layout, engine)?;
                 counters = resumed.unwrap_or_default();
-                note = Some(tier.take_note());
+                note = Some(tier.take_metadata());
                 Some(tier)
             }
         };
-        let admitter = Admitter::of(&config);
-        let base = Arc::new(TableBase::new(config, (birth, decay), device_rows, ssd));
+        let admitter = RowAdmitter::of(&config);
+        let base = Arc::new(TableContext::new(config, (birth, decay), device_rows, ssd));
         let mut residency = Residency::new(Arc::clone(&base), host, device, counters, admitter);
         if let Some(note) = note {
-            residency.resume_note(&note)?;
+            residency.resume_metadata(&note)?;
         }
         Ok(Self { inner: Arc::new(TableInner::new(base, residency)) })
     }
@@ -87,7 +87,7 @@ impl Table {
 
     /// Rows of the table, in all tiers.
     pub fn len(&self) -> Result<u64> {
-        Ok(self.inner.lock_swept()?.rows())
+        Ok(self.inner.lock_after_sweep()?.rows())
     }
 
     /// Whether the table has no row.
@@ -116,28 +116,28 @@ impl Table {
     /// Errors: `Input` for more than 2^53; `State` where it is to be set back while a sweep spares rows that batches in flight use; those of the end of a sweep that is
     /// under way.
     pub fn set_step(&self, step: u64) -> Result<()> {
-        self.inner.amid_sweeps(|| self.inner.lock_any(), |held| held.set_step(step))
+        self.inner.during_sweeps(|| self.inner.lock_any(), |held| held.set_step(step))
     }
 
     /// The row that ids share which are refused one, as it is now; `None` where the table has none.
-    pub fn shared_row(&self) -> Result<Option<SharedRow>> {
-        Ok(self.inner.lock()?.shared_row().cloned())
+    pub fn oov_row(&self) -> Result<Option<OovRow>> {
+        Ok(self.inner.lock()?.oov_row().cloned())
     }
 
     /// Replace the shared row by a saved one, as a load does; `None` begins it anew. Its slots begin anew where they are of another
     /// optimizer. Nothing where the table has no shared row.
-    pub fn set_shared_row(&self, saved: Option<&SharedRow>) -> Result<()> {
-        self.inner.lock_any()?.set_shared_row(saved);
+    pub fn set_oov_row(&self, saved: Option<&OovRow>) -> Result<()> {
+        self.inner.lock_any()?.set_oov_row(saved);
         Ok(())
     }
 
-    /// As [`Table::set_shared_row`], with that of a checkpoint. Where it has none, a line of the log says so.
-    pub fn load_shared_row(&self, saved: Option<&SharedRow>) -> Result<()> {
+    /// As [`Table::set_oov_row`], with that of a checkpoint. Where it has none, a line of the log says so.
+    pub fn load_oov_row(&self, saved: Option<&OovRow>) -> Result<()> {
         let mut held = self.inner.lock_any()?;
         if saved.is_none() {
-            held.note_shared_row_begins("the checkpoint that it is loaded from");
+            held.log_new_oov_row("the checkpoint that it is loaded from");
         }
-        held.set_shared_row(saved);
+        held.set_oov_row(saved);
         Ok(())
     }
 
@@ -159,32 +159,34 @@ impl Table {
     /// sweep.
     pub fn sweep(&self) -> Result<()> {
         self.inner.check_writable()?;
-        self.inner.amid_sweeps(|| self.inner.lock(), |held| held.begin_sweep(None))
+        self.inner.during_sweeps(|| self.inner.lock(), |held| held.begin_sweep(None))
     }
 
-    /// As [`Table::sweep`], by the rule that is given with this sweep, where the table's is [`EvictionRule::Given`].
+    /// As [`Table::sweep`], by the rule that is given with this sweep, where the table's is [`EvictionRule::PerSweep`].
     ///
     /// Errors: those of [`Table::prepare_sweep`]. There are none after that with the same rule, until the next step.
-    pub fn sweep_by(&self, given: &EvictionRule) -> Result<()> {
+    pub fn sweep_with_rule(&self, rule: &EvictionRule) -> Result<()> {
         self.inner.check_writable()?;
-        self.inner.amid_sweeps(|| self.inner.lock(), |held| held.begin_sweep(Some(given)))
+        self.inner.during_sweeps(|| self.inner.lock(), |held| held.begin_sweep(Some(rule)))
     }
 
-    /// Sweep tables one after the other: each as [`Table::sweep_by`] with the rule beside it, or as [`Table::sweep`] without one.
+    /// Sweep tables one after the other: each as [`Table::sweep_with_rule`] with the rule beside it, or as [`Table::sweep`] without one.
     ///
     /// Errors: as there. None where all of them were prepared; else the tables before the one that fails are swept.
     pub fn sweep_all(tables: &[(Self, Option<&EvictionRule>)]) -> Result<()> {
-        tables.iter().try_for_each(|(table, given)| given.map_or_else(|| table.sweep(), |given| table.sweep_by(given)))
+        tables
+            .iter()
+            .try_for_each(|(table, given)| given.map_or_else(|| table.sweep(), |given| table.sweep_with_rule(given)))
     }
 
-    /// Do what can fail of [`Table::sweep`], or of [`Table::sweep_by`], so that the ranks that share the table sweep together, or none of them
+    /// Do what can fail of [`Table::sweep`], or of [`Table::sweep_with_rule`], so that the ranks that share the table sweep together, or none of them
     /// does.
     ///
     /// Errors: `State` where a rule is given and should not be, or the other way round; `Config` for a rule that is out of range; those of
     /// the SSD tier, where a sweep that took other rows is not done.
-    pub fn prepare_sweep(&self, given: Option<&EvictionRule>) -> Result<()> {
+    pub fn prepare_sweep(&self, rule: Option<&EvictionRule>) -> Result<()> {
         self.inner.check_writable()?;
-        self.inner.amid_sweeps(|| self.inner.lock(), |held| held.prepare_sweep(given))
+        self.inner.during_sweeps(|| self.inner.lock(), |held| held.prepare_sweep(rule))
     }
 
     /// When the table's steps were made, as far as that is known, also of a table that waits for a load.
@@ -200,9 +202,9 @@ impl Table {
 
     /// The rows of a checkpoint were opened in the place of those of `before`, which may be closed: where its user gave the time, this
     /// table's user does too.
-    pub fn loaded_after(&self, before: &Self) -> Result<()> {
+    pub fn adopt_time_source(&self, before: &Self) -> Result<()> {
         let time = before.inner.lock_always().event_time();
-        self.inner.lock_any()?.loaded_at(time);
+        self.inner.lock_any()?.adopt_time_source(time);
         Ok(())
     }
 
@@ -230,7 +232,7 @@ impl Table {
 
     /// Bury all rows that the sweep under way takes, but those of batches that are between their forward and their backward.
     pub(super) fn finish_sweep(&self) -> Result<()> {
-        self.inner.lock_swept().map(drop)
+        self.inner.lock_after_sweep().map(drop)
     }
 
     /// The training steps so far and the checkpoint epoch, also of a table that waits for a load.
@@ -250,10 +252,10 @@ impl Table {
         Ok(self.inner.lock_any()?.unusable().map(str::to_owned))
     }
 
-    /// Write every dirty row down and publish one state named `token`, which is larger than every earlier one. Without an SSD tier there is
+    /// Write every dirty row down and publish one state named `commit_id`, which is larger than every earlier one. Without an SSD tier there is
     /// nothing to do.
-    pub fn flush(&self, token: u64) -> Result<()> {
-        self.flush_with(Some(token))
+    pub fn flush(&self, commit_id: u64) -> Result<()> {
+        self.flush_with(Some(commit_id))
     }
 
     /// As [`Table::flush`], under the next even token: threads that do so at once take one after the other.
@@ -261,9 +263,9 @@ impl Table {
         self.flush_with(None)
     }
 
-    fn flush_with(&self, token: Option<u64>) -> Result<()> {
+    fn flush_with(&self, commit_id: Option<u64>) -> Result<()> {
         self.with_all_on_ssd(|ssd, held| {
-            ssd.publish_with(token, held.counters(), held.encoded_note(ssd.most_note_bytes()))
+            ssd.publish_with_metadata(commit_id, held.counters(), held.encoded_metadata(ssd.max_metadata_bytes()))
         })
         .map(drop)
     }
@@ -272,8 +274,8 @@ impl Table {
     /// tier. The table's counters and its shared row are as of then. The states that a resume could take are not touched.
     ///
     /// Errors as [`Table::flush`].
-    pub fn hold_segments(&self) -> Result<Option<(HeldSegments, StateCounters, Option<SharedRow>)>> {
-        self.with_all_on_ssd(|ssd, held| Ok((ssd.hold_segments()?, held.counters(), held.shared_row().cloned())))
+    pub fn pin_segments(&self) -> Result<Option<(PinnedSegments, StateCounters, Option<OovRow>)>> {
+        self.with_all_on_ssd(|ssd, held| Ok((ssd.pin_segments()?, held.counters(), held.oov_row().cloned())))
     }
 
     /// Write every dirty row down and do `work` while the SSD tier has all rows; `None` without an SSD tier.
@@ -283,10 +285,10 @@ impl Table {
         memory::check()?;
         let rows = table.reading_rows()?;
         let mut next = 0;
-        let written_down = |held: &mut Held<'_>| {
+        let written_down = |held: &mut TableGuard<'_>| {
             held.finish_loads();
             held.finish_sweep()?;
-            held.write_down_all(rows.no_kernel_writes(), &mut next)
+            held.write_back_all(rows.no_kernel_writes(), &mut next)
         };
         let (held, ()) = table.with_device_rows(&rows, || table.lock(), written_down)?;
         work(ssd, &held).map(Some).map_err(|error| table.in_table(error))
@@ -295,10 +297,10 @@ impl Table {
     /// Whether [`Table::open_from`] can open a table of this configuration from `files`.
     ///
     /// Errors: `Mismatch` without an SSD tier, `Config` where that is too small.
-    pub fn check_takes(&self, files: &SegmentFiles) -> Result<()> {
+    pub fn check_opens_from(&self, files: &LinkedSegments) -> Result<()> {
         let _open = self.inner.lock_any()?;
         match (&self.inner.ssd, &self.inner.config.ssd) {
-            (Some(ssd), Some(config)) => ssd.check_room(config, files.rows(), files.bytes()),
+            (Some(ssd), Some(config)) => ssd.check_space(config, files.rows(), files.bytes()),
             _ => Err(Error::new(
                 Kind::Mismatch,
                 format!("table {:?} has no SSD tier to take segments: give it ssd_bytes", self.inner.config.name),
@@ -306,15 +308,15 @@ impl Table {
         }
     }
 
-    /// Forget the published state named `token`, so that the next flush does not push out the state before it.
-    pub fn forget_published(&self, token: u64) -> Result<()> {
+    /// Forget the published state named `commit_id`, so that the next flush does not push out the state before it.
+    pub fn forget_published(&self, commit_id: u64) -> Result<()> {
         let _open = self.inner.lock_any()?;
-        self.inner.ssd.as_ref().map_or(Ok(()), |ssd| ssd.forget_published(token))
+        self.inner.ssd.as_ref().map_or(Ok(()), |ssd| ssd.forget_published(commit_id))
     }
 
     /// The token of the last state that was flushed or resumed, whether or not it is still there. The next one is larger.
-    pub fn last_token(&self) -> Option<u64> {
-        self.inner.ssd.as_ref().and_then(SsdTier::last_token)
+    pub fn last_commit_id(&self) -> Option<u64> {
+        self.inner.ssd.as_ref().and_then(SsdTier::last_commit_id)
     }
 
     /// Whether the SSD tier gave up, for want of room, the states that a resume could take since the last flush.
@@ -333,23 +335,23 @@ impl Table {
     }
 
     /// The checkpoints that a delta of this table can build on, oldest first.
-    pub fn ancestors(&self) -> Result<Vec<Ancestor>> {
-        Ok(self.inner.lock_swept()?.ancestors().to_vec())
+    pub fn base_checkpoints(&self) -> Result<Vec<BaseCheckpoint>> {
+        Ok(self.inner.lock_after_sweep()?.base_checkpoints().to_vec())
     }
 
-    /// Note that the contents, as of the end of the epoch before `ancestor.next_epoch`, are those of this checkpoint: the table was saved
+    /// Note that the contents, as of the end of the epoch before `base.next_epoch`, are those of this checkpoint: the table was saved
     /// as it, or loaded from it. This is called once the checkpoint is published on all ranks. Rows that are modified from now on must be
     /// of `next_epoch` or a later one (see [`Table::set_epoch`]).
-    pub fn saved_as(&self, ancestor: Ancestor) -> Result<()> {
-        self.inner.lock_any()?.saved_as(ancestor);
+    pub fn saved_as(&self, base: BaseCheckpoint) -> Result<()> {
+        self.inner.lock_any()?.saved_as(base);
         Ok(())
     }
 
     /// As [`Table::saved_as`], of the rows of a [`Table::moment`] that began with this `next_epoch`; `None` where its save failed. Where
     /// ids left since that are not all remembered, the checkpoint is no ancestor. A closed table has no use for it.
-    pub fn saved_beside(&self, next_epoch: u32, ancestor: Option<Ancestor>) {
+    pub fn finish_background_save(&self, next_epoch: u32, base: Option<BaseCheckpoint>) {
         if let Ok(mut held) = self.inner.lock_any() {
-            held.saved_beside(next_epoch, ancestor);
+            held.finish_background_save(next_epoch, base);
         }
     }
 
@@ -359,7 +361,7 @@ impl Table {
         if self.inner.check_process().is_err() {
             return Ok(true);
         }
-        self.inner.wait_for_moment_at_most(most)
+        self.inner.wait_for_snapshot_end_at_most(most)
     }
 
     /// Stop background work, once a save beside training is over where one is under way. Rows in RAM that were not flushed are gone. It is
@@ -368,7 +370,7 @@ impl Table {
         if self.inner.check_process().is_err() {
             return Ok(());
         }
-        self.inner.wait_for_moment()?;
+        self.inner.wait_for_snapshot_end()?;
         if !self.inner.close() {
             return Ok(());
         }
@@ -404,18 +406,16 @@ fn check(config: &TableConfig, gathers: bool) -> Result<()> {
     if config.device_rows.is_some() != gathers {
         return refuse("a device tier needs a way to read its rows, and only then".into());
     }
-    if config.not_admitted == MissingRead::SharedRow && config.admission == Admission::All {
-        return refuse(
-            "not_admitted=\"shared\" without admission has no effect: set admission, or leave it out".into(),
-        );
+    if config.not_admitted == MissingRead::OovRow && config.admission == AdmissionRule::All {
+        return refuse("not_admitted=\"oov\" without admission has no effect: set admission, or leave it out".into());
     }
-    if config.missing_read == MissingRead::SharedRow && config.not_admitted != MissingRead::SharedRow {
-        return refuse("evaluation cannot read a shared row without not_admitted=\"shared\"".into());
+    if config.missing_read == MissingRead::OovRow && config.not_admitted != MissingRead::OovRow {
+        return refuse("evaluation cannot read a shared row without not_admitted=\"oov\"".into());
     }
     if config.shared_budget.is_some() && (config.ssd.is_some() || config.on_full == OnFull::Evict) {
         return refuse("only a table without an SSD tier and with on_full=\"error\" can share a budget".into());
     }
-    check_room(config)?;
+    check_metadata_space(config)?;
     let eviction = config.eviction.as_ref().map_or(Ok(()), |eviction| eviction.rule.check());
     admission::check(&config.admission).and(eviction).map_err(|error| error.context(format!("table {:?}", config.name)))
 }

@@ -2,7 +2,7 @@
 
 use super::handle::Table;
 use crate::cache::columns::PickedRows;
-use crate::cache::locks::{Held, TableInner};
+use crate::cache::locks::{TableGuard, TableInner};
 use crate::cache::rows::{FoundRows, RowBlock};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
@@ -15,7 +15,7 @@ const ROWS_PER_READ: usize = 4096;
 const ROWS_PER_IMPORT: usize = 65_536;
 /// Bytes that an import or a removal takes for each of its rows while it runs: ids, their table while they are compared, and where rows
 /// are. They are asked for in one piece, before anything has changed.
-const ROOM_FOR_A_ROW: usize = 128;
+const SPACE_PER_ROW: usize = 128;
 
 impl Table {
     /// The rows of `ids` (`[n]`, repetitions allowed) as they are now, and initial values for ids that the table does not have.
@@ -47,8 +47,8 @@ impl Table {
     /// Check that no batch in flight uses any row.
     ///
     /// Errors: `State` while one does.
-    pub fn check_idle(&self) -> Result<()> {
-        self.inner.lock_any()?.refuse_in_use()
+    pub fn check_unused(&self) -> Result<()> {
+        self.inner.lock_any()?.check_unused()
     }
 
     /// Forget every row, and the counts of ids that wait for rows, once a save beside training is over where one is under way.
@@ -65,15 +65,15 @@ impl Table {
         let table = &self.inner;
         loop {
             table.check_process()?;
-            table.wait_for_moment()?;
+            table.wait_for_snapshot_end()?;
             let rows = table.reading_rows()?;
-            let clear = |held: &mut Held<'_>| {
-                if held.has_moment() {
+            let clear = |held: &mut TableGuard<'_>| {
+                if held.has_snapshot() {
                     return Ok(false);
                 }
                 // The slots are about to be other rows': no read may end in one of them any more.
                 held.finish_loads();
-                held.refuse_in_use()?;
+                held.check_unused()?;
                 held.clear().map(|()| true)
             };
             let (_, cleared) = table.with_device_rows(&rows, || table.lock_any(), clear)?;
@@ -100,10 +100,10 @@ impl Table {
         let ids = check_block(table, block)?;
         let rows = table.reading_rows()?;
         let mut done = 0;
-        let import = |held: &mut Held<'_>| {
+        let import = |held: &mut TableGuard<'_>| {
             held.finish_loads();
-            let checked = table.check_writable().and_then(|()| held.refuse_rows_in_use(ids[done..].iter().copied()));
-            checked.map_err(|error| held.in_part(error, done, ids.len(), "imported"))?;
+            let checked = table.check_writable().and_then(|()| held.check_rows_unused(ids[done..].iter().copied()));
+            checked.map_err(|error| held.partial_error(error, done, ids.len(), "imported"))?;
             let imported = held.import(block, &ids, rows.no_kernel_writes(), &mut done);
             held.give_back_unused();
             imported
@@ -134,7 +134,7 @@ impl Table {
         memory::check()?;
         let table = &self.inner;
         let no_writes = table.reading_rows()?;
-        let put = |held: &mut Held<'_>| {
+        let put = |held: &mut TableGuard<'_>| {
             table.check_writable()?;
             let put = held.put_new(rows, begin, &rows.ids(begin..end));
             held.give_back_unused();
@@ -147,12 +147,12 @@ impl Table {
     pub fn remove_rows(&self, ids: &[Id]) -> Result<u64> {
         let table = &self.inner;
         let rows = table.reading_rows()?;
-        memory::check_room("remove rows", ids.len() * ROOM_FOR_A_ROW)?;
+        memory::check_available("remove rows", ids.len() * SPACE_PER_ROW)?;
         let distinct: Vec<Id> = crate::index::dedupe(ids).unique;
-        let forget = |held: &mut Held<'_>| {
+        let forget = |held: &mut TableGuard<'_>| {
             table.check_writable()?;
             held.finish_loads();
-            held.refuse_rows_in_use(distinct.iter().copied())?;
+            held.check_rows_unused(distinct.iter().copied())?;
             let forgotten = held.forget(&distinct, rows.no_kernel_writes());
             held.give_back_unused();
             forgotten
@@ -174,7 +174,7 @@ fn check_block(table: &TableInner, block: RowBlock<'_>) -> Result<Vec<Id>> {
         ));
     }
     let record_bytes = if table.ssd.is_some() { floats * 4 + size_of::<RowHeader>() } else { 0 };
-    memory::check_room("import rows", rows * (ROOM_FOR_A_ROW + record_bytes))?;
+    memory::check_available("import rows", rows * (SPACE_PER_ROW + record_bytes))?;
     let ids: Vec<Id> = block.headers.iter().map(|header| header.id).collect();
     let distinct = crate::index::dedupe(&ids);
     if distinct.unique.len() != ids.len() {

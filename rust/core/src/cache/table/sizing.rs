@@ -17,12 +17,12 @@ impl Table {
         Ok(())
     }
 
-    /// What was measured since it began or since the last call with `anew`: the curve of the table's policy, then that of `lru` where that
-    /// is another. `None` where nothing is measured. With `anew` it counts from zero on.
+    /// What was measured since it began or since the last call with `reset`: the curve of the table's policy, then that of `lru` where that
+    /// is another. `None` where nothing is measured. With `reset` it counts from zero on.
     ///
     /// Errors: as [`Table::begin_sizing`].
-    pub fn miss_ratio_curves(&self, anew: bool) -> Result<Option<Vec<MissRatioCurve>>> {
+    pub fn miss_ratio_curves(&self, reset: bool) -> Result<Option<Vec<MissRatioCurve>>> {
         let _open = self.inner.lock_any()?;
-        Ok(self.inner.sizing.curves(anew))
+        Ok(self.inner.sizing.curves(reset))
     }
 }

@@ -6,13 +6,14 @@ use std::sync::Arc;
 use super::handle::Table;
 use crate::cache::groups::GroupSink;
 use crate::cache::residency::ChangeCounts;
-use crate::cache::rows::Chunk;
+use crate::cache::rows::RowChunk;
 use crate::cache::walk::{
-    ExportStream, TableMoment, all_chunks, all_groups, counts_left, counts_of_now, modified_chunks, modified_groups,
+    ExportStream, TableSnapshot, all_chunks, all_groups, current_counts, modified_chunks, modified_groups,
+    remaining_counts,
 };
-use crate::cache::watch::{Ancestor, PreImages};
+use crate::cache::watch::{BaseCheckpoint, PreImages};
 use crate::error::Result;
-use crate::lifecycle::{BucketCounts, Counted, Span, Sweep};
+use crate::lifecycle::{BucketCounts, ExpirySweep, RankKeyRange, ScoreHistogram};
 use crate::types::Id;
 
 /// About how many counts are held beside while they are sorted into other buckets, at 24 bytes each.
@@ -21,7 +22,7 @@ const IDS_AT_ONCE: usize = 1 << 20;
 impl Table {
     /// Hand every row of every tier to `sink` once, in chunks of at most `chunk_rows`. The table may be read meanwhile. A training step, an
     /// import or a removal ends the walk with `State`.
-    pub fn for_each_chunk(&self, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
+    pub fn for_each_chunk(&self, chunk_rows: usize, sink: &mut dyn FnMut(RowChunk) -> Result<()>) -> Result<()> {
         self.finish_sweep()?;
         all_chunks(&self.inner, self.version(), chunk_rows.max(1), None, sink)
     }
@@ -47,7 +48,7 @@ impl Table {
         &self,
         since: u32,
         chunk_rows: usize,
-        sink: &mut dyn FnMut(Chunk) -> Result<()>,
+        sink: &mut dyn FnMut(RowChunk) -> Result<()>,
     ) -> Result<()> {
         self.finish_sweep()?;
         modified_chunks(&self.inner, since, chunk_rows.max(1), sink)
@@ -59,24 +60,24 @@ impl Table {
         modified_groups(&self.inner, since, sink)
     }
 
-    /// The ids that left the table since `ancestor`, each once, in rising order, but those that [sweeps](Table::sweeps_since) took and that
+    /// The ids that left the table since `base`, each once, in rising order, but those that [sweeps](Table::sweeps_since) took and that
     /// were not modified since. Some of them may be back, as rows modified since.
     ///
     /// Errors: `State` where that is not known, so that a full save is wanted.
-    pub fn left_since(&self, ancestor: &Ancestor) -> Result<Vec<Id>> {
-        self.inner.lock_swept()?.left_since(ancestor)
+    pub fn tombstones_since(&self, base: &BaseCheckpoint) -> Result<Vec<Id>> {
+        self.inner.lock_after_sweep()?.tombstones_since(base)
     }
 
-    /// The sweeps since `ancestor`, which took rows that [`Table::left_since`] does not name.
-    pub fn sweeps_since(&self, ancestor: &Ancestor) -> Result<Vec<Sweep>> {
-        Ok(self.inner.lock()?.sweeps_since(ancestor))
+    /// The sweeps since `base`, which took rows that [`Table::tombstones_since`] does not name.
+    pub fn sweeps_since(&self, base: &BaseCheckpoint) -> Result<Vec<ExpirySweep>> {
+        Ok(self.inner.lock()?.sweeps_since(base))
     }
 
-    /// Count what changed since `ancestor`, so that it can be told whether a load of a delta on it would find the rows that are here.
+    /// Count what changed since `base`, so that it can be told whether a load of a delta on it would find the rows that are here.
     ///
-    /// Errors: those of [`Table::left_since`].
-    pub fn count_changes(&self, ancestor: &Ancestor) -> Result<ChangeCounts> {
-        self.inner.lock_swept()?.count_changes(ancestor)
+    /// Errors: those of [`Table::tombstones_since`].
+    pub fn count_changes(&self, base: &BaseCheckpoint) -> Result<ChangeCounts> {
+        self.inner.lock_after_sweep()?.count_changes(base)
     }
 
     /// Count the rows by where they stand in the order of a sweep after `step`, which is the present one: see [`Census`](crate::lifecycle::Census). What a
@@ -84,20 +85,25 @@ impl Table {
     /// (`None`) where the table's [version](Table::version) is another one by then. Returns also the version of what was counted.
     ///
     /// Errors: `Memory`, those of the SSD tier, and `State` where the table is at another step.
-    pub fn census(&self, step: u64, spans: &[Span], version: Option<u64>) -> Result<Option<(u64, Counted)>> {
-        self.inner.amid_sweeps(|| self.inner.lock(), |held| held.census(step, spans, version))
+    pub fn score_histogram(
+        &self,
+        step: u64,
+        spans: &[RankKeyRange],
+        version: Option<u64>,
+    ) -> Result<Option<(u64, ScoreHistogram)>> {
+        self.inner.during_sweeps(|| self.inner.lock(), |held| held.score_histogram(step, spans, version))
     }
 
     /// Whether nothing has changed since the last sweep but what that sweep took: no step, no import, no removal. A state of the SSD tier
     /// that is resumed knows it; a checkpoint that is loaded does not.
-    pub fn is_as_swept(&self) -> Result<bool> {
-        Ok(self.inner.lock()?.is_as_swept())
+    pub fn is_unchanged_since_sweep(&self) -> Result<bool> {
+        Ok(self.inner.lock()?.is_unchanged_since_sweep())
     }
 
     /// Hand the counts of the ids that wait for rows to `sink`, bucket by bucket in rising order; with `since` those of the ids that were
     /// counted in that epoch or later, and perhaps of a few others. Nothing where the table counts nothing.
     pub fn for_each_bucket(&self, since: Option<u32>, sink: &mut dyn FnMut(BucketCounts) -> Result<()>) -> Result<()> {
-        counts_of_now(&self.inner, since, sink)
+        current_counts(&self.inner, since, sink)
     }
 
     /// For each of the shard's buckets, how many generations of its counts have ended. `None` where the table counts nothing.
@@ -117,13 +123,13 @@ impl Table {
     ///
     /// Errors: `Memory`, and some of the counts are here.
     pub fn take_counts(&self, from: &Self) -> Result<()> {
-        self.take_shared_row(from)?;
-        let time = from.inner.lock_always().time_known();
-        self.inner.lock_any()?.join_time(&time);
+        self.take_oov_row(from)?;
+        let time = from.inner.lock_always().clock_state();
+        self.inner.lock_any()?.join_clock(&time);
         if from.config().bucketing() != self.config().bucketing() {
             return self.take_counts_of_other_buckets(from);
         }
-        counts_left(&from.inner, &mut |counts| {
+        remaining_counts(&from.inner, &mut |counts| {
             if self.config().buckets.contains(&counts.bucket) { self.restore_bucket(&counts) } else { Ok(()) }
         })
     }
@@ -133,21 +139,21 @@ impl Table {
     fn take_counts_of_other_buckets(&self, from: &Self) -> Result<()> {
         let (mine, bucketing) = (self.config().buckets.clone(), self.config().bucketing());
         let mut ids = 0;
-        counts_left(&from.inner, &mut |counts| {
-            ids += counts.pending.len();
+        remaining_counts(&from.inner, &mut |counts| {
+            ids += counts.ids.len();
             Ok(())
         })?;
         let parts = ids.div_ceil(IDS_AT_ONCE).max(1);
         for part in mine.clone().step_by(mine.len().div_ceil(parts).max(1)) {
             let part = part..part.saturating_add(mine.len().div_ceil(parts) as u32).min(mine.end);
             let mut found: BTreeMap<u32, BucketCounts> = BTreeMap::new();
-            counts_left(&from.inner, &mut |counts| {
-                for each in counts.pending {
+            remaining_counts(&from.inner, &mut |counts| {
+                for each in counts.ids {
                     let bucket = bucketing.of(each.id);
                     if part.contains(&bucket) {
                         let counts = found.entry(bucket).or_default();
                         counts.bucket = bucket;
-                        counts.pending.push(each);
+                        counts.ids.push(each);
                     }
                 }
                 Ok(())
@@ -158,30 +164,30 @@ impl Table {
     }
 
     /// Take over the shared row of a table, which may be closed: its slots only where both tables have the same optimizer.
-    fn take_shared_row(&self, from: &Self) -> Result<()> {
-        let Some(shared) = from.inner.lock_always().shared_row().cloned() else { return Ok(()) };
+    fn take_oov_row(&self, from: &Self) -> Result<()> {
+        let Some(shared) = from.inner.lock_always().oov_row().cloned() else { return Ok(()) };
         let (here, there) = (self.config(), from.config());
         let same = here.optimizer == there.optimizer;
-        self.set_shared_row(Some(&if same { shared } else { shared.without_slots(here.layout()) }))
+        self.set_oov_row(Some(&if same { shared } else { shared.without_slots(here.layout()) }))
     }
 
     /// Hold the rows of now. Rows that are trained from now on are of `next_epoch`. Rows that training changes before they are handed
     /// over are kept in `images`, which the tables of one save share.
     ///
     /// Errors: `State` while another moment of the table is held.
-    pub fn moment(&self, images: &Arc<PreImages>, next_epoch: u32) -> Result<TableMoment> {
-        TableMoment::begin(&self.inner, images, next_epoch, None)
+    pub fn snapshot(&self, images: &Arc<PreImages>, next_epoch: u32) -> Result<TableSnapshot> {
+        TableSnapshot::begin(&self.inner, images, next_epoch, None)
     }
 
-    /// As [`Table::moment`], of the rows that were modified since `ancestor`, and the ids that left.
+    /// As [`Table::moment`], of the rows that were modified since `base`, and the ids that left.
     ///
     /// Errors: `State` also where those are not known.
-    pub fn moment_of_changes(
+    pub fn snapshot_of_changes(
         &self,
         images: &Arc<PreImages>,
         next_epoch: u32,
-        ancestor: &Ancestor,
-    ) -> Result<TableMoment> {
-        TableMoment::begin(&self.inner, images, next_epoch, Some(ancestor))
+        base: &BaseCheckpoint,
+    ) -> Result<TableSnapshot> {
+        TableSnapshot::begin(&self.inner, images, next_epoch, Some(base))
     }
 }

@@ -1,12 +1,13 @@
 //! The rows of a table that were modified since a checkpoint, for a delta.
 
 use super::chunker::{
-    ById, ChunkSink, Chunker, InChunks, InGroups, Next, Source, Taker, check_version, hand_over, lock_unchanged,
+    ChunkConsumer, GroupConsumer, IdSource, NextRows, RowChunkSink, RowChunker, WalkConsumer, WalkSource,
+    check_version, hand_over, lock_unchanged,
 };
-use super::export::{BySlot, rows_copied_at_once};
-use crate::cache::groups::{Gather, GroupSink};
-use crate::cache::locks::{Held, RowsHeld, TableInner};
-use crate::cache::rows::Chunk;
+use super::export::{SlotSource, rows_copied_at_once};
+use crate::cache::groups::{GroupGatherer, GroupSink};
+use crate::cache::locks::{RowUseGuard, TableGuard, TableInner};
+use crate::cache::rows::RowChunk;
 use crate::error::Result;
 use crate::types::{CacheSlot, Id};
 
@@ -15,12 +16,12 @@ pub(crate) fn modified_chunks(
     table: &TableInner,
     since: u32,
     chunk_rows: usize,
-    sink: &mut ChunkSink<'_>,
+    sink: &mut RowChunkSink<'_>,
 ) -> Result<()> {
     let version = table.version();
     let mut in_ram = table.lock()?.modified_in_ram(since)?;
     let ids = in_ram.as_slice();
-    hand_over(table, &mut ById { version, ids }, &mut InChunks::new(chunk_rows, &mut *sink))?;
+    hand_over(table, &mut IdSource { version, ids }, &mut ChunkConsumer::new(chunk_rows, &mut *sink))?;
     in_ram.sort_unstable();
     modified_on_ssd(table, version, since, chunk_rows, |id| in_ram.binary_search(&id).is_ok(), sink)
 }
@@ -29,19 +30,19 @@ pub(crate) fn modified_chunks(
 pub(crate) fn modified_groups(table: &TableInner, since: u32, sink: &mut dyn GroupSink) -> Result<()> {
     let chunk_rows = rows_copied_at_once(table);
     if table.has_device() {
-        let mut gather = Gather::new(sink);
+        let mut gather = GroupGatherer::new(sink);
         modified_chunks(table, since, chunk_rows, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;
         return gather.finish();
     }
     let version = table.version();
-    let mut export = BySlot::begin(table, version)?;
+    let mut export = SlotSource::begin(table, version)?;
     let slots = table.lock()?.modified_slots(since)?;
-    sink.expect(slots.len());
-    let mut modified = ModifiedSlots { export: &mut export, version, since, slots: &slots };
-    hand_over(table, &mut modified, &mut InGroups(sink))?;
+    sink.expect_rows(slots.len());
+    let mut modified = ModifiedSource { export: &mut export, version, since, slots: &slots };
+    hand_over(table, &mut modified, &mut GroupConsumer(sink))?;
     drop(slots);
-    sink.expect(usize::MAX);
-    let mut gather = Gather::new(sink);
+    sink.expect_rows(usize::MAX);
+    let mut gather = GroupGatherer::new(sink);
     modified_on_ssd(table, version, since, chunk_rows, export.were_handed_over(), &mut |chunk| {
         gather.add(&chunk.headers, &chunk.vectors)
     })?;
@@ -49,28 +50,34 @@ pub(crate) fn modified_groups(table: &TableInner, since: u32, sink: &mut dyn Gro
 }
 
 /// Those of the rows in some slots, lowest first, that were modified and are still newest there.
-struct ModifiedSlots<'s, 't> {
-    export: &'s mut BySlot<'t>,
+struct ModifiedSource<'s, 't> {
+    export: &'s mut SlotSource<'t>,
     version: u64,
     since: u32,
     slots: &'s [CacheSlot],
 }
 
-impl Source for ModifiedSlots<'_, '_> {
-    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>> {
+impl WalkSource for ModifiedSource<'_, '_> {
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<TableGuard<'a>> {
         lock_unchanged(table, self.version)
     }
 
-    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, taker: &mut dyn Taker) -> Result<Next> {
+    fn next(
+        &mut self,
+        guard: &mut TableGuard<'_>,
+        rows: &RowUseGuard<'_>,
+        most: usize,
+        consumer: &mut dyn WalkConsumer,
+    ) -> Result<NextRows> {
         if self.slots.is_empty() {
-            return Ok(Next::End);
+            return Ok(NextRows::End);
         }
         let (now, later) = self.slots.split_at(self.slots.len().min(most));
         let (number, no_writes) = (self.export.number(), rows.no_kernel_writes());
         let outdated = self.export.outdated_mut();
-        held.lend_modified(number, now, self.since, no_writes, outdated, &mut |rows| taker.lend(rows))?;
+        guard.lend_modified(number, now, self.since, no_writes, outdated, &mut |rows| consumer.lend(rows))?;
         self.slots = later;
-        Ok(Next::Lent)
+        Ok(NextRows::Lent)
     }
 }
 
@@ -81,11 +88,11 @@ fn modified_on_ssd(
     since: u32,
     chunk_rows: usize,
     were_handed_over: impl Fn(Id) -> bool,
-    sink: &mut ChunkSink<'_>,
+    sink: &mut RowChunkSink<'_>,
 ) -> Result<()> {
     let Some(ssd) = &table.ssd else { return Ok(()) };
     let mut later = Vec::new();
-    let mut now_or_later = |chunk: Chunk| {
+    let mut now_or_later = |chunk: RowChunk| {
         check_version(table, version)?;
         // Whoever has the lock may wait for room on SSD, and so for the end of this scan.
         if let Some(held) = table.try_lock()? {
@@ -94,7 +101,7 @@ fn modified_on_ssd(
         later.push(chunk);
         Ok(())
     };
-    let mut chunker = Chunker::new(chunk_rows, &mut now_or_later);
+    let mut chunker = RowChunker::new(chunk_rows, &mut now_or_later);
     ssd.scan_since(since, &mut |row| if were_handed_over(row.header.id) { Ok(()) } else { chunker.push(row) })?;
     chunker.finish()?;
     for chunk in later {
@@ -105,9 +112,9 @@ fn modified_on_ssd(
 }
 
 /// Those of the rows read from SSD that no other tier has newer. (An imported row may say that it was modified later than its training.)
-fn newest_on_ssd(table: &TableInner, held: Held<'_>, mut chunk: Chunk) -> Chunk {
-    let newer: Vec<bool> = chunk.headers.iter().map(|header| held.is_newer_than_on_ssd(header.id)).collect();
-    drop(held);
+fn newest_on_ssd(table: &TableInner, guard: TableGuard<'_>, mut chunk: RowChunk) -> RowChunk {
+    let newer: Vec<bool> = chunk.headers.iter().map(|header| guard.is_newer_than_on_ssd(header.id)).collect();
+    drop(guard);
     if newer.contains(&true) {
         let floats = table.floats();
         let mut at = newer.iter().flat_map(|&newer| std::iter::repeat_n(newer, floats));

@@ -4,95 +4,105 @@
 use std::cell::RefCell;
 
 use crate::cache::groups::GroupSink;
-use crate::cache::locks::{Held, RowsHeld, TableInner};
-use crate::cache::rows::Chunk;
+use crate::cache::locks::{RowUseGuard, TableGuard, TableInner};
+use crate::cache::rows::RowChunk;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::{RowList, RowRef};
 use crate::types::Id;
 
 /// Takes a chunk. The table's locks are not held meanwhile.
-pub(super) type ChunkSink<'a> = dyn FnMut(Chunk) -> Result<()> + 'a;
+pub(super) type RowChunkSink<'a> = dyn FnMut(RowChunk) -> Result<()> + 'a;
 
 /// The next rows of a walk in RAM or on the device.
-pub(super) enum Next {
+pub(super) enum NextRows {
     /// They were lent, if there were any in this part.
     Lent,
     /// Copies of them. No lock is needed to take these.
-    Copied(Chunk),
+    Copied(RowChunk),
     /// There are none left.
     End,
 }
 
 /// Says which rows of a table in RAM or on the device a walk wants.
-pub(super) trait Source {
+pub(super) trait WalkSource {
     /// Take the locks of the table that this walk needs. It is refused where the walk must not go on.
-    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>>;
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<TableGuard<'a>>;
 
-    /// Lend the next rows, at most `most`, to `taker`, or return copies. Where rows are to be read from the device first, this is called again.
-    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, taker: &mut dyn Taker) -> Result<Next>;
+    /// Lend the next rows, at most `most`, to `consumer`, or return copies. Where rows are to be read from the device first, this is called again.
+    fn next(
+        &mut self,
+        guard: &mut TableGuard<'_>,
+        rows: &RowUseGuard<'_>,
+        most: usize,
+        consumer: &mut dyn WalkConsumer,
+    ) -> Result<NextRows>;
 }
 
 /// Takes rows of a walk.
-pub(super) trait Taker {
+pub(super) trait WalkConsumer {
     /// How many rows the next part may have, at least 1. No lock is held, so this may wait.
-    fn room(&mut self) -> Result<usize>;
+    fn wait_for_space(&mut self) -> Result<usize>;
     /// Take rows where they lie. The table's locks are held, so this waits for nothing.
     fn lend(&mut self, rows: RowList<'_>) -> Result<()>;
     /// Take rows that were copied. No lock is held.
-    fn take_copied(&mut self, chunk: Chunk) -> Result<()>;
+    fn take_copied(&mut self, chunk: RowChunk) -> Result<()>;
 }
 
 /// Hand over all rows of a source. This is the only loop over the rows of a table in RAM and on the device.
-pub(super) fn hand_over(table: &TableInner, source: &mut dyn Source, taker: &mut dyn Taker) -> Result<()> {
+pub(super) fn hand_over(
+    table: &TableInner,
+    source: &mut dyn WalkSource,
+    consumer: &mut dyn WalkConsumer,
+) -> Result<()> {
     let source = RefCell::new(source);
     loop {
-        let most = taker.room()?;
+        let most = consumer.wait_for_space()?;
         let next = {
             let rows = table.reading_rows()?;
-            let next = |held: &mut Held<'_>| source.borrow_mut().next(held, &rows, most, taker);
+            let next = |held: &mut TableGuard<'_>| source.borrow_mut().next(held, &rows, most, consumer);
             table.with_device_rows(&rows, || source.borrow().lock(table), next)?.1
         };
         match next {
-            Next::Lent => {}
-            Next::Copied(chunk) => taker.take_copied(chunk)?,
-            Next::End => return Ok(()),
+            NextRows::Lent => {}
+            NextRows::Copied(chunk) => consumer.take_copied(chunk)?,
+            NextRows::End => return Ok(()),
         }
     }
 }
 
 /// Hands rows on in groups, those that are lent where they lie.
-pub(super) struct InGroups<'a>(pub(super) &'a mut dyn GroupSink);
+pub(super) struct GroupConsumer<'a>(pub(super) &'a mut dyn GroupSink);
 
-impl Taker for InGroups<'_> {
-    fn room(&mut self) -> Result<usize> {
-        self.0.room()
+impl WalkConsumer for GroupConsumer<'_> {
+    fn wait_for_space(&mut self) -> Result<usize> {
+        self.0.wait_for_space()
     }
     fn lend(&mut self, rows: RowList<'_>) -> Result<()> {
         self.0.take(rows)
     }
-    fn take_copied(&mut self, chunk: Chunk) -> Result<()> {
+    fn take_copied(&mut self, chunk: RowChunk) -> Result<()> {
         self.0.take(RowList::block(&chunk.headers, &chunk.vectors, self.0.vector_floats()))
     }
 }
 
 /// Hands rows on in chunks, those that are lent as copies.
-pub(super) struct InChunks<'a> {
+pub(super) struct ChunkConsumer<'a> {
     most: usize,
     /// Copies of the rows that were lent last.
-    lent: Chunk,
-    sink: &'a mut ChunkSink<'a>,
+    lent: RowChunk,
+    sink: &'a mut RowChunkSink<'a>,
 }
 
-impl<'a> InChunks<'a> {
+impl<'a> ChunkConsumer<'a> {
     /// Chunks of at most `most` rows.
-    pub(super) fn new(most: usize, sink: &'a mut ChunkSink<'a>) -> Self {
-        Self { most, lent: Chunk::default(), sink }
+    pub(super) fn new(most: usize, sink: &'a mut RowChunkSink<'a>) -> Self {
+        Self { most, lent: RowChunk::default(), sink }
     }
 }
 
-impl Taker for InChunks<'_> {
-    fn room(&mut self) -> Result<usize> {
+impl WalkConsumer for ChunkConsumer<'_> {
+    fn wait_for_space(&mut self) -> Result<usize> {
         if !self.lent.headers.is_empty() {
             (self.sink)(std::mem::take(&mut self.lent))?;
         }
@@ -106,23 +116,23 @@ impl Taker for InChunks<'_> {
         Ok(())
     }
 
-    fn take_copied(&mut self, chunk: Chunk) -> Result<()> {
+    fn take_copied(&mut self, chunk: RowChunk) -> Result<()> {
         (self.sink)(chunk)
     }
 }
 
 /// Puts rows that come one at a time together into chunks, as a scan of the SSD tier gives them.
-pub(super) struct Chunker<'a> {
+pub(super) struct RowChunker<'a> {
     most: usize,
-    chunk: Chunk,
+    chunk: RowChunk,
     rows: u64,
-    sink: &'a mut ChunkSink<'a>,
+    sink: &'a mut RowChunkSink<'a>,
 }
 
-impl<'a> Chunker<'a> {
+impl<'a> RowChunker<'a> {
     /// Chunks of at most `most` rows.
-    pub(super) fn new(most: usize, sink: &'a mut ChunkSink<'a>) -> Self {
-        Self { most, chunk: Chunk::default(), rows: 0, sink }
+    pub(super) fn new(most: usize, sink: &'a mut RowChunkSink<'a>) -> Self {
+        Self { most, chunk: RowChunk::default(), rows: 0, sink }
     }
 
     /// Add a row.
@@ -142,30 +152,36 @@ impl<'a> Chunker<'a> {
 }
 
 /// A source of rows by id, of which copies are made.
-pub(super) struct ById<'a> {
+pub(super) struct IdSource<'a> {
     pub(super) version: u64,
     pub(super) ids: &'a [Id],
 }
 
-impl Source for ById<'_> {
-    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>> {
+impl WalkSource for IdSource<'_> {
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<TableGuard<'a>> {
         lock_unchanged(table, self.version)
     }
 
-    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, _: &mut dyn Taker) -> Result<Next> {
+    fn next(
+        &mut self,
+        held: &mut TableGuard<'_>,
+        rows: &RowUseGuard<'_>,
+        most: usize,
+        _: &mut dyn WalkConsumer,
+    ) -> Result<NextRows> {
         if self.ids.is_empty() {
-            return Ok(Next::End);
+            return Ok(NextRows::End);
         }
         let (now, later) = self.ids.split_at(self.ids.len().min(most));
         let found = held.read_unswept(now, rows.no_kernel_writes())?;
         debug_assert!(found.found.iter().all(|&found| found));
         self.ids = later;
-        Ok(Next::Copied(Chunk { headers: found.headers, vectors: found.vectors }))
+        Ok(NextRows::Copied(RowChunk { headers: found.headers, vectors: found.vectors }))
     }
 }
 
 /// The table's residency, if its contents still have this number.
-pub(super) fn lock_unchanged(table: &TableInner, version: u64) -> Result<Held<'_>> {
+pub(super) fn lock_unchanged(table: &TableInner, version: u64) -> Result<TableGuard<'_>> {
     let held = table.lock()?;
     check_version(table, version)?;
     Ok(held)
@@ -173,10 +189,10 @@ pub(super) fn lock_unchanged(table: &TableInner, version: u64) -> Result<Held<'_
 
 /// Errors: `State` where the contents of the table no longer have this number.
 pub(super) fn check_version(table: &TableInner, version: u64) -> Result<()> {
-    if table.version() == version { Ok(()) } else { Err(changed_meanwhile(table)) }
+    if table.version() == version { Ok(()) } else { Err(contents_changed_error(table)) }
 }
 
-pub(super) fn changed_meanwhile(table: &TableInner) -> Error {
+pub(super) fn contents_changed_error(table: &TableInner) -> Error {
     Error::new(
         Kind::State,
         format!(
@@ -201,7 +217,7 @@ mod tests {
     }
 
     /// The ids of the chunks that were handed over, each checked against its vector part.
-    fn ids(chunks: &[Chunk]) -> Vec<Vec<Id>> {
+    fn ids(chunks: &[RowChunk]) -> Vec<Vec<Id>> {
         for chunk in chunks {
             assert!(chunk.headers.iter().enumerate().all(|(at, header)| {
                 let row = chunk.row(at, FLOATS);
@@ -222,7 +238,7 @@ mod tests {
                 taken.push(chunk);
                 Ok(())
             };
-            let mut chunker = Chunker::new(most, &mut sink);
+            let mut chunker = RowChunker::new(most, &mut sink);
             RowList::block(&headers, &vectors, FLOATS).iter().for_each(|row| chunker.push(row).expect("taken"));
             assert_eq!(chunker.finish().expect("taken"), count as u64);
             let found = ids(&taken);
@@ -240,15 +256,15 @@ mod tests {
             taken.borrow_mut().push(chunk);
             Ok(())
         };
-        let mut chunks = InChunks::new(3, &mut sink);
-        assert_eq!(chunks.room().expect("no chunk yet"), 3);
+        let mut chunks = ChunkConsumer::new(3, &mut sink);
+        assert_eq!(chunks.wait_for_space().expect("no chunk yet"), 3);
         chunks.lend(lent.range(0..3)).expect("copied");
         assert!(taken.borrow().is_empty(), "the locks are held");
-        assert_eq!(chunks.room().expect("taken"), 3);
+        assert_eq!(chunks.wait_for_space().expect("taken"), 3);
         assert_eq!(ids(&taken.borrow()), [vec![0, 1, 2]]);
         chunks.lend(lent.range(3..5)).expect("copied");
-        chunks.room().expect("taken");
-        chunks.room().expect("nothing to take");
+        chunks.wait_for_space().expect("taken");
+        chunks.wait_for_space().expect("nothing to take");
         assert_eq!(ids(&taken.borrow()), [vec![0, 1, 2], vec![3, 4]]);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::cache::locks::{Held, TableInner};
+use crate::cache::locks::{TableGuard, TableInner};
 use crate::error::Result;
 use crate::lifecycle::BucketCounts;
 
@@ -13,8 +13,8 @@ const BUCKETS_AT_ONCE: u32 = 64;
 /// counts nothing.
 pub(super) fn each_bucket<'a>(
     buckets: &Range<u32>,
-    lock: &mut dyn FnMut() -> Result<Held<'a>>,
-    counts: &dyn Fn(&mut Held<'a>, u32) -> BucketCounts,
+    lock: &mut dyn FnMut() -> Result<TableGuard<'a>>,
+    counts: &dyn Fn(&mut TableGuard<'a>, u32) -> BucketCounts,
     sink: &mut dyn FnMut(BucketCounts) -> Result<()>,
 ) -> Result<()> {
     let mut next = buckets.start;
@@ -33,7 +33,7 @@ pub(super) fn each_bucket<'a>(
 }
 
 /// Hand the counts of now of every bucket to `sink`; with `since` those of the ids that were counted in that epoch or later.
-pub(crate) fn counts_of_now(
+pub(crate) fn current_counts(
     table: &TableInner,
     since: Option<u32>,
     sink: &mut dyn FnMut(BucketCounts) -> Result<()>,
@@ -41,8 +41,8 @@ pub(crate) fn counts_of_now(
     each_bucket(&table.config.buckets, &mut || table.lock(), &|held, bucket| held.counts_of(bucket, since), sink)
 }
 
-/// As [`counts_of_now`], of all counts of a table that may be closed.
-pub(crate) fn counts_left(table: &TableInner, sink: &mut dyn FnMut(BucketCounts) -> Result<()>) -> Result<()> {
+/// As [`current_counts`], of all counts of a table that may be closed.
+pub(crate) fn remaining_counts(table: &TableInner, sink: &mut dyn FnMut(BucketCounts) -> Result<()>) -> Result<()> {
     each_bucket(
         &table.config.buckets,
         &mut || Ok(table.lock_always()),

@@ -3,15 +3,16 @@
 use std::sync::Arc;
 
 use super::chunker::{
-    ById, ChunkSink, Chunker, InChunks, InGroups, Next, Source, Taker, check_version, hand_over, lock_unchanged,
+    ChunkConsumer, GroupConsumer, IdSource, NextRows, RowChunkSink, RowChunker, WalkConsumer, WalkSource,
+    check_version, hand_over, lock_unchanged,
 };
-use crate::cache::groups::{Gather, GroupSink};
-use crate::cache::locks::{Held, RowsHeld, TableInner};
-use crate::cache::residency::ExportBegun;
-use crate::cache::rows::Chunk;
+use crate::cache::groups::{GroupGatherer, GroupSink};
+use crate::cache::locks::{RowUseGuard, TableGuard, TableInner};
+use crate::cache::residency::ExportStart;
+use crate::cache::rows::RowChunk;
 use crate::error::{Error, Kind, Result};
 use crate::rows::RowHeader;
-use crate::ssd::{GiveWay, ScanSink};
+use crate::ssd::{ScanConsumer, ScanSink};
 use crate::types::Id;
 
 /// Bytes of the rows that are copied at a time for a group (at least one row). They stay in a core's cache until they are copied again.
@@ -23,20 +24,20 @@ pub(super) fn rows_copied_at_once(table: &TableInner) -> usize {
 }
 
 /// Hand over every row of the contents with this number, in chunks of at most `chunk_rows`. Where `sink` may wait for somebody who takes
-/// the chunks, that is `taker`.
+/// the chunks, that is `consumer`.
 pub(crate) fn all_chunks(
     table: &TableInner,
     version: u64,
     chunk_rows: usize,
-    taker: Option<&Arc<dyn GiveWay>>,
-    sink: &mut ChunkSink<'_>,
+    consumer: Option<&Arc<dyn ScanConsumer>>,
+    sink: &mut RowChunkSink<'_>,
 ) -> Result<()> {
     if table.has_device() {
-        return all_by_id(table, version, chunk_rows, taker, sink);
+        return all_by_id(table, version, chunk_rows, consumer, sink);
     }
-    let mut slots = BySlot::begin(table, version)?;
-    hand_over(table, &mut slots, &mut InChunks::new(chunk_rows, &mut *sink))?;
-    slots.rows_on_ssd(chunk_rows, taker, sink)
+    let mut slots = SlotSource::begin(table, version)?;
+    hand_over(table, &mut slots, &mut ChunkConsumer::new(chunk_rows, &mut *sink))?;
+    slots.rows_on_ssd(chunk_rows, consumer, sink)
 }
 
 /// As [`all_chunks`], in groups. Rows in RAM of a table without a device tier are handed over where they lie.
@@ -44,43 +45,43 @@ pub(crate) fn all_groups(table: &TableInner, sink: &mut dyn GroupSink) -> Result
     let version = table.version();
     let chunk_rows = rows_copied_at_once(table);
     if table.has_device() {
-        let mut gather = Gather::new(sink);
+        let mut gather = GroupGatherer::new(sink);
         all_by_id(table, version, chunk_rows, None, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;
         return gather.finish();
     }
-    let mut slots = BySlot::begin(table, version)?;
-    hand_over(table, &mut slots, &mut InGroups(sink))?;
-    let mut gather = Gather::new(sink);
+    let mut slots = SlotSource::begin(table, version)?;
+    hand_over(table, &mut slots, &mut GroupConsumer(sink))?;
+    let mut gather = GroupGatherer::new(sink);
     slots.rows_on_ssd(chunk_rows, None, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;
     gather.finish()
 }
 
 /// An export under way of a table without a device tier. It goes through the host tier slot by slot, since no row moves to another slot
 /// meanwhile.
-pub(super) struct BySlot<'t> {
+pub(super) struct SlotSource<'t> {
     table: &'t TableInner,
     version: u64,
-    begun: ExportBegun,
+    start: ExportStart,
     /// Rows that were handed over from RAM.
     handed_over: u64,
     /// Ids of rows that were handed over and have an older copy on SSD.
     outdated: Vec<Id>,
 }
 
-impl Drop for BySlot<'_> {
+impl Drop for SlotSource<'_> {
     fn drop(&mut self) {
-        self.table.end_export(self.begun.number);
+        self.table.end_export(self.start.number);
     }
 }
 
-impl<'t> BySlot<'t> {
+impl<'t> SlotSource<'t> {
     pub(super) fn begin(table: &'t TableInner, version: u64) -> Result<Self> {
         let begun = table.lock()?.begin_export(version);
-        Ok(Self { table, version, begun, handed_over: 0, outdated: Vec::new() })
+        Ok(Self { table, version, start: begun, handed_over: 0, outdated: Vec::new() })
     }
 
     pub(super) fn number(&self) -> u64 {
-        self.begun.number
+        self.start.number
     }
 
     pub(super) fn outdated_mut(&mut self) -> &mut Vec<Id> {
@@ -90,7 +91,7 @@ impl<'t> BySlot<'t> {
     /// Says of an id on SSD whether its row was handed over from RAM.
     pub(super) fn were_handed_over(&mut self) -> impl Fn(Id) -> bool + '_ {
         self.outdated.sort_unstable();
-        let (outdated, written_down) = (&self.outdated, &self.begun.written_down);
+        let (outdated, written_down) = (&self.outdated, &self.start.written_back);
         move |id| outdated.binary_search(&id).is_ok() || written_down.contains(id)
     }
 
@@ -98,27 +99,33 @@ impl<'t> BySlot<'t> {
     fn rows_on_ssd(
         &mut self,
         chunk_rows: usize,
-        taker: Option<&Arc<dyn GiveWay>>,
-        sink: &mut ChunkSink<'_>,
+        consumer: Option<&Arc<dyn ScanConsumer>>,
+        sink: &mut RowChunkSink<'_>,
     ) -> Result<()> {
-        let (table, version, rows, from_ram) = (self.table, self.version, self.begun.rows, self.handed_over);
+        let (table, version, rows, from_ram) = (self.table, self.version, self.start.rows, self.handed_over);
         let were_handed_over = self.were_handed_over();
-        let from_ssd = rows_on_ssd(table, version, chunk_rows, taker, were_handed_over, sink)?;
+        let from_ssd = rows_on_ssd(table, version, chunk_rows, consumer, were_handed_over, sink)?;
         check_all_handed_over(table, rows, from_ram + from_ssd)
     }
 }
 
-impl Source for BySlot<'_> {
-    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>> {
+impl WalkSource for SlotSource<'_> {
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<TableGuard<'a>> {
         lock_unchanged(table, self.version)
     }
 
-    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, taker: &mut dyn Taker) -> Result<Next> {
+    fn next(
+        &mut self,
+        guard: &mut TableGuard<'_>,
+        rows: &RowUseGuard<'_>,
+        most: usize,
+        consumer: &mut dyn WalkConsumer,
+    ) -> Result<NextRows> {
         let no_writes = rows.no_kernel_writes();
         let lent =
-            held.lend_next(self.begun.number, most, no_writes, &mut self.outdated, &mut |rows| taker.lend(rows))?;
+            guard.lend_next(self.start.number, most, no_writes, &mut self.outdated, &mut |rows| consumer.lend(rows))?;
         self.handed_over += lent as u64;
-        Ok(if lent == 0 { Next::End } else { Next::Lent })
+        Ok(if lent == 0 { NextRows::End } else { NextRows::Lent })
     }
 }
 
@@ -128,16 +135,16 @@ fn all_by_id(
     table: &TableInner,
     version: u64,
     chunk_rows: usize,
-    taker: Option<&Arc<dyn GiveWay>>,
-    sink: &mut ChunkSink<'_>,
+    consumer: Option<&Arc<dyn ScanConsumer>>,
+    sink: &mut RowChunkSink<'_>,
 ) -> Result<()> {
-    let _wanted = table.lock()?.want_contents(version);
+    let _wanted = table.lock()?.pin_contents(version);
     let (mut in_ram, rows) = table.lock()?.newest_in_ram()?;
     let ids = in_ram.as_slice();
-    hand_over(table, &mut ById { version, ids }, &mut InChunks::new(chunk_rows, &mut *sink))?;
+    hand_over(table, &mut IdSource { version, ids }, &mut ChunkConsumer::new(chunk_rows, &mut *sink))?;
     in_ram.sort_unstable();
     let were_handed_over = |id| in_ram.binary_search(&id).is_ok();
-    let from_ssd = rows_on_ssd(table, version, chunk_rows, taker, were_handed_over, sink)?;
+    let from_ssd = rows_on_ssd(table, version, chunk_rows, consumer, were_handed_over, sink)?;
     check_all_handed_over(table, rows, in_ram.len() as u64 + from_ssd)
 }
 
@@ -146,27 +153,27 @@ fn rows_on_ssd(
     table: &TableInner,
     version: u64,
     chunk_rows: usize,
-    taker: Option<&Arc<dyn GiveWay>>,
+    taker: Option<&Arc<dyn ScanConsumer>>,
     were_handed_over: impl Fn(Id) -> bool,
-    sink: &mut ChunkSink<'_>,
+    sink: &mut RowChunkSink<'_>,
 ) -> Result<u64> {
-    let mut unchanged = |chunk: Chunk| {
+    let mut unchanged = |chunk: RowChunk| {
         check_version(table, version)?;
         sink(chunk)
     };
-    let mut chunker = Chunker::new(chunk_rows, &mut unchanged);
+    let mut chunker = RowChunker::new(chunk_rows, &mut unchanged);
     scan(table, taker, &mut |row| if were_handed_over(row.header.id) { Ok(()) } else { chunker.push(row) })?;
     let rows = chunker.finish()?;
     check_version(table, version)?;
     Ok(rows)
 }
 
-/// Give every row on SSD to `sink`, which `taker`, if there is one, may keep waiting.
-fn scan(table: &TableInner, taker: Option<&Arc<dyn GiveWay>>, sink: &mut ScanSink<'_>) -> Result<()> {
-    match (&table.ssd, taker) {
+/// Give every row on SSD to `sink`, which `consumer`, if there is one, may keep waiting.
+fn scan(table: &TableInner, consumer: Option<&Arc<dyn ScanConsumer>>, sink: &mut ScanSink<'_>) -> Result<()> {
+    match (&table.ssd, consumer) {
         (None, _) => Ok(()),
         (Some(ssd), None) => ssd.scan(sink),
-        (Some(ssd), Some(taker)) => ssd.scan_giving_way(taker, sink),
+        (Some(ssd), Some(taker)) => ssd.scan_cancellable(taker, sink),
     }
 }
 

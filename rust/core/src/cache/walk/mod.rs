@@ -10,9 +10,9 @@ mod export;
 mod moment;
 mod stream;
 
-pub use moment::TableMoment;
+pub use moment::TableSnapshot;
 pub use stream::ExportStream;
 
 pub(super) use changes::{modified_chunks, modified_groups};
-pub(super) use counts::{counts_left, counts_of_now};
+pub(super) use counts::{current_counts, remaining_counts};
 pub(super) use export::{all_chunks, all_groups};

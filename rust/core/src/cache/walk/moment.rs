@@ -2,60 +2,60 @@
 //!
 //! At the moment every slot that holds the newest copy of a row is marked. Whoever is about to change such a row, or to take it out of
 //! its slot, copies it to the [`PreImages`] first and takes the mark back, under the table's lock; so does this walk when it hands the
-//! row over. Rows whose newest copy is on SSD are the SSD tier's to keep ([`SsdMoment`]). They come first and without the table's lock,
+//! row over. Rows whose newest copy is on SSD are the SSD tier's to keep ([`SsdSnapshot`]). They come first and without the table's lock,
 //! because whoever has that lock may wait for the room that they take.
 
 use std::sync::Arc;
 
-use super::chunker::{Chunker, InChunks, Next, Source, Taker, hand_over};
+use super::chunker::{ChunkConsumer, NextRows, RowChunker, WalkConsumer, WalkSource, hand_over};
 use super::counts::each_bucket;
-use crate::cache::locks::{Held, RowsHeld, TableInner};
-use crate::cache::rows::Chunk;
-use crate::cache::watch::{Ancestor, PreImages};
+use crate::cache::locks::{RowUseGuard, TableGuard, TableInner};
+use crate::cache::rows::RowChunk;
+use crate::cache::watch::{BaseCheckpoint, PreImages};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
-use crate::lifecycle::{BucketCounts, SharedRow, StepClock, Sweep};
+use crate::lifecycle::{BucketCounts, ExpirySweep, OovRow, StepClock};
 use crate::memory;
 use crate::rows::RowRef;
-use crate::ssd::{KeepRow, SsdMoment};
+use crate::ssd::{EarlyRowSink, SsdSnapshot};
 use crate::types::{CacheSlot, Id};
 
 /// The rows of a table at one moment, with its step; or only those modified since a checkpoint. Dropping it lets go of what is kept for it.
-pub struct TableMoment {
+pub struct TableSnapshot {
     table: Arc<TableInner>,
     images: Arc<PreImages>,
     /// The table's number in `images`.
     number: usize,
-    ssd: Option<SsdMoment>,
+    ssd: Option<SsdSnapshot>,
     rows: u64,
     step: u64,
     generations: Option<Vec<u32>>,
     /// Ids that left between the checkpoint and the moment; `None` where all rows are handed over.
-    left: Option<Vec<Id>>,
+    tombstones: Option<Vec<Id>>,
     /// The sweeps between the checkpoint and the moment.
-    sweeps: Vec<Sweep>,
+    sweeps: Vec<ExpirySweep>,
     clock: StepClock,
-    shared: Option<SharedRow>,
+    oov_row: Option<OovRow>,
 }
 
-impl std::fmt::Debug for TableMoment {
+impl std::fmt::Debug for TableSnapshot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TableMoment").field("table", &self.table.config.name).finish_non_exhaustive()
+        f.debug_struct("TableSnapshot").field("table", &self.table.config.name).finish_non_exhaustive()
     }
 }
 
-impl TableMoment {
-    /// Hold the rows of now; of those that were modified since `ancestor`, where one is given.
+impl TableSnapshot {
+    /// Hold the rows of now; of those that were modified since `base`, where one is given.
     pub(crate) fn begin(
         table: &Arc<TableInner>,
         images: &Arc<PreImages>,
         next_epoch: u32,
-        ancestor: Option<&Ancestor>,
+        base: Option<&BaseCheckpoint>,
     ) -> Result<Self> {
         memory::check()?;
         let rows = table.reading_rows()?;
-        let swept = |held: &mut Held<'_>| {
-            if held.has_moment() {
+        let swept = |held: &mut TableGuard<'_>| {
+            if held.has_snapshot() {
                 return Err(Error::new(
                     Kind::State,
                     format!(
@@ -67,19 +67,19 @@ impl TableMoment {
             held.finish_sweep()
         };
         let (mut held, ()) = table.with_device_rows(&rows, || table.lock(), swept)?;
-        let left = ancestor.map(|ancestor| held.left_since(ancestor)).transpose()?;
-        let sweeps = ancestor.map(|ancestor| held.sweeps_since(ancestor)).unwrap_or_default();
-        let since = ancestor.map_or(0, |ancestor| ancestor.next_epoch);
-        let marks = held.marks(since)?;
+        let left = base.map(|ancestor| held.tombstones_since(ancestor)).transpose()?;
+        let sweeps = base.map(|ancestor| held.sweeps_since(ancestor)).unwrap_or_default();
+        let since = base.map_or(0, |ancestor| ancestor.next_epoch);
+        let marks = held.snapshot_marks(since)?;
         let number = images.add(&table.layout);
         let ssd = match &table.ssd {
             None => None,
             Some(ssd) => {
                 let kept = Arc::clone(images);
-                let keep: Box<KeepRow> = Box::new(move |row: RowRef<'_>| {
-                    kept.keep(number).row(row.header, |to| to.copy_from_slice(row.vector));
+                let keep: Box<EarlyRowSink> = Box::new(move |row: RowRef<'_>| {
+                    kept.writer(number).copy_row(row.header, |to| to.copy_from_slice(row.vector));
                 });
-                Some(ssd.moment(&mut held.stale_on_ssd(), since, keep)?)
+                Some(ssd.snapshot(&mut held.stale_on_ssd(), since, keep)?)
             }
         };
         let moment = Self {
@@ -90,14 +90,14 @@ impl TableMoment {
             rows: held.rows(),
             step: held.counters().step,
             generations: held.generations(),
-            left,
+            tombstones: left,
             sweeps,
             clock: held.clock().clone(),
-            shared: held.shared_row().cloned(),
+            oov_row: held.oov_row().cloned(),
         };
-        let counted_since = ancestor.map(|ancestor| ancestor.next_epoch);
-        held.begin_moment(marks, Arc::clone(images), number, next_epoch, counted_since);
-        table.note_moment(&rows);
+        let counted_since = base.map(|ancestor| ancestor.next_epoch);
+        held.begin_snapshot(marks, Arc::clone(images), number, next_epoch, counted_since);
+        table.set_has_snapshot(&rows);
         Ok(moment)
     }
 
@@ -112,8 +112,8 @@ impl TableMoment {
     }
 
     /// The shared row at the moment; `None` where the table has none.
-    pub fn shared_row(&self) -> Option<&SharedRow> {
-        self.shared.as_ref()
+    pub fn oov_row(&self) -> Option<&OovRow> {
+        self.oov_row.as_ref()
     }
 
     /// Rows at the moment, also those that did not change since the checkpoint.
@@ -121,8 +121,8 @@ impl TableMoment {
         self.rows
     }
 
-    /// The sweeps between the checkpoint and the moment, which took rows that [`TableMoment::left`] does not name.
-    pub fn sweeps(&self) -> &[Sweep] {
+    /// The sweeps between the checkpoint and the moment, which took rows that [`TableSnapshot::left`] does not name.
+    pub fn sweeps(&self) -> &[ExpirySweep] {
         &self.sweeps
     }
 
@@ -132,8 +132,8 @@ impl TableMoment {
     }
 
     /// Of a moment of changes: the ids that left since the checkpoint, each once, in rising order. Some of them may be back.
-    pub fn left(&self) -> Option<&[Id]> {
-        self.left.as_deref()
+    pub fn tombstones(&self) -> Option<&[Id]> {
+        self.tombstones.as_deref()
     }
 
     /// For each bucket, how many generations of its counts had ended at the moment. `None` where the table counts nothing.
@@ -143,13 +143,13 @@ impl TableMoment {
 
     /// Hand the counts of the ids that waited for rows at the moment to `sink`, bucket by bucket in rising order; of a moment of changes
     /// those of the ids that were counted since. Nothing where the table counts nothing. Call it before
-    /// [`TableMoment::for_each_chunk`].
+    /// [`TableSnapshot::for_each_chunk`].
     pub fn for_each_bucket(&self, sink: &mut dyn FnMut(BucketCounts) -> Result<()>) -> Result<()> {
         let table = &self.table;
         each_bucket(
             &table.config.buckets,
             &mut || table.lock_any(),
-            &|held, bucket| held.take_wanted_counts(bucket),
+            &|held, bucket| held.take_snapshot_counts(bucket),
             sink,
         )
     }
@@ -157,21 +157,21 @@ impl TableMoment {
     /// Hand every row of the moment to `sink` once, in chunks of about `chunk_rows`. No lock is held while `sink` runs.
     ///
     /// Errors: those of `sink`; `Storage`, `Corruption` and `Memory`; what kept a row from being copied before it changed.
-    pub fn for_each_chunk(mut self, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
+    pub fn for_each_chunk(mut self, chunk_rows: usize, sink: &mut dyn FnMut(RowChunk) -> Result<()>) -> Result<()> {
         let chunk_rows = chunk_rows.max(1);
         let mut rows = 0;
-        let mut sink = |chunk: Chunk| {
+        let mut sink = |chunk: RowChunk| {
             rows += chunk.headers.len() as u64;
             sink(chunk)
         };
         if let Some(ssd) = self.ssd.take() {
-            let mut chunker = Chunker::new(chunk_rows, &mut sink);
+            let mut chunker = RowChunker::new(chunk_rows, &mut sink);
             ssd.for_each_row(&mut |row| chunker.push(row))?;
             chunker.finish()?;
         }
-        for tier in [WantedTier::Host, WantedTier::Device] {
-            let mut wanted = Wanted { images: &self.images, tier, next: 0 };
-            hand_over(&self.table, &mut wanted, &mut InChunks::new(chunk_rows, &mut sink))?;
+        for tier in [SnapshotTier::Host, SnapshotTier::Device] {
+            let mut wanted = SnapshotSource { images: &self.images, tier, next: 0 };
+            hand_over(&self.table, &mut wanted, &mut ChunkConsumer::new(chunk_rows, &mut sink))?;
         }
         while let Some(chunk) = self.images.take(self.number)? {
             if !chunk.headers.is_empty() {
@@ -179,7 +179,7 @@ impl TableMoment {
             }
         }
         self.images.check()?;
-        if self.left.is_none() && rows != self.rows {
+        if self.tombstones.is_none() && rows != self.rows {
             return Err(Error::new(
                 Kind::State,
                 format!(
@@ -192,46 +192,52 @@ impl TableMoment {
     }
 }
 
-impl Drop for TableMoment {
+impl Drop for TableSnapshot {
     fn drop(&mut self) {
         // The SSD tier's part goes first: somebody may wait for its room with the table's lock.
         drop(self.ssd.take());
-        self.table.leave_moment();
+        self.table.defer_snapshot_end();
     }
 }
 
 /// The tier whose rows are handed over.
 #[derive(Clone, Copy)]
-enum WantedTier {
+enum SnapshotTier {
     Host,
     Device,
 }
 
 /// The rows of a tier that the moment still wants.
-struct Wanted<'m> {
+struct SnapshotSource<'m> {
     images: &'m PreImages,
-    tier: WantedTier,
+    tier: SnapshotTier,
     next: CacheSlot,
 }
 
-impl Source for Wanted<'_> {
+impl WalkSource for SnapshotSource<'_> {
     /// Also of a table that waits for a load since: the rows of the moment are kept whatever became of the table.
-    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>> {
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<TableGuard<'a>> {
         let held = table.lock_any()?;
         self.images.check()?;
         Ok(held)
     }
 
-    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, taker: &mut dyn Taker) -> Result<Next> {
+    fn next(
+        &mut self,
+        guard: &mut TableGuard<'_>,
+        rows: &RowUseGuard<'_>,
+        most: usize,
+        consumer: &mut dyn WalkConsumer,
+    ) -> Result<NextRows> {
         match self.tier {
-            WantedTier::Host => {
+            SnapshotTier::Host => {
                 let no_writes = rows.no_kernel_writes();
-                let lent = held.lend_wanted(&mut self.next, most, no_writes, &mut |rows| taker.lend(rows))?;
-                Ok(if lent == 0 { Next::End } else { Next::Lent })
+                let lent = guard.lend_pending(&mut self.next, most, no_writes, &mut |rows| consumer.lend(rows))?;
+                Ok(if lent == 0 { NextRows::End } else { NextRows::Lent })
             }
-            WantedTier::Device => {
-                let chunk = held.read_wanted_on_device(&mut self.next, most)?;
-                Ok(if chunk.headers.is_empty() { Next::End } else { Next::Copied(chunk) })
+            SnapshotTier::Device => {
+                let chunk = guard.read_pending_on_device(&mut self.next, most)?;
+                Ok(if chunk.headers.is_empty() { NextRows::End } else { NextRows::Copied(chunk) })
             }
         }
     }

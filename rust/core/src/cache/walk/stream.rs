@@ -3,13 +3,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::chunker::changed_meanwhile;
+use super::chunker::contents_changed_error;
 use super::export::all_chunks;
 use crate::cache::locks::TableInner;
-use crate::cache::rows::Chunk;
+use crate::cache::rows::RowChunk;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
-use crate::ssd::{GiveWay, SsdTier};
+use crate::ssd::{ScanConsumer, SsdTier};
 use crate::sync::{Condvar, Mutex, lock, wait};
 
 /// The thread is ahead of whoever takes the chunks by at most this many.
@@ -19,27 +19,27 @@ const CHUNKS_AHEAD: usize = 2;
 pub struct ExportStream {
     table: Arc<TableInner>,
     version: u64,
-    channel: Arc<Channel>,
+    channel: Arc<ExportChannel>,
     /// None once it has ended.
-    wants_contents: Option<Arc<()>>,
+    contents_pin: Option<Arc<()>>,
 }
 
 impl ExportStream {
     /// Start the thread that reads ahead.
     pub(crate) fn start(table: &Arc<TableInner>, chunk_rows: usize) -> Result<Self> {
         table.check_rows()?;
-        memory::room("start the export's thread", memory::ROOM_FOR_THREADS)?;
+        memory::check_system_memory("start the export's thread", memory::THREAD_START_BYTES)?;
         let mut held = table.lock()?;
         let version = table.version();
-        let wants_contents = Some(held.want_contents(version));
+        let wants_contents = Some(held.pin_contents(version));
         drop(held);
-        let channel = Arc::new(Channel::default());
-        let sender = Sender { table: Arc::clone(table), channel: Arc::clone(&channel) };
+        let channel = Arc::new(ExportChannel::default());
+        let sender = ExportSender { table: Arc::clone(table), channel: Arc::clone(&channel) };
         std::thread::Builder::new()
             .name("embcache-export".into())
             .spawn(move || sender.run(version, chunk_rows.max(1)))
             .map_err(|error| Error::new(Kind::Storage, format!("cannot start the export's thread: {error}")))?;
-        Ok(Self { table: Arc::clone(table), version, channel, wants_contents })
+        Ok(Self { table: Arc::clone(table), version, channel, contents_pin: wants_contents })
     }
 }
 
@@ -50,21 +50,21 @@ impl std::fmt::Debug for ExportStream {
 }
 
 impl Iterator for ExportStream {
-    type Item = Result<Chunk>;
+    type Item = Result<RowChunk>;
 
-    fn next(&mut self) -> Option<Result<Chunk>> {
-        self.wants_contents.as_ref()?;
+    fn next(&mut self) -> Option<Result<RowChunk>> {
+        self.contents_pin.as_ref()?;
         // The export's thread copies rows that a caller may keep from it, and it does not exist in a forked child.
         if let Err(refused) = self.table.check_rows() {
-            self.wants_contents = None;
+            self.contents_pin = None;
             return Some(Err(refused));
         }
         let item = match self.channel.take() {
-            Some(Ok(_)) if self.table.version() != self.version => Some(Err(changed_meanwhile(&self.table))),
+            Some(Ok(_)) if self.table.version() != self.version => Some(Err(contents_changed_error(&self.table))),
             item => item,
         };
         if !matches!(item, Some(Ok(_))) {
-            self.wants_contents = None;
+            self.contents_pin = None;
         }
         item
     }
@@ -75,7 +75,7 @@ impl Drop for ExportStream {
         if self.table.check_process().is_err() {
             return;
         }
-        let mut passing = lock(&self.channel.passing);
+        let mut passing = lock(&self.channel.queue);
         passing.dropped = true;
         passing.chunks.clear();
         drop(passing);
@@ -85,14 +85,14 @@ impl Drop for ExportStream {
 
 /// Passes chunks from the export's thread to whoever takes them.
 #[derive(Debug, Default)]
-struct Channel {
-    passing: Mutex<Passing>,
+struct ExportChannel {
+    queue: Mutex<ExportQueue>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Passing {
-    chunks: VecDeque<Chunk>,
+struct ExportQueue {
+    chunks: VecDeque<RowChunk>,
     /// How the export ended, if it has.
     ended: Option<Result<()>>,
     /// Whether nobody takes chunks any more.
@@ -100,13 +100,13 @@ struct Passing {
     /// Whether the exporting thread waits until a chunk is taken.
     waits: bool,
     /// Instead of waiting, the exporting thread is to end the export, because somebody needs the room of files that it is still to read.
-    gives_way: bool,
+    is_cancelled: bool,
 }
 
-impl Channel {
+impl ExportChannel {
     /// Wait for the next chunk. `None` comes after the last one.
-    fn take(&self) -> Option<Result<Chunk>> {
-        let mut passing = lock(&self.passing);
+    fn take(&self) -> Option<Result<RowChunk>> {
+        let mut passing = lock(&self.queue);
         loop {
             if let Some(chunk) = passing.chunks.pop_front() {
                 drop(passing);
@@ -121,11 +121,11 @@ impl Channel {
     }
 }
 
-impl GiveWay for Channel {
-    fn give_way(&self) -> bool {
-        let mut passing = lock(&self.passing);
-        passing.gives_way |= passing.waits;
-        let gives_way = passing.gives_way;
+impl ScanConsumer for ExportChannel {
+    fn cancel_if_waiting(&self) -> bool {
+        let mut passing = lock(&self.queue);
+        passing.is_cancelled |= passing.waits;
+        let gives_way = passing.is_cancelled;
         drop(passing);
         self.changed.notify_all();
         gives_way
@@ -133,27 +133,27 @@ impl GiveWay for Channel {
 }
 
 /// The thread's end of a channel. Its drop ends the stream where a panic ended the thread.
-struct Sender {
+struct ExportSender {
     table: Arc<TableInner>,
-    channel: Arc<Channel>,
+    channel: Arc<ExportChannel>,
 }
 
-impl Sender {
+impl ExportSender {
     fn run(&self, version: u64, chunk_rows: usize) {
-        let taker: Arc<dyn GiveWay> = self.channel.clone();
+        let taker: Arc<dyn ScanConsumer> = self.channel.clone();
         let ended = all_chunks(&self.table, version, chunk_rows, Some(&taker), &mut |chunk| self.send(chunk));
         self.end(ended);
     }
 
     /// Hand a chunk over once there is room for it among those that wait to be taken.
-    fn send(&self, chunk: Chunk) -> Result<()> {
-        let mut passing = lock(&self.channel.passing);
-        while passing.chunks.len() >= CHUNKS_AHEAD && !passing.dropped && !passing.gives_way {
+    fn send(&self, chunk: RowChunk) -> Result<()> {
+        let mut passing = lock(&self.channel.queue);
+        while passing.chunks.len() >= CHUNKS_AHEAD && !passing.dropped && !passing.is_cancelled {
             if !passing.waits {
                 passing.waits = true;
                 drop(passing);
-                self.table.ssd.as_ref().into_iter().for_each(SsdTier::look_again);
-                passing = lock(&self.channel.passing);
+                self.table.ssd.as_ref().into_iter().for_each(SsdTier::notify_space_waiters);
+                passing = lock(&self.channel.queue);
                 continue;
             }
             passing = wait(&self.channel.changed, passing);
@@ -162,8 +162,8 @@ impl Sender {
         if passing.dropped {
             return Err(Error::new(Kind::State, "the export was dropped before its end"));
         }
-        if passing.gives_way {
-            return Err(gave_way(&self.table));
+        if passing.is_cancelled {
+            return Err(cancelled_error(&self.table));
         }
         passing.chunks.push_back(chunk);
         drop(passing);
@@ -171,13 +171,13 @@ impl Sender {
         Ok(())
     }
 
-    fn end(&self, how: Result<()>) {
-        lock(&self.channel.passing).ended.get_or_insert(how);
+    fn end(&self, outcome: Result<()>) {
+        lock(&self.channel.queue).ended.get_or_insert(outcome);
         self.channel.changed.notify_all();
     }
 }
 
-impl Drop for Sender {
+impl Drop for ExportSender {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.end(Err(Error::new(
@@ -188,7 +188,7 @@ impl Drop for Sender {
     }
 }
 
-fn gave_way(table: &TableInner) -> Error {
+fn cancelled_error(table: &TableInner) -> Error {
     Error::new(
         Kind::State,
         format!(

@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::cache::rows::Chunk;
+use crate::cache::rows::RowChunk;
 use crate::rows::RowHeader;
 use crate::sync::{Condvar, Mutex, lock, wait};
 
@@ -26,7 +26,7 @@ pub struct EvictedRows {
     /// The kind of the rule that took them, or [`EvictedRows::FULL`].
     pub reason: &'static str,
     /// The rows.
-    pub rows: Chunk,
+    pub rows: RowChunk,
 }
 
 impl EvictedRows {
@@ -36,11 +36,11 @@ impl EvictedRows {
 
 /// The rows of a chunk, as they came.
 #[derive(Debug)]
-struct InParts {
+struct EvictedChunk {
     step: u64,
     reason: &'static str,
     rows: usize,
-    parts: Vec<Chunk>,
+    parts: Vec<RowChunk>,
 }
 
 /// The rows of one table that wait to be told of.
@@ -48,35 +48,35 @@ struct InParts {
 pub struct EvictedQueue {
     /// The floats of a row's vector part.
     floats: usize,
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<EvictedBacklog>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct EvictedBacklog {
     /// In the order in which their first rows came. None is empty.
-    chunks: VecDeque<InParts>,
+    chunks: VecDeque<EvictedChunk>,
     /// The number of the first chunk. Those after it have the numbers that follow.
     first: u64,
     /// The number of the newest chunk of a step and a reason. It may be full.
     newest: HashMap<(u64, &'static str), u64>,
     rows: usize,
     /// Whether nothing is to be taken by those who wait, and sweeps are to stop.
-    held: bool,
+    is_paused: bool,
     /// Whether no more rows will come.
     ended: bool,
     /// Whether whoever waits was told that the queue has ended.
-    end_is_told: bool,
+    end_is_delivered: bool,
 }
 
-impl Waiting {
+impl EvictedBacklog {
     /// Add rows to the newest chunk that they are like, up to `most` rows, and to new chunks.
     fn add(&mut self, EvictedRows { step, reason, rows }: EvictedRows, floats: usize, most: usize) {
         self.rows += rows.headers.len();
         let newest =
             self.newest.get(&(step, reason)).and_then(|number| self.chunks.get_mut((number - self.first) as usize));
         let room = newest.as_ref().map_or(0, |chunk| most - chunk.rows);
-        let mut pieces = cut(rows, room, most, floats);
+        let mut pieces = split_rows(rows, room, most, floats);
         if let Some(chunk) = newest.filter(|_| room > 0)
             && let Some(piece) = pieces.pop()
         {
@@ -85,12 +85,12 @@ impl Waiting {
         }
         while let Some(piece) = pieces.pop() {
             self.newest.insert((step, reason), self.first + self.chunks.len() as u64);
-            self.chunks.push_back(InParts { step, reason, rows: piece.headers.len(), parts: vec![piece] });
+            self.chunks.push_back(EvictedChunk { step, reason, rows: piece.headers.len(), parts: vec![piece] });
         }
     }
 
     /// Take the first chunk.
-    fn take(&mut self) -> Option<InParts> {
+    fn take(&mut self) -> Option<EvictedChunk> {
         let chunk = self.chunks.pop_front()?;
         let kind = (chunk.step, chunk.reason);
         if self.newest.get(&kind) == Some(&self.first) {
@@ -102,14 +102,14 @@ impl Waiting {
     }
 }
 
-/// Rows as pieces, the last of them first: the first has at most `room` rows, unless there is none, and each other has at most `most`.
-fn cut(mut rows: Chunk, room: usize, most: usize, floats: usize) -> Vec<Chunk> {
-    let first = if room == 0 { most } else { room };
+/// Rows as pieces, the last of them first: the first has at most `space` rows, unless there is none, and each other has at most `most`.
+fn split_rows(mut rows: RowChunk, space: usize, most: usize, floats: usize) -> Vec<RowChunk> {
+    let first = if space == 0 { most } else { space };
     let mut pieces = Vec::new();
     // From the end, so that no row is moved twice.
     while rows.headers.len() > first {
         let at = first + (rows.headers.len() - first - 1) / most * most;
-        pieces.push(Chunk { headers: rows.headers.split_off(at), vectors: rows.vectors.split_off(at * floats) });
+        pieces.push(RowChunk { headers: rows.headers.split_off(at), vectors: rows.vectors.split_off(at * floats) });
     }
     pieces.push(rows);
     pieces
@@ -118,7 +118,7 @@ fn cut(mut rows: Chunk, room: usize, most: usize, floats: usize) -> Vec<Chunk> {
 impl EvictedQueue {
     /// The empty queue of a table whose rows have a vector part of `floats` floats.
     pub(crate) fn new(floats: usize) -> Self {
-        Self { floats, waiting: Mutex::new(Waiting::default()), changed: Condvar::new() }
+        Self { floats, waiting: Mutex::new(EvictedBacklog::default()), changed: Condvar::new() }
     }
 
     /// The floats of a row's vector part.
@@ -134,7 +134,7 @@ impl EvictedQueue {
     /// Whether sweeps are to leave rows where they are for now, as far as they can: many rows wait, or the queue is [held](Self::hold).
     pub(crate) fn is_full(&self) -> bool {
         let waiting = lock(&self.waiting);
-        waiting.held || waiting.rows >= MOST_CHUNKS * self.rows_of_chunk()
+        waiting.is_paused || waiting.rows >= MOST_CHUNKS * self.rows_of_chunk()
     }
 
     /// Add rows.
@@ -149,46 +149,46 @@ impl EvictedQueue {
     /// The next chunk, if rows wait: rows of one step and one reason, in the order in which they came.
     pub fn take(&self) -> Option<EvictedRows> {
         let chunk = lock(&self.waiting).take();
-        chunk.map(|chunk| joined(chunk, self.floats))
+        chunk.map(|chunk| join_parts(chunk, self.floats))
     }
 
     /// As [`EvictedQueue::take`], once rows wait and the queue is not held. `None` when it has ended and no row is left.
     pub fn wait(&self) -> Option<EvictedRows> {
         let mut waiting = lock(&self.waiting);
-        while waiting.held || waiting.chunks.is_empty() && !waiting.ended {
+        while waiting.is_paused || waiting.chunks.is_empty() && !waiting.ended {
             waiting = wait(&self.changed, waiting);
         }
         let chunk = waiting.take();
-        waiting.end_is_told |= chunk.is_none();
+        waiting.end_is_delivered |= chunk.is_none();
         drop(waiting);
-        chunk.map(|chunk| joined(chunk, self.floats))
+        chunk.map(|chunk| join_parts(chunk, self.floats))
     }
 
     /// Keep whoever waits waiting, and sweeps too, until [`EvictedQueue::go_on`] or the end.
-    pub fn hold(&self) {
+    pub fn pause(&self) {
         let mut waiting = lock(&self.waiting);
-        waiting.held = !waiting.ended;
+        waiting.is_paused = !waiting.ended;
     }
 
     /// Undo [`EvictedQueue::hold`].
-    pub fn go_on(&self) {
-        lock(&self.waiting).held = false;
+    pub fn resume(&self) {
+        lock(&self.waiting).is_paused = false;
         self.changed.notify_all();
     }
 
     /// Say that no more rows will come, and that those which are here can be taken.
     pub fn end(&self) {
         let mut waiting = lock(&self.waiting);
-        (waiting.ended, waiting.held) = (true, false);
+        (waiting.ended, waiting.is_paused) = (true, false);
         self.changed.notify_all();
     }
 
     /// Undo [`EvictedQueue::end`], because the table stays open after all. Returns whether nobody waits any more, because whoever did was
     /// told of the end.
-    pub fn go_on_after_end(&self) -> bool {
+    pub fn reopen(&self) -> bool {
         let mut waiting = lock(&self.waiting);
         waiting.ended = false;
-        std::mem::take(&mut waiting.end_is_told)
+        std::mem::take(&mut waiting.end_is_delivered)
     }
 
     /// Whether no more rows will come.
@@ -203,7 +203,7 @@ impl EvictedQueue {
 }
 
 /// The rows of a chunk in one piece.
-fn joined(InParts { step, reason, rows, parts }: InParts, floats: usize) -> EvictedRows {
+fn join_parts(EvictedChunk { step, reason, rows, parts }: EvictedChunk, floats: usize) -> EvictedRows {
     let mut parts = parts.into_iter();
     let mut all = parts.next().unwrap_or_default();
     let more = rows - all.headers.len();
@@ -224,7 +224,7 @@ mod tests {
     fn part(step: u64, reason: &'static str, ids: std::ops::Range<Id>) -> EvictedRows {
         let vectors = ids.clone().flat_map(|id| [id as f32, -(id as f32)]).collect();
         let headers = ids.map(|id| RowHeader { id, ..RowHeader::default() }).collect();
-        EvictedRows { step, reason, rows: Chunk { headers, vectors } }
+        EvictedRows { step, reason, rows: RowChunk { headers, vectors } }
     }
 
     fn said(chunk: &EvictedRows) -> (u64, &'static str, Vec<Id>) {
@@ -260,7 +260,7 @@ mod tests {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (random >> 33) % sides
         };
-        let (mut waiting, mut rows) = (Waiting::default(), Vec::<(u64, &'static str, Id)>::new());
+        let (mut waiting, mut rows) = (EvictedBacklog::default(), Vec::<(u64, &'static str, Id)>::new());
         for round in 0..20_000 {
             if dice(if round < 15_000 { 3 } else { 12 }) < 2 {
                 let kind = (dice(3), ["ttl", "full"][dice(2) as usize]);
@@ -274,7 +274,7 @@ mod tests {
             let is_like = |row: &&(u64, &'static str, Id)| (row.0, row.1) == (rows[0].0, rows[0].1);
             let expected: Vec<Id> = rows.iter().filter(is_like).take(MOST).map(|row| row.2).collect();
             let first = rows.first().map(|row| (row.0, row.1, expected.clone()));
-            assert_eq!(waiting.take().map(|chunk| said(&joined(chunk, 2))), first, "round {round}");
+            assert_eq!(waiting.take().map(|chunk| said(&join_parts(chunk, 2))), first, "round {round}");
             rows.retain(|row| !expected.contains(&row.2));
             assert_eq!(waiting.rows, rows.len());
             assert!(waiting.newest.len() <= waiting.chunks.len());
@@ -289,7 +289,8 @@ mod tests {
                 queue.push(part(step, reason, id..id + 1));
             }
         }
-        let places = || lock(&queue.waiting).chunks.iter().map(std::ptr::from_ref).collect::<Vec<*const InParts>>();
+        let places =
+            || lock(&queue.waiting).chunks.iter().map(std::ptr::from_ref).collect::<Vec<*const EvictedChunk>>();
         let (mut chunks, mut moved) = (0, 0);
         let mut before = places();
         while let Some(chunk) = queue.take() {
@@ -308,31 +309,31 @@ mod tests {
         queue.end();
         queue.push(part(1, "ttl", 0..1));
         assert!(queue.wait().is_some());
-        assert!(!queue.go_on_after_end(), "whoever took the row goes on");
+        assert!(!queue.reopen(), "whoever took the row goes on");
         assert!(!queue.is_ended());
         queue.end();
         assert!(queue.wait().is_none());
-        assert!(queue.go_on_after_end());
-        assert!(!queue.go_on_after_end(), "the one that came in its place");
+        assert!(queue.reopen());
+        assert!(!queue.reopen(), "the one that came in its place");
     }
 
     #[test]
     fn whoever_waits_gets_rows_when_they_come_unless_the_queue_is_held_and_all_before_its_end() {
         let queue = EvictedQueue::new(2);
         assert!(!queue.is_full());
-        queue.hold();
+        queue.pause();
         queue.push(part(1, "ttl", 0..3));
         assert!(queue.is_full());
         std::thread::scope(|scope| {
             let taker =
                 scope.spawn(|| std::iter::from_fn(|| queue.wait()).map(|chunk| said(&chunk)).collect::<Vec<_>>());
             assert_eq!(queue.rows(), 3, "held");
-            queue.go_on();
+            queue.resume();
             queue.push(part(2, "ttl", 3..4));
-            queue.hold();
+            queue.pause();
             queue.push(part(3, "ttl", 4..5));
             queue.end();
-            queue.hold();
+            queue.pause();
             let all: Vec<Id> = taker.join().unwrap().into_iter().flat_map(|(_, _, ids)| ids).collect();
             assert_eq!(all, [0, 1, 2, 3, 4]);
         });

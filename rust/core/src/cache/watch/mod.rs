@@ -8,9 +8,9 @@ mod preimages;
 mod wanted;
 
 pub use evicted::{EvictedQueue, EvictedRows};
-pub use lineage::Ancestor;
+pub use lineage::BaseCheckpoint;
 pub use preimages::PreImages;
 
-pub(crate) use exports::{Exports, WrittenDown};
-pub(crate) use lineage::{Lineage, MOST_SWEEPS};
-pub(crate) use wanted::{Marks, WantedRows};
+pub(crate) use exports::{ExportSet, WrittenBackIds};
+pub(crate) use lineage::{CheckpointHistory, MOST_SWEEPS};
+pub(crate) use wanted::{SlotMarks, SnapshotRows};

@@ -10,10 +10,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 
-use crate::cache::rows::Chunk;
+use crate::cache::rows::RowChunk;
 use crate::error::{Error, Result};
-use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open, PooledBuf};
-use crate::memory::room_for_threads;
+use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, IoOpenMode, PooledBuf};
+use crate::memory::can_start_threads;
 use crate::rows::{RowHeader, RowLayout};
 use crate::sync::{Condvar, Mutex, MutexGuard, lock, wait};
 
@@ -24,24 +24,24 @@ const HEADER_BYTES: usize = size_of::<RowHeader>();
 /// The pre-images of one save. Dropping it removes the file.
 #[derive(Debug)]
 pub struct PreImages {
-    kept: Arc<SharedImages>,
+    shared: Arc<SharedPreImages>,
     writer: Mutex<Option<JoinHandle<()>>>,
     pid: u32,
 }
 
 #[derive(Debug)]
-struct SharedImages {
+struct SharedPreImages {
     engine: Arc<dyn IoEngine>,
     path: PathBuf,
     limit_bytes: usize,
     blocks: Arc<BufPool>,
-    state: Mutex<Images>,
+    state: Mutex<PreImageState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Images {
-    tables: Vec<TableImages>,
+struct PreImageState {
+    tables: Vec<TablePreImages>,
     /// Bytes of the blocks in memory.
     held_bytes: usize,
     file: Option<Arc<dyn IoFile>>,
@@ -57,31 +57,31 @@ struct Images {
 }
 
 #[derive(Debug)]
-struct TableImages {
+struct TablePreImages {
     floats: usize,
-    open: Option<Block>,
-    full: VecDeque<Full>,
+    open: Option<ImageBlock>,
+    full: VecDeque<FullImageBlock>,
     /// How many callers are copying rows. Each may have taken the open block, and gives it back.
-    keeping: usize,
+    writers: usize,
 }
 
 /// Some rows, each a header followed by its vector part.
 #[derive(Debug)]
-struct Block {
+struct ImageBlock {
     bytes: PooledBuf,
     rows: usize,
 }
 
 #[derive(Debug)]
-struct Full {
+struct FullImageBlock {
     number: u64,
     rows: usize,
-    at: Location,
+    at: ImageLocation,
 }
 
 #[derive(Debug)]
-enum Location {
-    Memory(Arc<Block>),
+enum ImageLocation {
+    Memory(Arc<ImageBlock>),
     File { offset: u64, bytes: usize },
 }
 
@@ -89,7 +89,7 @@ impl PreImages {
     /// Room for the rows of `tables` tables: `limit_bytes` of memory, and past that a new file at `path`, which is made when it is needed.
     pub fn new(engine: Arc<dyn IoEngine>, path: PathBuf, limit_bytes: usize, tables: usize) -> Self {
         let block_bytes = (limit_bytes / (4 * tables.max(1))).clamp(ALIGNMENT, BLOCK_BYTES).next_multiple_of(ALIGNMENT);
-        let kept = SharedImages {
+        let kept = SharedPreImages {
             engine,
             path,
             limit_bytes,
@@ -97,41 +97,41 @@ impl PreImages {
             state: Mutex::default(),
             changed: Condvar::new(),
         };
-        Self { kept: Arc::new(kept), writer: Mutex::new(None), pid: std::process::id() }
+        Self { shared: Arc::new(kept), writer: Mutex::new(None), pid: std::process::id() }
     }
 
     /// Add a table. Returns its number.
     pub(crate) fn add(&self, layout: &RowLayout) -> usize {
-        let mut state = lock(&self.kept.state);
+        let mut state = lock(&self.shared.state);
         let floats = layout.vector_floats();
-        state.tables.push(TableImages { floats, open: None, full: VecDeque::new(), keeping: 0 });
+        state.tables.push(TablePreImages { floats, open: None, full: VecDeque::new(), writers: 0 });
         state.tables.len() - 1
     }
 
     /// Whether every row could be kept. The error says why not.
     pub(crate) fn check(&self) -> Result<()> {
-        lock(&self.kept.state).failed.clone().map_or(Ok(()), Err)
+        lock(&self.shared.state).failed.clone().map_or(Ok(()), Err)
     }
 
     /// Note that some row could not be kept, so that the save fails.
     pub(crate) fn fail(&self, error: Error) {
-        lock(&self.kept.state).failed.get_or_insert(error);
-        self.kept.changed.notify_all();
+        lock(&self.shared.state).failed.get_or_insert(error);
+        self.shared.changed.notify_all();
     }
 
     /// Copy rows of a table, one at a time, into what this returns.
-    pub(crate) fn keep(&self, table: usize) -> Keeping<'_> {
-        let mut state = lock(&self.kept.state);
+    pub(crate) fn writer(&self, table: usize) -> PreImageWriter<'_> {
+        let mut state = lock(&self.shared.state);
         let refused = state.failed.is_some();
         let images = &mut state.tables[table];
-        images.keeping += 1;
-        Keeping { images: self, table, floats: images.floats, block: images.open.take(), refused }
+        images.writers += 1;
+        PreImageWriter { images: self, table, floats: images.floats, block: images.open.take(), has_failed: refused }
     }
 
     /// Take some kept rows of a table, after those that are being copied; `None` when there are no more. The error says why not every row was
     /// kept.
-    pub(crate) fn take(&self, table: usize) -> Result<Option<Chunk>> {
-        let kept = &self.kept;
+    pub(crate) fn take(&self, table: usize) -> Result<Option<RowChunk>> {
+        let kept = &self.shared;
         let (floats, found) = {
             let mut state = lock(&kept.state);
             let found = loop {
@@ -142,23 +142,27 @@ impl PreImages {
                 if let Some(full) = images.full.pop_front() {
                     break full;
                 }
-                if images.keeping == 0 {
+                if images.writers == 0 {
                     let Some(open) = images.open.take() else { return Ok(None) };
-                    break Full { number: u64::MAX, rows: open.rows, at: Location::Memory(Arc::new(open)) };
+                    break FullImageBlock {
+                        number: u64::MAX,
+                        rows: open.rows,
+                        at: ImageLocation::Memory(Arc::new(open)),
+                    };
                 }
                 // Whoever copies rows waits for no lock that this caller holds.
                 state = wait(&kept.changed, state);
             };
             let floats = state.tables[table].floats;
-            if let Location::Memory(block) = &found.at {
+            if let ImageLocation::Memory(block) = &found.at {
                 state.held_bytes -= block.bytes.len();
                 kept.changed.notify_all();
             }
             (floats, found)
         };
         match found.at {
-            Location::Memory(block) => Ok(Some(chunk_of(&block.bytes, found.rows, floats))),
-            Location::File { offset, bytes } => {
+            ImageLocation::Memory(block) => Ok(Some(chunk_of(&block.bytes, found.rows, floats))),
+            ImageLocation::File { offset, bytes } => {
                 let file = lock(&kept.state).file.clone().expect("it was written to");
                 let mut buffer = kept.blocks.take_at_least(bytes)?;
                 file.read_at(offset, &mut buffer[..bytes])?;
@@ -173,47 +177,47 @@ impl PreImages {
             return Ok(());
         }
         {
-            let mut state = lock(&self.kept.state);
+            let mut state = lock(&self.shared.state);
             state.closed = true;
-            self.kept.changed.notify_all();
+            self.shared.changed.notify_all();
         }
         if let Some(writer) = lock(&self.writer).take() {
             let _ = writer.join();
         }
-        let mut state = lock(&self.kept.state);
+        let mut state = lock(&self.shared.state);
         state.tables.iter_mut().for_each(|table| {
             table.open = None;
             table.full.clear();
         });
         match state.file.take() {
-            Some(_) => self.kept.engine.remove_file(&self.kept.path),
+            Some(_) => self.shared.engine.remove_file(&self.shared.path),
             None => Ok(()),
         }
     }
 
     /// Bytes that were written to the file.
     pub fn file_bytes(&self) -> u64 {
-        lock(&self.kept.state).file_bytes
+        lock(&self.shared.state).file_bytes
     }
 
     /// Add a full block, and wait where the blocks take more than the memory.
-    fn put(&self, table: usize, block: Block) {
-        let kept = &self.kept;
+    fn put(&self, table: usize, block: ImageBlock) {
+        let kept = &self.shared;
         let mut state = lock(&kept.state);
         if state.failed.is_some() || state.closed {
             return;
         }
         let number = state.blocks_made;
         state.blocks_made += 1;
-        let full = Full { number, rows: block.rows, at: Location::Memory(Arc::new(block)) };
+        let full = FullImageBlock { number, rows: block.rows, at: ImageLocation::Memory(Arc::new(block)) };
         state.tables[table].full.push_back(full);
         if state.held_bytes <= kept.limit_bytes / 2 {
             return;
         }
         if state.has_writer.is_none() {
             let writes = Arc::clone(kept);
-            let begin = || Builder::new().name("embcache-spill".into()).spawn(move || writes.write_beside()).ok();
-            let writer = if room_for_threads() { begin() } else { None };
+            let begin = || Builder::new().name("embcache-spill".into()).spawn(move || writes.run_writer()).ok();
+            let writer = if can_start_threads() { begin() } else { None };
             state.has_writer = Some(writer.is_some());
             *lock(&self.writer) = writer;
         }
@@ -239,13 +243,13 @@ impl Drop for PreImages {
     }
 }
 
-impl Images {
+impl PreImageState {
     /// The full block in memory that will be wanted last: the newest one of the table that is saved last.
-    fn last_in_memory(&self) -> Option<(usize, u64, Arc<Block>)> {
+    fn last_in_memory(&self) -> Option<(usize, u64, Arc<ImageBlock>)> {
         self.tables.iter().enumerate().rev().find_map(|(table, images)| {
             images.full.iter().rev().find_map(|full| match &full.at {
-                Location::Memory(block) => Some((table, full.number, Arc::clone(block))),
-                Location::File { .. } => None,
+                ImageLocation::Memory(block) => Some((table, full.number, Arc::clone(block))),
+                ImageLocation::File { .. } => None,
             })
         })
     }
@@ -255,8 +259,8 @@ impl Images {
     }
 }
 
-impl SharedImages {
-    fn write_beside(&self) {
+impl SharedPreImages {
+    fn run_writer(&self) {
         let mut state = lock(&self.state);
         loop {
             if state.closed || state.failed.is_some() {
@@ -268,13 +272,13 @@ impl SharedImages {
     }
 
     /// Write one block to the file. The lock is not held during the write.
-    fn write_one<'a>(&'a self, mut state: MutexGuard<'a, Images>) -> MutexGuard<'a, Images> {
+    fn write_one<'a>(&'a self, mut state: MutexGuard<'a, PreImageState>) -> MutexGuard<'a, PreImageState> {
         let Some((table, number, block)) = state.last_in_memory() else { return state };
         let (file, offset) = (state.file.clone(), state.file_bytes);
         state.writing = true;
         drop(state);
         let written = file
-            .map_or_else(|| self.engine.open(&self.path, Open::Create { preallocate: 0 }), Ok)
+            .map_or_else(|| self.engine.open(&self.path, IoOpenMode::Create { preallocate: 0 }), Ok)
             .and_then(|file| file.write_at(offset, &block.bytes).map(|()| file));
         let mut state = lock(&self.state);
         state.writing = false;
@@ -286,7 +290,7 @@ impl SharedImages {
                 let found = state.tables[table].full.iter_mut().find(|full| full.number == number);
                 // A block that is no longer there was taken while it was written.
                 if let Some(full) = found {
-                    full.at = Location::File { offset, bytes };
+                    full.at = ImageLocation::File { offset, bytes };
                     state.held_bytes -= bytes;
                 }
             }
@@ -301,8 +305,8 @@ impl SharedImages {
     }
 }
 
-fn chunk_of(bytes: &[u8], rows: usize, floats: usize) -> Chunk {
-    let mut chunk = Chunk { headers: Vec::with_capacity(rows), vectors: Vec::with_capacity(rows * floats) };
+fn chunk_of(bytes: &[u8], rows: usize, floats: usize) -> RowChunk {
+    let mut chunk = RowChunk { headers: Vec::with_capacity(rows), vectors: Vec::with_capacity(rows * floats) };
     for row in bytes.chunks_exact(HEADER_BYTES + floats * 4).take(rows) {
         let (header, vector) = row.split_at(HEADER_BYTES);
         chunk.headers.push(bytemuck::pod_read_unaligned(header));
@@ -312,18 +316,18 @@ fn chunk_of(bytes: &[u8], rows: usize, floats: usize) -> Chunk {
 }
 
 /// Copies rows of one table.
-pub(crate) struct Keeping<'a> {
+pub(crate) struct PreImageWriter<'a> {
     images: &'a PreImages,
     table: usize,
     floats: usize,
-    block: Option<Block>,
-    refused: bool,
+    block: Option<ImageBlock>,
+    has_failed: bool,
 }
 
-impl Keeping<'_> {
+impl PreImageWriter<'_> {
     /// Copy a row: its header is given, and `fill` writes its vector part.
-    pub(crate) fn row(&mut self, header: &RowHeader, fill: impl FnOnce(&mut [f32])) {
-        if self.refused {
+    pub(crate) fn copy_row(&mut self, header: &RowHeader, fill: impl FnOnce(&mut [f32])) {
+        if self.has_failed {
             return;
         }
         let row_bytes = HEADER_BYTES + self.floats * 4;
@@ -344,24 +348,24 @@ impl Keeping<'_> {
         if let Some(full) = self.block.take() {
             self.images.put(self.table, full);
         }
-        let kept = &self.images.kept;
+        let kept = &self.images.shared;
         match kept.blocks.take_at_least(row_bytes.next_multiple_of(ALIGNMENT)) {
             Ok(bytes) => {
                 lock(&kept.state).held_bytes += bytes.len();
-                self.block = Some(Block { bytes, rows: 0 });
+                self.block = Some(ImageBlock { bytes, rows: 0 });
             }
             Err(error) => {
                 self.images.fail(error);
-                self.refused = true;
+                self.has_failed = true;
             }
         }
-        !self.refused
+        !self.has_failed
     }
 }
 
-impl Drop for Keeping<'_> {
+impl Drop for PreImageWriter<'_> {
     fn drop(&mut self) {
-        let mut state = lock(&self.images.kept.state);
+        let mut state = lock(&self.images.shared.state);
         let open = &mut state.tables[self.table].open;
         if let Some(block) = self.block.take() {
             if open.is_none() {
@@ -369,12 +373,12 @@ impl Drop for Keeping<'_> {
             } else {
                 drop(state);
                 self.images.put(self.table, block);
-                state = lock(&self.images.kept.state);
+                state = lock(&self.images.shared.state);
             }
         }
-        state.tables[self.table].keeping -= 1;
+        state.tables[self.table].writers -= 1;
         drop(state);
-        self.images.kept.changed.notify_all();
+        self.images.shared.changed.notify_all();
     }
 }
 
@@ -392,7 +396,7 @@ mod tests {
         let engine = MemoryEngine::default();
         engine.create_dir_all(Path::new("/made")).unwrap();
         let images = PreImages::new(Arc::new(engine), "/made/images".into(), 16 * ALIGNMENT, 4);
-        lock(&images.kept.state).has_writer = Some(false);
+        lock(&images.shared.state).has_writer = Some(false);
         let tables: Vec<usize> = (0..4).map(|_| images.add(&layout)).collect();
         std::thread::scope(|scope| {
             for &table in &tables {
@@ -400,7 +404,7 @@ mod tests {
                 scope.spawn(move || {
                     for id in 0..ROWS {
                         let header = RowHeader { id, ..RowHeader::default() };
-                        images.keep(table).row(&header, |to| to.fill((id * 4 + table as i64) as f32));
+                        images.writer(table).copy_row(&header, |to| to.fill((id * 4 + table as i64) as f32));
                     }
                 });
             }

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::preimages::{Keeping, PreImages};
-use crate::cache::rows::{Chunk, DeviceTensors};
+use super::preimages::{PreImageWriter, PreImages};
+use crate::cache::rows::{DeviceTensors, RowChunk};
 use crate::device::DeviceTier;
 use crate::error::{Error, Result};
-use crate::host::{HostTier, Quiet};
+use crate::host::{HostTier, ReadAccess};
 use crate::memory;
 use crate::rows::{RowHeader, RowLayout};
 use crate::slots::SlotMap;
@@ -17,9 +17,9 @@ const ROWS_AHEAD: usize = 8;
 
 /// A bit for each slot of a tier.
 #[derive(Debug, Default)]
-pub(crate) struct Marks(Vec<u64>);
+pub(crate) struct SlotMarks(Vec<u64>);
 
-impl Marks {
+impl SlotMarks {
     /// No slot of the tier is marked.
     ///
     /// Errors: `Memory`.
@@ -70,50 +70,50 @@ impl Marks {
 /// The slots whose rows a moment still has to hand over, as they are now. Whoever is about to change such a row, or to take it out of its
 /// slot, has it copied here first, which takes its mark back.
 #[derive(Debug)]
-pub(crate) struct WantedRows {
-    host: Marks,
-    device: Marks,
+pub(crate) struct SnapshotRows {
+    host: SlotMarks,
+    device: SlotMarks,
     images: Arc<PreImages>,
     /// The table's number in `images`.
     table: usize,
 }
 
-impl WantedRows {
-    pub(crate) fn new(host: Marks, device: Marks, images: Arc<PreImages>, table: usize) -> Self {
+impl SnapshotRows {
+    pub(crate) fn new(host: SlotMarks, device: SlotMarks, images: Arc<PreImages>, table: usize) -> Self {
         Self { host, device, images, table }
     }
 
-    fn keep(&self) -> Keeping<'_> {
-        self.images.keep(self.table)
+    fn writer(&self) -> PreImageWriter<'_> {
+        self.images.writer(self.table)
     }
 
     /// Copy those of these host rows that are wanted.
     #[cold]
-    pub(crate) fn keep_host<'a>(&mut self, host: &HostTier, slots: impl Iterator<Item = Quiet<'a>>) {
-        let wanted: Vec<Quiet<'a>> = slots.filter(|quiet| self.host.take(quiet.slot())).collect();
+    pub(crate) fn keep_host<'a>(&mut self, host: &HostTier, slots: impl Iterator<Item = ReadAccess<'a>>) {
+        let wanted: Vec<ReadAccess<'a>> = slots.filter(|quiet| self.host.take(quiet.slot())).collect();
         if wanted.is_empty() {
             return;
         }
-        let mut keeping = self.keep();
+        let mut keeping = self.writer();
         for (at, &quiet) in wanted.iter().enumerate() {
             if let Some(&later) = wanted.get(at + ROWS_AHEAD) {
                 host.prefetch_row(later.slot());
             }
             let row = host.row(quiet);
-            keeping.row(row.header, |to| to.copy_from_slice(row.vector));
+            keeping.copy_row(row.header, |to| to.copy_from_slice(row.vector));
         }
     }
 
     /// Copy those of these device rows that are wanted. `rows` has all of them, just read.
-    pub(crate) fn keep_read(&mut self, slots: &[CacheSlot], rows: &Chunk, floats: usize) {
+    pub(crate) fn keep_read(&mut self, slots: &[CacheSlot], rows: &RowChunk, floats: usize) {
         let wanted: Vec<usize> = (0..slots.len()).filter(|&at| self.device.take(slots[at])).collect();
         if wanted.is_empty() {
             return;
         }
-        let mut keeping = self.keep();
+        let mut keeping = self.writer();
         for at in wanted {
             let row = rows.row(at, floats);
-            keeping.row(row.header, |to| to.copy_from_slice(row.vector));
+            keeping.copy_row(row.header, |to| to.copy_from_slice(row.vector));
         }
     }
 
@@ -129,11 +129,11 @@ impl WantedRows {
         if wanted.is_empty() {
             return;
         }
-        let mut keeping = self.keep();
+        let mut keeping = self.writer();
         for slot in wanted {
             let at = slot as usize;
             let scalar = tensors.scalars.as_ref().map_or(0.0, |scalars| scalars[at]);
-            keeping.row(&RowHeader { scalar, ..*device.header(slot) }, |to| {
+            keeping.copy_row(&RowHeader { scalar, ..*device.header(slot) }, |to| {
                 let (weights, rest) = to.split_at_mut(layout.dim);
                 weights.copy_from_slice(&tensors.weights[at * layout.dim..][..layout.dim]);
                 for (from, to) in tensors.vector_slots.iter().zip(rest.chunks_exact_mut(layout.dim)) {
@@ -144,21 +144,21 @@ impl WantedRows {
     }
 
     /// Which of these device rows are wanted.
-    pub(crate) fn wanted_on_device(&self, slots: &[CacheSlot]) -> Vec<CacheSlot> {
+    pub(crate) fn pending_on_device(&self, slots: &[CacheSlot]) -> Vec<CacheSlot> {
         slots.iter().copied().filter(|&slot| self.device.has(slot)).collect()
     }
 
     /// Which of these device rows are wanted. Their marks are taken back: the caller reads them and hands them to
-    /// [`WantedRows::keep_all`], or says that it could not.
-    pub(crate) fn take_wanted_on_device(&mut self, slots: &[CacheSlot]) -> Vec<CacheSlot> {
+    /// [`SnapshotRows::keep_all`], or says that it could not.
+    pub(crate) fn take_pending_on_device(&mut self, slots: &[CacheSlot]) -> Vec<CacheSlot> {
         slots.iter().copied().filter(|&slot| self.device.take(slot)).collect()
     }
 
     /// Copy all these rows, whose vector parts have `floats` floats.
-    pub(crate) fn keep_all(&mut self, rows: &Chunk, floats: usize) {
-        let mut keeping = self.keep();
+    pub(crate) fn keep_all(&mut self, rows: &RowChunk, floats: usize) {
+        let mut keeping = self.writer();
         for (header, vector) in rows.headers.iter().zip(rows.vectors.chunks_exact(floats)) {
-            keeping.row(header, |to| to.copy_from_slice(vector));
+            keeping.copy_row(header, |to| to.copy_from_slice(vector));
         }
     }
 
@@ -172,7 +172,7 @@ impl WantedRows {
         self.host.take_next(next, most)
     }
 
-    /// Take the next wanted rows of the device tier, as [`WantedRows::take_next_of_host`] does.
+    /// Take the next wanted rows of the device tier, as [`SnapshotRows::take_next_of_host`] does.
     pub(crate) fn take_next_of_device(&mut self, next: &mut CacheSlot, most: usize) -> Vec<CacheSlot> {
         self.device.take_next(next, most)
     }
@@ -196,7 +196,7 @@ mod tests {
         (0..200).for_each(|_| assert!(slots.take().is_some()));
         let marked: Vec<CacheSlot> = (0..200).filter(|slot| slot % 3 == 0 || (60..70).contains(slot)).collect();
         for most in [1, 7, 64, 500] {
-            let mut marks = Marks::none_of(&slots).unwrap();
+            let mut marks = SlotMarks::none_of(&slots).unwrap();
             for &slot in &marked {
                 marks.set(slot);
             }

@@ -7,14 +7,14 @@ use serde::Serialize;
 use serde_json::ser::PrettyFormatter;
 
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, IoFile, Open};
+use crate::io::{IoEngine, IoFile, IoOpenMode};
 
 /// Larger manifests are refused before they are read.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 
 /// Open a regular file that a complete save has. `Corruption` where there is none, or something else.
 pub(crate) fn open_file(engine: &dyn IoEngine, path: &Path) -> Result<Arc<dyn IoFile>> {
-    engine.open(path, Open::Read).map_err(|error| match error.errno() {
+    engine.open(path, IoOpenMode::Read).map_err(|error| match error.errno() {
         Some(libc::ENOENT) => Error::corruption(path, 0, "what is there", "a file", "nothing"),
         Some(libc::ENXIO) => Error::corruption(path, 0, "what is there", "a regular file", "a socket or a pipe"),
         _ => error,
@@ -36,12 +36,12 @@ pub(crate) fn read_small(engine: &dyn IoEngine, path: &Path, limit: u64) -> Resu
 /// Read a manifest whose checksum is `expected`.
 pub(crate) fn read_checked(engine: &dyn IoEngine, path: &Path, expected: u32) -> Result<Vec<u8>> {
     let bytes = read_small(engine, path, MAX_MANIFEST_BYTES)?;
-    check(path, &bytes, expected)?;
+    check_crc(path, &bytes, expected)?;
     Ok(bytes)
 }
 
 /// `Corruption` unless the CRC-32C of `bytes`, which are all of the file, is `expected`.
-pub(crate) fn check(path: &Path, bytes: &[u8], expected: u32) -> Result<()> {
+pub(crate) fn check_crc(path: &Path, bytes: &[u8], expected: u32) -> Result<()> {
     let found = crc32c::crc32c(bytes);
     if found == expected { Ok(()) } else { Err(Error::corruption(path, 0, "the checksum", expected, found)) }
 }

@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use serde::Serialize;
 
 use super::files::render;
-use super::layout::InOrder;
-use super::manifest::{BlockEntry, ShardManifest, TableShare};
-use super::names::Shard;
+use super::layout::OrderedFields;
+use super::manifest::{RecisBlockEntry, RecisShardManifest, RecisTableShare};
+use super::names::RecisShard;
 use crate::error::{Error, Kind, Result};
 
 /// RecIS' indexes of a save.
-pub(crate) struct Indexes {
+pub(crate) struct RecisIndexes {
     /// Names of blocks by their names in the files.
     pub(crate) names: Vec<u8>,
     /// Which file has which block.
@@ -19,55 +19,56 @@ pub(crate) struct Indexes {
 }
 
 #[derive(Serialize)]
-struct FileIndex<'a> {
-    file_index: InOrder<'a, usize>,
-    block_index: InOrder<'a, usize>,
+struct RecisFileIndex<'a> {
+    file_index: OrderedFields<'a, usize>,
+    block_index: OrderedFields<'a, usize>,
 }
 
 /// Values by name, in the order in which names first came.
-struct ByName<V> {
+struct InsertionOrderMap<V> {
     entries: Vec<(String, V)>,
-    at: HashMap<String, usize>,
+    positions: HashMap<String, usize>,
 }
 
-impl<V> ByName<V> {
+impl<V> InsertionOrderMap<V> {
     fn new() -> Self {
-        Self { entries: Vec::new(), at: HashMap::new() }
+        Self { entries: Vec::new(), positions: HashMap::new() }
     }
 
     fn set(&mut self, name: String, value: V) {
-        if let Some(&at) = self.at.get(&name) {
+        if let Some(&at) = self.positions.get(&name) {
             self.entries[at].1 = value;
             return;
         }
-        self.at.insert(name.clone(), self.entries.len());
+        self.positions.insert(name.clone(), self.entries.len());
         self.entries.push((name, value));
     }
 }
 
-impl Indexes {
+impl RecisIndexes {
     /// Of all shards, by number, which make whole tables.
-    pub(crate) fn new(manifests: &[ShardManifest]) -> Result<Self> {
-        let (mut names, mut file_of) = (ByName::new(), ByName::new());
-        let mut files: ByName<usize> = ByName::new();
+    pub(crate) fn new(manifests: &[RecisShardManifest]) -> Result<Self> {
+        let (mut names, mut file_of) = (InsertionOrderMap::new(), InsertionOrderMap::new());
+        let mut files: InsertionOrderMap<usize> = InsertionOrderMap::new();
         for (index, manifest) in manifests.iter().enumerate() {
-            let shard = Shard { index: index as u32, count: manifests.len() as u32 };
+            let shard = RecisShard { index: index as u32, count: manifests.len() as u32 };
             for block in &manifest.blocks {
                 let file = shard.data_file(block.file, manifest.parallel);
-                let number = files.at.get(&file).copied().unwrap_or(files.entries.len());
+                let number = files.positions.get(&file).copied().unwrap_or(files.entries.len());
                 files.set(file, number);
                 let (part, full) = names_of(block, manifest, shard);
                 names.set(part.clone(), full);
                 file_of.set(part, number);
             }
         }
-        let index = FileIndex { file_index: InOrder(&files.entries), block_index: InOrder(&file_of.entries) };
-        Ok(Self { names: render(&InOrder(&names.entries))?, files: render(&index)? })
+        let index =
+            RecisFileIndex { file_index: OrderedFields(&files.entries), block_index: OrderedFields(&file_of.entries) };
+        Ok(Self { names: render(&OrderedFields(&names.entries))?, files: render(&index)? })
     }
 }
 
 /// A block's name in its file, and the one that RecIS knows it by.
-fn names_of(block: &BlockEntry, manifest: &ShardManifest, shard: Shard) -> (String, String) {
+fn names_of(block: &RecisBlockEntry, manifest: &RecisShardManifest, shard: RecisShard) -> (String, String) {
     let Some(slot) = &block.slot else {
         // The blank is what RecIS calls the slice of a whole tensor.
         return (block.name.clone(), format!("{}^ ", block.name));
@@ -80,7 +81,7 @@ fn names_of(block: &BlockEntry, manifest: &ShardManifest, shard: Shard) -> (Stri
 ///
 /// A shard that owns some buckets has ids of the whole range, because ids are hashed. RecIS finds blocks by names that differ in the slice
 /// alone, so those of several shards differ in their leading zeros.
-fn slice(table: &TableShare, shard: Shard) -> String {
+fn slice(table: &RecisTableShare, shard: RecisShard) -> String {
     let total = table.total_num_buckets;
     let mut left = total.to_string().len();
     let mut right = left;
@@ -93,23 +94,23 @@ fn slice(table: &TableShare, shard: Shard) -> String {
 }
 
 /// A shard's part of a table.
-struct Part<'a> {
+struct RecisTablePart<'a> {
     shard: usize,
-    share: &'a TableShare,
+    share: &'a RecisTableShare,
     /// Slots, and the shape of one row in each.
     slots: Vec<(&'a str, &'a [u64])>,
 }
 
 /// `Mismatch` unless the shards of each table agree and hold every bucket once, and each name is the name of one thing.
-pub(crate) fn check_whole(manifests: &[ShardManifest]) -> Result<()> {
+pub(crate) fn check_complete(manifests: &[RecisShardManifest]) -> Result<()> {
     let refuse = |what: String| Err(Error::new(Kind::Mismatch, what));
-    let mut tables: BTreeMap<&str, Vec<Part<'_>>> = BTreeMap::new();
+    let mut tables: BTreeMap<&str, Vec<RecisTablePart<'_>>> = BTreeMap::new();
     let mut dense = BTreeSet::new();
     for (shard, manifest) in manifests.iter().enumerate() {
         for share in &manifest.tables {
             let of_table = manifest.blocks.iter().filter(|block| block.name == share.name);
             let slots = of_table.filter_map(|block| Some((block.slot.as_deref()?, block.shape.get(1..)?))).collect();
-            tables.entry(&share.name).or_default().push(Part { shard, share, slots });
+            tables.entry(&share.name).or_default().push(RecisTablePart { shard, share, slots });
         }
         for block in manifest.blocks.iter().filter(|block| block.slot.is_none()) {
             if !dense.insert(block.name.as_str()) {
@@ -124,10 +125,10 @@ pub(crate) fn check_whole(manifests: &[ShardManifest]) -> Result<()> {
     tables.into_iter().try_for_each(|(name, parts)| check_parts(name, parts))
 }
 
-fn check_parts(name: &str, mut parts: Vec<Part<'_>>) -> Result<()> {
+fn check_parts(name: &str, mut parts: Vec<RecisTablePart<'_>>) -> Result<()> {
     let refuse = |what: String| Err(Error::new(Kind::Mismatch, format!("table {name:?}{what}")));
     for part in &parts {
-        if let Some((field, mine, other)) = differs(part, &parts[0]) {
+        if let Some((field, mine, other)) = first_difference(part, &parts[0]) {
             let (shard, first) = (part.shard, parts[0].shard);
             return refuse(format!(
                 " has {field} {mine} on shard {shard} and {other} on shard {first}: save the shards of one table at one step, \
@@ -138,7 +139,7 @@ fn check_parts(name: &str, mut parts: Vec<Part<'_>>) -> Result<()> {
     let total = parts[0].share.total_num_buckets;
     parts.sort_by_key(|part| part.share.buckets);
     let mut at = 0;
-    for Part { shard, share, .. } in &parts {
+    for RecisTablePart { shard, share, .. } in &parts {
         let [begin, end] = share.buckets;
         if begin != at {
             return refuse(format!(": bucket {at} is followed by {begin} of shard {shard}: give each shard's table"));
@@ -152,8 +153,8 @@ fn check_parts(name: &str, mut parts: Vec<Part<'_>>) -> Result<()> {
 }
 
 /// A field in which two shards' parts of a table differ, and both values.
-fn differs(part: &Part<'_>, other: &Part<'_>) -> Option<(&'static str, String, String)> {
-    let fields = |share: &TableShare| {
+fn first_difference(part: &RecisTablePart<'_>, other: &RecisTablePart<'_>) -> Option<(&'static str, String, String)> {
+    let fields = |share: &RecisTableShare| {
         [
             ("dim", share.dim.to_string()),
             ("optimizer", share.optimizer.clone()),

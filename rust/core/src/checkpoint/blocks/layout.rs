@@ -35,7 +35,7 @@ const PAD: &str = "__pad.";
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Tensor {
+pub(crate) struct RecisTensor {
     pub(crate) name: String,
     /// The type as safetensors names it.
     pub(crate) dtype: String,
@@ -46,7 +46,7 @@ pub(crate) struct Tensor {
     pub(crate) bytes: u64,
 }
 
-impl Tensor {
+impl RecisTensor {
     /// The message says why there is no such tensor.
     pub(crate) fn new(name: String, dtype: &str, shape: Vec<u64>) -> Result<Self, String> {
         let width = ELEMENT_BYTES.iter().find(|(known, _)| *known == dtype).map(|(_, width)| *width);
@@ -65,14 +65,14 @@ pub(crate) fn whole_pages(bytes: u64) -> u64 {
 
 /// Whether each tensor starts at a page, after zeros, or right behind the one before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Spacing {
+pub(crate) enum TensorSpacing {
     Pages,
-    None,
+    Packed,
 }
 
 /// The layout of a file. The widest types come first, so that each tensor starts at a multiple of its own element.
 #[derive(Debug)]
-pub(crate) struct Layout {
+pub(crate) struct RecisFileLayout {
     /// The file's first bytes, whole pages.
     pub(crate) header: Vec<u8>,
     /// Where each tensor starts in the file.
@@ -83,16 +83,16 @@ pub(crate) struct Layout {
 
 /// A tensor as a header describes it.
 #[derive(Serialize)]
-struct Described<'a> {
+struct TensorHeaderEntry<'a> {
     dtype: &'a str,
     shape: &'a [u64],
     data_offsets: [u64; 2],
 }
 
 /// A JSON object with its fields in the order of a list.
-pub(crate) struct InOrder<'a, V>(pub(crate) &'a [(String, V)]);
+pub(crate) struct OrderedFields<'a, V>(pub(crate) &'a [(String, V)]);
 
-impl<V: Serialize> Serialize for InOrder<'_, V> {
+impl<V: Serialize> Serialize for OrderedFields<'_, V> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(self.0.len()))?;
         self.0.iter().try_for_each(|(name, value)| map.serialize_entry(name, value))?;
@@ -100,9 +100,9 @@ impl<V: Serialize> Serialize for InOrder<'_, V> {
     }
 }
 
-impl Layout {
+impl RecisFileLayout {
     /// The layout of a file with these tensors; the message says why there is none.
-    pub(crate) fn new(tensors: &[&Tensor], spacing: Spacing) -> Result<Self, String> {
+    pub(crate) fn new(tensors: &[&RecisTensor], spacing: TensorSpacing) -> Result<Self, String> {
         let mut ordered = tensors.to_vec();
         ordered.sort_by_key(|tensor| std::cmp::Reverse(tensor.width)); // stable
         let mut pad = PAD.to_owned();
@@ -117,16 +117,16 @@ impl Layout {
             if offsets.insert(tensor.name.clone(), at).is_some() {
                 return Err(format!("two blocks of one file are called {:?}", tensor.name));
             }
-            let entry = Described { dtype: &tensor.dtype, shape: &tensor.shape, data_offsets: [at, end] };
+            let entry = TensorHeaderEntry { dtype: &tensor.dtype, shape: &tensor.shape, data_offsets: [at, end] };
             described.push((tensor.name.clone(), entry));
             at = end;
-            if spacing == Spacing::Pages && zeros[0] > 0 {
-                let entry = Described { dtype: "U8", shape: zeros, data_offsets: [at, at + zeros[0]] };
+            if spacing == TensorSpacing::Pages && zeros[0] > 0 {
+                let entry = TensorHeaderEntry { dtype: "U8", shape: zeros, data_offsets: [at, at + zeros[0]] };
                 described.push((format!("{pad}{number}"), entry));
                 at += zeros[0];
             }
         }
-        let text = serde_json::to_vec(&InOrder(&described)).map_err(|error| error.to_string())?;
+        let text = serde_json::to_vec(&OrderedFields(&described)).map_err(|error| error.to_string())?;
         let length = whole_pages(8 + text.len() as u64);
         let mut header = (length - 8).to_le_bytes().to_vec();
         header.extend_from_slice(&text);
@@ -136,12 +136,12 @@ impl Layout {
     }
 
     /// Where a tensor of the file starts.
-    pub(crate) fn start(&self, tensor: &Tensor) -> u64 {
+    pub(crate) fn start(&self, tensor: &RecisTensor) -> u64 {
         self.starts[&tensor.name]
     }
 
     /// The whole of a small file, with each tensor's elements.
-    pub(crate) fn image<'a>(&self, data: impl Iterator<Item = (&'a Tensor, &'a [u8])>) -> Vec<u8> {
+    pub(crate) fn image<'a>(&self, data: impl Iterator<Item = (&'a RecisTensor, &'a [u8])>) -> Vec<u8> {
         let mut image = vec![0; self.bytes as usize];
         image[..self.header.len()].copy_from_slice(&self.header);
         for (tensor, bytes) in data {
@@ -186,26 +186,26 @@ impl Layout {
 mod tests {
     use super::*;
 
-    fn tensor(name: &str, dtype: &str, shape: &[u64]) -> Tensor {
-        Tensor::new(name.into(), dtype, shape.to_vec()).unwrap()
+    fn tensor(name: &str, dtype: &str, shape: &[u64]) -> RecisTensor {
+        RecisTensor::new(name.into(), dtype, shape.to_vec()).unwrap()
     }
 
     #[test]
     fn wide_elements_come_first_and_each_tensor_starts_at_a_page() {
         let tensors = [tensor("b", "BOOL", &[7]), tensor("w", "F32", &[3, 2]), tensor("i", "I64", &[1])];
-        let all: Vec<&Tensor> = tensors.iter().collect();
-        let layout = Layout::new(&all, Spacing::Pages).unwrap();
+        let all: Vec<&RecisTensor> = tensors.iter().collect();
+        let layout = RecisFileLayout::new(&all, TensorSpacing::Pages).unwrap();
         let starts: Vec<u64> = tensors.iter().map(|tensor| layout.start(tensor)).collect();
         assert_eq!(starts, [3 * 4096, 2 * 4096, 4096]);
         assert_eq!(layout.bytes, 4 * 4096);
-        let close = Layout::new(&all, Spacing::None).unwrap();
+        let close = RecisFileLayout::new(&all, TensorSpacing::Packed).unwrap();
         assert_eq!(tensors.each_ref().map(|tensor| close.start(tensor)), [4096 + 8 + 24, 4096 + 8, 4096]);
     }
 
     #[test]
     fn a_header_says_each_tensor_once_in_the_order_of_the_file_and_zeros_between() {
         let tensors = [tensor("__pad.x", "U8", &[1]), tensor("w", "F32", &[])];
-        let layout = Layout::new(&tensors.iter().collect::<Vec<_>>(), Spacing::Pages).unwrap();
+        let layout = RecisFileLayout::new(&tensors.iter().collect::<Vec<_>>(), TensorSpacing::Pages).unwrap();
         let text = std::str::from_utf8(&layout.header[8..]).unwrap();
         assert_eq!(
             text.trim_end(),
@@ -218,12 +218,12 @@ mod tests {
 
     #[test]
     fn what_no_file_can_hold_is_refused() {
-        assert!(Tensor::new("a".into(), "F31", vec![]).is_err());
-        assert!(Tensor::new("a".into(), "F32", vec![1 << 40, 1 << 40]).is_err());
-        assert!(Tensor::new("a".into(), "F32", vec![1 << 61]).is_err());
+        assert!(RecisTensor::new("a".into(), "F31", vec![]).is_err());
+        assert!(RecisTensor::new("a".into(), "F32", vec![1 << 40, 1 << 40]).is_err());
+        assert!(RecisTensor::new("a".into(), "F32", vec![1 << 61]).is_err());
         let twice = [tensor("a", "U8", &[1]), tensor("a", "F32", &[1])];
-        assert!(Layout::new(&twice.iter().collect::<Vec<_>>(), Spacing::None).is_err());
+        assert!(RecisFileLayout::new(&twice.iter().collect::<Vec<_>>(), TensorSpacing::Packed).is_err());
         let huge = [tensor("a", "U8", &[(1 << 62) - 1]), tensor("b", "U8", &[(1 << 62) - 1])];
-        assert!(Layout::new(&huge.iter().collect::<Vec<_>>(), Spacing::Pages).is_err());
+        assert!(RecisFileLayout::new(&huge.iter().collect::<Vec<_>>(), TensorSpacing::Pages).is_err());
     }
 }

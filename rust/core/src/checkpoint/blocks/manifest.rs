@@ -4,8 +4,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::layout::{Layout, Spacing, Tensor};
-use super::names::Shard;
+use super::layout::{RecisFileLayout, RecisTensor, TensorSpacing};
+use super::names::RecisShard;
 use crate::checkpoint::manifest::json::inconsistent;
 use crate::error::{Error, Kind, Result};
 
@@ -23,7 +23,7 @@ const MAX_BUCKETS: u32 = (1 << 31) - 1;
 /// One shard's rows of a table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct TableShare {
+pub struct RecisTableShare {
     /// The table's name in the save.
     pub name: String,
     /// Width of the embedding.
@@ -46,7 +46,7 @@ pub struct TableShare {
     pub runs: Vec<u64>,
 }
 
-impl TableShare {
+impl RecisTableShare {
     /// Rows of all runs; `None` where they are more than any table has.
     pub(crate) fn rows(&self) -> Option<u64> {
         self.runs.iter().try_fold(0_u64, |all, &rows| all.checked_add(rows)).filter(|&rows| rows < 1 << 62)
@@ -79,7 +79,7 @@ impl TableShare {
 /// A block of a shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct BlockEntry {
+pub(crate) struct RecisBlockEntry {
     /// The table's name, or the tensor's.
     pub(crate) name: String,
     /// What of the table's rows it holds; `None` of a dense tensor.
@@ -90,42 +90,46 @@ pub(crate) struct BlockEntry {
     pub(crate) file: u32,
 }
 
-impl BlockEntry {
+impl RecisBlockEntry {
     /// The block as a tensor of its file.
-    pub(crate) fn tensor(&self, shard: Shard) -> Result<Tensor, String> {
+    pub(crate) fn tensor(&self, shard: RecisShard) -> Result<RecisTensor, String> {
         let name = self.slot.as_ref().map_or_else(|| self.name.clone(), |slot| shard.part_name(&self.name, slot));
-        Tensor::new(name, &self.dtype, self.shape.clone())
+        RecisTensor::new(name, &self.dtype, self.shape.clone())
     }
 }
 
 /// A shard's blocks as tensors of its files; the message says why one is none.
-pub(crate) fn tensors_of(blocks: &[BlockEntry], shard: Shard) -> Result<Vec<Tensor>, String> {
+pub(crate) fn tensors_of(blocks: &[RecisBlockEntry], shard: RecisShard) -> Result<Vec<RecisTensor>, String> {
     blocks.iter().map(|block| block.tensor(shard)).collect()
 }
 
 /// The layout of the data file `file`, from all blocks of its shard and their tensors; the message says why there is none.
-pub(crate) fn layout_of_file(file: u32, blocks: &[BlockEntry], tensors: &[Tensor]) -> Result<Layout, String> {
+pub(crate) fn layout_of_file(
+    file: u32,
+    blocks: &[RecisBlockEntry],
+    tensors: &[RecisTensor],
+) -> Result<RecisFileLayout, String> {
     let in_file = blocks.iter().zip(tensors).filter(|(block, _)| block.file == file);
-    Layout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), Spacing::Pages)
+    RecisFileLayout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), TensorSpacing::Pages)
 }
 
 /// `shard-<i>-of-<n>.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct ShardManifest {
+pub(crate) struct RecisShardManifest {
     pub(crate) shard: u32,
     pub(crate) shards: u32,
     /// The most data files of the shard.
     pub(crate) parallel: u32,
-    pub(crate) tables: Vec<TableShare>,
-    pub(crate) blocks: Vec<BlockEntry>,
+    pub(crate) tables: Vec<RecisTableShare>,
+    pub(crate) blocks: Vec<RecisBlockEntry>,
     /// CRC-32C of the file with the checksums.
     pub(crate) check: u32,
 }
 
-impl ShardManifest {
+impl RecisShardManifest {
     /// `Corruption` unless this is the manifest of `shard`, whose numbers are within the format's bounds.
-    pub(crate) fn check(&self, shard: Shard, path: &Path) -> Result<()> {
+    pub(crate) fn check(&self, shard: RecisShard, path: &Path) -> Result<()> {
         let damaged = |what: String| inconsistent(path, what);
         if (self.shard, self.shards) != (shard.index, shard.count) {
             return Err(damaged(format!("it is of shard {} of {}", self.shard, self.shards)));
@@ -143,7 +147,7 @@ impl ShardManifest {
 /// `manifest.json`: the CRC-32C of each shard's manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct SaveManifest {
+pub(crate) struct RecisSaveManifest {
     format: String,
     version: u32,
     pub(crate) shards: Vec<u32>,
@@ -151,19 +155,19 @@ pub(crate) struct SaveManifest {
 
 /// The fields that a manifest of any release has.
 #[derive(Deserialize)]
-struct Head {
+struct RecisManifestHeader {
     format: serde_json::Value,
     version: serde_json::Value,
 }
 
-impl SaveManifest {
+impl RecisSaveManifest {
     pub(crate) fn new(shards: Vec<u32>) -> Self {
         Self { format: FORMAT.to_owned(), version: VERSION, shards }
     }
 
     /// From JSON; `Unsupported` for another format or version.
     pub(crate) fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
-        let head: Head = parse(bytes, path)?;
+        let head: RecisManifestHeader = parse(bytes, path)?;
         if head.format != FORMAT || head.version != VERSION {
             let what = format!(
                 "{} has format {} of version {} and this release reads {FORMAT:?} of version {VERSION}: load it with the release that wrote \

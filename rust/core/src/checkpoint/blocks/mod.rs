@@ -12,12 +12,12 @@
 //!
 //! Saving, shard by shard, in any order and in any processes:
 //!
-//! 1. [`BlockSave::begin`] makes a save or joins the one that waits for the shard.
-//! 2. [`ShardWriter::new`] makes the data files, [`ShardWriter::append`] fills the blocks.
-//! 3. [`ShardWriter::finish`] makes all durable and writes the shard's manifest. Whichever shard is the last publishes: from then on a
+//! 1. [`RecisSave::begin`] makes a save or joins the one that waits for the shard.
+//! 2. [`RecisShardWriter::new`] makes the data files, [`RecisShardWriter::append`] fills the blocks.
+//! 3. [`RecisShardWriter::finish`] makes all durable and writes the shard's manifest. Whichever shard is the last publishes: from then on a
 //!    load finds this save, and older ones are removed.
 //!
-//! Loading: [`BlockReader::open`] checks the manifests of the newest save and keeps it from being removed; then rows and tensors are read,
+//! Loading: [`RecisReader::open`] checks the manifests of the newest save and keeps it from being removed; then rows and tensors are read,
 //! verified as they arrive.
 
 pub(crate) mod files;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::files::{read_small, read_utf8_line};
-use crate::checkpoint::directory::Directory;
+use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::latest::CheckpointName;
 use crate::error::{Error, Kind, Result};
 
@@ -19,14 +19,14 @@ pub(crate) const NAMES_FILE: &str = "tensorkey.json";
 
 /// One shard of those that save tables together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shard {
+pub struct RecisShard {
     /// Its number, from 0.
     pub index: u32,
     /// How many shards there are.
     pub count: u32,
 }
 
-impl Shard {
+impl RecisShard {
     /// The manifest of the shard.
     pub(crate) fn manifest_file(self) -> String {
         format!("shard-{:06}-of-{:06}.json", self.index, self.count)
@@ -65,27 +65,27 @@ impl Shard {
 
 /// The name of a save's directory: a number that grows with every save to the path, and a random part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct BlockSaveName(pub(crate) CheckpointName);
+pub struct RecisSaveName(pub(crate) CheckpointName);
 
-impl BlockSaveName {
+impl RecisSaveName {
     /// The number.
     pub(crate) fn seq(self) -> u64 {
         self.0.seq
     }
 
     /// The save's directory.
-    pub(crate) fn dir(self, root: &Directory) -> Directory {
-        root.below(self)
+    pub(crate) fn dir(self, root: &CheckpointDirectory) -> CheckpointDirectory {
+        root.subdirectory(self)
     }
 }
 
-impl fmt::Display for BlockSaveName {
+impl fmt::Display for RecisSaveName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "blocks-{}", self.0)
     }
 }
 
-impl FromStr for BlockSaveName {
+impl FromStr for RecisSaveName {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -95,23 +95,23 @@ impl FromStr for BlockSaveName {
 }
 
 /// The saves in a directory, complete or not, oldest first.
-pub(crate) fn saves(root: &Directory) -> Result<Vec<BlockSaveName>> {
-    let mut found: Vec<BlockSaveName> = root.named()?;
+pub(crate) fn list_saves(root: &CheckpointDirectory) -> Result<Vec<RecisSaveName>> {
+    let mut found: Vec<RecisSaveName> = root.list_names()?;
     found.sort_unstable();
     Ok(found)
 }
 
 /// The content of `LATEST.blocks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LatestBlocks {
-    pub(crate) name: BlockSaveName,
+pub(crate) struct LatestRecisSave {
+    pub(crate) name: RecisSaveName,
     /// CRC-32C of the save's manifest.
     pub(crate) manifest_crc32c: u32,
 }
 
-impl LatestBlocks {
+impl LatestRecisSave {
     /// The newest complete save; `None` where there is none.
-    pub(crate) fn find(root: &Directory) -> Result<Option<Self>> {
+    pub(crate) fn find(root: &CheckpointDirectory) -> Result<Option<Self>> {
         let path = root.join(LATEST_FILE);
         if !root.has(LATEST_FILE)? {
             return Ok(None);
@@ -131,7 +131,7 @@ impl LatestBlocks {
     }
 }
 
-impl fmt::Display for LatestBlocks {
+impl fmt::Display for LatestRecisSave {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:08x}", self.name, self.manifest_crc32c)
     }

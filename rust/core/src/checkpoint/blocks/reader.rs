@@ -7,28 +7,28 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::files::{check, read_checked};
-use super::layout::{Layout, Spacing, Tensor, whole_pages};
-use super::manifest::{SaveManifest, ShardManifest, TableShare, layout_of_file, parse, tensors_of};
-use super::names::{LATEST_FILE, LatestBlocks, Shard};
+use super::files::{check_crc, read_checked};
+use super::layout::{RecisFileLayout, RecisTensor, TensorSpacing, whole_pages};
+use super::manifest::{RecisSaveManifest, RecisShardManifest, RecisTableShare, layout_of_file, parse, tensors_of};
+use super::names::{LATEST_FILE, LatestRecisSave, RecisShard};
 use super::shard::check_tensors;
-use crate::checkpoint::directory::Directory;
-use crate::checkpoint::extents::verify::verify;
-use crate::checkpoint::manifest::dense::{CHUNK_BYTES, PIECE_BYTES, THREADS};
-use crate::checkpoint::manifest::holds::{Wait, hold_root};
+use crate::checkpoint::directory::CheckpointDirectory;
+use crate::checkpoint::extents::verify::verify_chunks;
+use crate::checkpoint::manifest::dense::{DENSE_CHUNK_BYTES, DENSE_PIECE_BYTES, DENSE_THREADS};
+use crate::checkpoint::manifest::holds::{WaitCallback, hold_recis_root};
 use crate::checkpoint::manifest::json::inconsistent;
 use crate::checkpoint::manifest::names::MANIFEST_FILE;
 use crate::error::{Error, Kind, Result};
-use crate::io::{BufPool, DirLock, Hold, IoFile};
-use crate::types::{Bucketing, Id};
+use crate::io::{BufPool, DirLock, DirLockPurpose, IoFile};
+use crate::types::{BucketMapper, Id};
 
 /// The slot that holds a table's ids.
 const ID: &str = "id";
 
 /// A block in a file.
 #[derive(Debug)]
-struct Block {
-    tensor: Tensor,
+struct RecisBlock {
+    tensor: RecisTensor,
     io: Arc<dyn IoFile>,
     /// Its first byte in the file.
     start: u64,
@@ -38,7 +38,7 @@ struct Block {
 
 /// What of a table's rows a block holds: of a dense tensor the whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BlockShape {
+pub struct RecisBlockShape {
     /// The type as safetensors names it.
     pub dtype: String,
     /// The shape of one row, or of the tensor.
@@ -49,17 +49,17 @@ pub struct BlockShape {
 
 /// A shard's rows of a table.
 #[derive(Debug)]
-struct Share {
+struct RecisShardShare {
     buckets: Range<u32>,
     runs: Vec<u64>,
     /// `[runs, buckets + 1]`.
     starts: Vec<i64>,
-    blocks: BTreeMap<String, Block>,
+    blocks: BTreeMap<String, RecisBlock>,
 }
 
 /// What the save says of a table: the same on all shards, but for the epoch, of which this is the highest.
 #[derive(Clone, Debug, PartialEq)]
-pub struct TableOfBlocks {
+pub struct RecisTableInfo {
     /// Its name in the save.
     pub name: String,
     /// Width of the embedding.
@@ -71,27 +71,27 @@ pub struct TableOfBlocks {
     /// The table's epoch.
     pub epoch: u32,
     /// How ids fall into the table's buckets.
-    pub bucketing: Bucketing,
+    pub bucketing: BucketMapper,
     /// What its blocks hold, by slot.
-    pub slots: BTreeMap<String, BlockShape>,
+    pub slots: BTreeMap<String, RecisBlockShape>,
 }
 
 /// A table of the save.
 #[derive(Debug)]
-struct Table {
-    about: TableOfBlocks,
-    shares: Vec<Share>,
+struct RecisTable {
+    info: RecisTableInfo,
+    shares: Vec<RecisShardShare>,
 }
 
 /// Rows that lie together in the blocks of one share, sorted by (bucket, `uint64(id)`).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BlockRun {
+pub struct RecisRun {
     share: usize,
     rows: Range<u64>,
     buckets: Range<u32>,
 }
 
-impl BlockRun {
+impl RecisRun {
     /// How many rows they are.
     pub fn rows(&self) -> u64 {
         self.rows.end - self.rows.start
@@ -100,54 +100,54 @@ impl BlockRun {
 
 /// The newest complete save of a directory, which stays there as long as this is held.
 #[derive(Debug)]
-pub struct BlockReader {
+pub struct RecisReader {
     /// The save's own directory.
-    dir: Directory,
-    tables: BTreeMap<String, Table>,
-    tensors: BTreeMap<String, Block>,
+    dir: CheckpointDirectory,
+    tables: BTreeMap<String, RecisTable>,
+    tensors: BTreeMap<String, RecisBlock>,
     buffers: Arc<BufPool>,
     _held: DirLock,
 }
 
-impl BlockReader {
+impl RecisReader {
     /// Open the newest save and check its manifests. `wait` is called while another process publishes one, and ends the wait by an error.
     ///
     /// Errors: `Path` where there is none; `Corruption`, `Unsupported` (a newer format), `Storage`.
-    pub fn open(root: &Directory, wait: &mut Wait<'_>) -> Result<Self> {
+    pub fn open(root: &CheckpointDirectory, wait: &mut WaitCallback<'_>) -> Result<Self> {
         let (latest, held) = hold_newest(root, wait)?;
         let dir = latest.name.dir(root);
         let path = dir.join(MANIFEST_FILE);
-        let manifest = SaveManifest::parse(&read_checked(dir.engine(), &path, latest.manifest_crc32c)?, &path)?;
+        let manifest = RecisSaveManifest::parse(&read_checked(dir.engine(), &path, latest.manifest_crc32c)?, &path)?;
         let mut reader = Self {
             dir,
             tables: BTreeMap::new(),
             tensors: BTreeMap::new(),
-            buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS)),
+            buffers: Arc::new(BufPool::new(DENSE_PIECE_BYTES, DENSE_THREADS)),
             _held: held,
         };
         let count = manifest.shards.len() as u32;
         for (index, &expected) in manifest.shards.iter().enumerate() {
-            let shard = Shard { index: index as u32, count };
+            let shard = RecisShard { index: index as u32, count };
             let path = reader.dir.join(shard.manifest_file());
-            let found: ShardManifest = parse(&read_checked(reader.dir.engine(), &path, expected)?, &path)?;
+            let found: RecisShardManifest = parse(&read_checked(reader.dir.engine(), &path, expected)?, &path)?;
             found.check(shard, &path)?;
             reader.open_shard(shard, &found, &path)?;
         }
-        reader.tables.values().try_for_each(|table| table.check_whole(reader.dir.path()))?;
+        reader.tables.values().try_for_each(|table| table.check_complete(reader.dir.path()))?;
         Ok(reader)
     }
 
     /// The tables, by name.
-    pub fn tables(&self) -> impl Iterator<Item = &TableOfBlocks> {
-        self.tables.values().map(|table| &table.about)
+    pub fn tables(&self) -> impl Iterator<Item = &RecisTableInfo> {
+        self.tables.values().map(|table| &table.info)
     }
 
     /// The dense tensors, by name.
-    pub fn tensors(&self) -> impl Iterator<Item = (&str, BlockShape)> {
-        self.tensors.iter().map(|(name, block)| (name.as_str(), BlockShape::of(&block.tensor, 0)))
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, RecisBlockShape)> {
+        self.tensors.iter().map(|(name, block)| (name.as_str(), RecisBlockShape::of(&block.tensor, 0)))
     }
 
-    fn open_shard(&mut self, shard: Shard, found: &ShardManifest, path: &Path) -> Result<()> {
+    fn open_shard(&mut self, shard: RecisShard, found: &RecisShardManifest, path: &Path) -> Result<()> {
         let damaged = |what: String| inconsistent(path, what);
         let tensors = tensors_of(&found.blocks, shard).map_err(damaged)?;
         let mut files = BTreeMap::new();
@@ -161,11 +161,11 @@ impl BlockReader {
         }
         // From here on shapes are those of files that are there: nothing larger is allocated.
         let (checksums, starts) = self.read_checks(shard, found, &tensors, path)?;
-        let mut blocks: BTreeMap<&str, BTreeMap<String, Block>> = BTreeMap::new();
+        let mut blocks: BTreeMap<&str, BTreeMap<String, RecisBlock>> = BTreeMap::new();
         for ((entry, tensor), checksums) in found.blocks.iter().zip(tensors).zip(checksums) {
             let (layout, io) = &files[&entry.file];
             let start = layout.start(&tensor);
-            let block = Block { tensor, io: Arc::clone(io), start, checksums };
+            let block = RecisBlock { tensor, io: Arc::clone(io), start, checksums };
             let twice = match &entry.slot {
                 None => self.tensors.insert(entry.name.clone(), block),
                 Some(slot) => blocks.entry(&entry.name).or_default().insert(slot.clone(), block),
@@ -188,20 +188,21 @@ impl BlockReader {
     #[allow(clippy::type_complexity)] // two lists
     fn read_checks(
         &self,
-        shard: Shard,
-        found: &ShardManifest,
-        tensors: &[Tensor],
+        shard: RecisShard,
+        found: &RecisShardManifest,
+        tensors: &[RecisTensor],
         path: &Path,
     ) -> Result<(Vec<Vec<u32>>, Vec<Vec<i64>>)> {
         let damaged = |what: String| inconsistent(path, what);
-        let tables: Vec<&TableShare> = found.tables.iter().collect();
+        let tables: Vec<&RecisTableShare> = found.tables.iter().collect();
         let described = check_tensors(tensors, &tables).map_err(damaged)?;
-        let layout = Layout::new(&described.iter().collect::<Vec<_>>(), Spacing::None).map_err(damaged)?;
+        let layout =
+            RecisFileLayout::new(&described.iter().collect::<Vec<_>>(), TensorSpacing::Packed).map_err(damaged)?;
         let path = self.dir.join(shard.check_file());
         let bytes = layout.read(self.dir.engine(), &path)?;
-        check(&path, &bytes, found.check)?;
+        check_crc(&path, &bytes, found.check)?;
         layout.check_header(&path, &bytes)?;
-        let data = |tensor: &Tensor| {
+        let data = |tensor: &RecisTensor| {
             let start = layout.start(tensor) as usize;
             &bytes[start..start + tensor.bytes as usize]
         };
@@ -213,18 +214,18 @@ impl BlockReader {
 
     fn add_share(
         &mut self,
-        share: &TableShare,
+        share: &RecisTableShare,
         starts: Vec<i64>,
-        blocks: BTreeMap<String, Block>,
+        blocks: BTreeMap<String, RecisBlock>,
         path: &Path,
     ) -> Result<()> {
         let damaged = |what: &str, expected: &str| {
             Error::corruption(path, 0, &format!("{what} of table {:?}", share.name), expected, "others")
         };
-        let slots: BTreeMap<String, BlockShape> =
-            blocks.iter().map(|(slot, block)| (slot.clone(), BlockShape::of(&block.tensor, 1))).collect();
+        let slots: BTreeMap<String, RecisBlockShape> =
+            blocks.iter().map(|(slot, block)| (slot.clone(), RecisBlockShape::of(&block.tensor, 1))).collect();
         let rows = share.rows().unwrap_or(u64::MAX);
-        let known = |shape: &BlockShape| {
+        let known = |shape: &RecisBlockShape| {
             matches!(shape.dtype.as_str(), "I64" | "U64" | "F32" | "U32")
                 && (shape.shape.is_empty() || shape.shape == [u64::from(share.dim)])
         };
@@ -233,33 +234,35 @@ impl BlockReader {
         if !ids || !counted || !slots.values().all(known) || !starts_fit(share, &starts) {
             return Err(damaged("the counts", "consistent"));
         }
-        let about = TableOfBlocks {
+        let about = RecisTableInfo {
             name: share.name.clone(),
             dim: share.dim,
             key: share.key,
             step: share.step,
             epoch: share.epoch,
-            bucketing: Bucketing::new(share.total_num_buckets),
+            bucketing: BucketMapper::new(share.total_num_buckets),
             slots,
         };
-        let table =
-            self.tables.entry(share.name.clone()).or_insert_with(|| Table { about: about.clone(), shares: Vec::new() });
-        let epoch = table.about.epoch.max(about.epoch);
-        if (TableOfBlocks { epoch, ..table.about.clone() }) != (TableOfBlocks { epoch, ..about }) {
+        let table = self
+            .tables
+            .entry(share.name.clone())
+            .or_insert_with(|| RecisTable { info: about.clone(), shares: Vec::new() });
+        let epoch = table.info.epoch.max(about.epoch);
+        if (RecisTableInfo { epoch, ..table.info.clone() }) != (RecisTableInfo { epoch, ..about }) {
             return Err(damaged("the settings", "as on the other shards"));
         }
-        table.about.epoch = epoch;
+        table.info.epoch = epoch;
         let [begin, end] = share.buckets;
-        table.shares.push(Share { buckets: begin..end, runs: share.runs.clone(), starts, blocks });
+        table.shares.push(RecisShardShare { buckets: begin..end, runs: share.runs.clone(), starts, blocks });
         Ok(())
     }
 
     /// What holds the rows of `buckets`, as `bucketing` counts them: where the save has the same buckets only those, else all rows.
     ///
     /// Errors: `Input` where there is no such table.
-    pub fn runs(&self, table: &str, bucketing: Bucketing, buckets: &Range<u32>) -> Result<Vec<BlockRun>> {
+    pub fn runs(&self, table: &str, bucketing: BucketMapper, buckets: &Range<u32>) -> Result<Vec<RecisRun>> {
         let table = self.table(table)?;
-        let same = table.about.bucketing == bucketing;
+        let same = table.info.bucketing == bucketing;
         let mut runs = Vec::new();
         for (number, share) in table.shares.iter().enumerate() {
             let wanted = if same {
@@ -276,7 +279,7 @@ impl BlockReader {
                 let start = |bucket: u32| first + starts[(bucket - share.buckets.start) as usize] as u64;
                 let within = start(wanted.start)..start(wanted.end);
                 if !within.is_empty() {
-                    runs.push(BlockRun { share: number, rows: within, buckets: wanted.clone() });
+                    runs.push(RecisRun { share: number, rows: within, buckets: wanted.clone() });
                 }
                 first += rows;
             }
@@ -287,11 +290,11 @@ impl BlockReader {
     /// Read a slot of the rows of `run`, verified, into memory of their length. Ids must be those of the run's buckets, in order.
     ///
     /// Errors: `Corruption`, `Storage`; `Input` where there is no such slot or the length is another.
-    pub fn read_rows(&self, table: &str, run: &BlockRun, slot: &str, into: &mut [u8]) -> Result<()> {
+    pub fn read_rows(&self, table: &str, run: &RecisRun, slot: &str, into: &mut [u8]) -> Result<()> {
         let table = self.table(table)?;
         let block = table.shares.get(run.share).and_then(|share| share.blocks.get(slot));
-        let (Some(block), Some(shape)) = (block, table.about.slots.get(slot)) else {
-            return Err(Error::new(Kind::Input, format!("table {:?} has no {slot:?}", table.about.name)));
+        let (Some(block), Some(shape)) = (block, table.info.slots.get(slot)) else {
+            return Err(Error::new(Kind::Input, format!("table {:?} has no {slot:?}", table.info.name)));
         };
         self.read(block, run.rows.start * shape.bytes..run.rows.end * shape.bytes, into)?;
         if slot == ID { table.check_order(block, run, into) } else { Ok(()) }
@@ -299,24 +302,25 @@ impl BlockReader {
 
     /// Read some bytes of a dense tensor, verified.
     ///
-    /// Errors: as [`BlockReader::read_rows`].
+    /// Errors: as [`RecisReader::read_rows`].
     pub fn read_tensor(&self, name: &str, begin: u64, into: &mut [u8]) -> Result<()> {
         let block = self.tensors.get(name);
         let block = block.ok_or_else(|| Error::new(Kind::Input, format!("there is no tensor {name:?}")))?;
         self.read(block, begin..begin.saturating_add(into.len() as u64), into)
     }
 
-    fn table(&self, name: &str) -> Result<&Table> {
+    fn table(&self, name: &str) -> Result<&RecisTable> {
         self.tables.get(name).ok_or_else(|| Error::new(Kind::Input, format!("there is no table {name:?}")))
     }
 
     /// Read a range of a block's bytes, in pieces whose chunks are verified.
-    fn read(&self, block: &Block, range: Range<u64>, into: &mut [u8]) -> Result<()> {
+    fn read(&self, block: &RecisBlock, range: Range<u64>, into: &mut [u8]) -> Result<()> {
         if range.end > block.tensor.bytes || range.end - range.start != into.len() as u64 {
             let what = format!("{range:?} of {} bytes of {:?} cannot be read", block.tensor.bytes, block.tensor.name);
             return Err(Error::new(Kind::Input, what));
         }
-        let (chunk, piece, pages) = (CHUNK_BYTES as u64, PIECE_BYTES as u64, whole_pages(block.tensor.bytes));
+        let (chunk, piece, pages) =
+            (DENSE_CHUNK_BYTES as u64, DENSE_PIECE_BYTES as u64, whole_pages(block.tensor.bytes));
         let (mut at, mut rest) = (range.start, into);
         while at < range.end {
             let cover =
@@ -334,31 +338,31 @@ impl BlockReader {
     }
 }
 
-impl Block {
+impl RecisBlock {
     fn verify(&self, cover: &Range<u64>, bytes: &[u8]) -> Result<()> {
-        let first = (cover.start / CHUNK_BYTES as u64) as usize;
+        let first = (cover.start / DENSE_CHUNK_BYTES as u64) as usize;
         let what = |len: usize| format!("the checksum of {len} bytes of {:?}", self.tensor.name);
-        verify(self.io.path(), self.start + cover.start, &self.checksums[first..], bytes, &what)
+        verify_chunks(self.io.path(), self.start + cover.start, &self.checksums[first..], bytes, &what)
     }
 }
 
-impl BlockShape {
+impl RecisBlockShape {
     /// Of a tensor without its first `leading` dimensions.
-    fn of(tensor: &Tensor, leading: usize) -> Self {
+    fn of(tensor: &RecisTensor, leading: usize) -> Self {
         let shape = tensor.shape.get(leading..).unwrap_or_default().to_vec();
         let bytes = shape.iter().product::<u64>() * tensor.width;
         Self { dtype: tensor.dtype.clone(), shape, bytes }
     }
 }
 
-impl Table {
+impl RecisTable {
     /// `Corruption` unless the shards hold every bucket once.
-    fn check_whole(&self, dir: &Path) -> Result<()> {
+    fn check_complete(&self, dir: &Path) -> Result<()> {
         let mut ranges: Vec<&Range<u32>> = self.shares.iter().map(|share| &share.buckets).collect();
         ranges.sort_by_key(|range| (range.start, range.end));
         let ends = ranges.iter().map(|range| range.end);
-        let starts = ranges.iter().map(|range| range.start).skip(1).chain([self.about.bucketing.total()]);
-        let what = format!("the buckets of table {:?}", self.about.name);
+        let starts = ranges.iter().map(|range| range.start).skip(1).chain([self.info.bucketing.total()]);
+        let what = format!("the buckets of table {:?}", self.info.name);
         let first = ranges.first().map_or(0, |range| range.start);
         for (expected, found) in [(0, first)].into_iter().chain(ends.zip(starts)) {
             if expected != found {
@@ -369,8 +373,8 @@ impl Table {
     }
 
     /// `Corruption` unless the ids are those of the run's buckets, sorted, each once.
-    fn check_order(&self, block: &Block, run: &BlockRun, ids: &[u8]) -> Result<()> {
-        let bucketing = self.about.bucketing;
+    fn check_order(&self, block: &RecisBlock, run: &RecisRun, ids: &[u8]) -> Result<()> {
+        let bucketing = self.info.bucketing;
         let ids = ids.as_chunks::<8>().0.iter().map(|bytes| Id::from_le_bytes(*bytes));
         let mut last = None;
         for id in ids {
@@ -388,7 +392,7 @@ impl Table {
 }
 
 /// Whether rows start in the order of the buckets, from 0 to the end of each run.
-fn starts_fit(share: &TableShare, starts: &[i64]) -> bool {
+fn starts_fit(share: &RecisTableShare, starts: &[i64]) -> bool {
     let runs = starts.chunks(share.starts() as usize);
     runs.len() == share.runs.len()
         && runs.zip(&share.runs).all(|(starts, &rows)| {
@@ -397,9 +401,9 @@ fn starts_fit(share: &TableShare, starts: &[i64]) -> bool {
 }
 
 /// Find the newest complete save and hold it.
-fn hold_newest(root: &Directory, wait: &mut Wait<'_>) -> Result<(LatestBlocks, DirLock)> {
-    let _no_sweep = hold_root(root, Hold::ToRead, wait)?;
-    let latest = LatestBlocks::find(root)?.ok_or_else(|| {
+fn hold_newest(root: &CheckpointDirectory, wait: &mut WaitCallback<'_>) -> Result<(LatestRecisSave, DirLock)> {
+    let _no_sweep = hold_recis_root(root, DirLockPurpose::ToRead, wait)?;
+    let latest = LatestRecisSave::find(root)?.ok_or_else(|| {
         let what = format!(
             "there is no block-level checkpoint in {}: {LATEST_FILE} is missing; save one first",
             root.path().display()
@@ -411,6 +415,6 @@ fn hold_newest(root: &Directory, wait: &mut Wait<'_>) -> Result<(LatestBlocks, D
         let expected = "that of a save that is there";
         return Err(Error::corruption(&root.join(LATEST_FILE), 0, "the name", expected, latest.name));
     }
-    let held = dir.hold(Hold::ToRead)?;
+    let held = dir.hold(DirLockPurpose::ToRead)?;
     Ok((latest, held))
 }

@@ -2,17 +2,17 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::checkpoint::directory::Directory;
-use crate::checkpoint::extents::writer::{Pool, Target, Task, WAITING};
-use crate::checkpoint::manifest::dense::{PIECE_BYTES, THREADS};
-use crate::checkpoint::output::each_piece;
+use crate::checkpoint::directory::CheckpointDirectory;
+use crate::checkpoint::extents::writer::{MAX_QUEUED_PIECES, PieceTarget, PieceWriteTask, PieceWriterPool};
+use crate::checkpoint::manifest::dense::{DENSE_PIECE_BYTES, DENSE_THREADS};
+use crate::checkpoint::output::for_each_piece;
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoFile, Open, PooledBuf};
+use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoFile, IoOpenMode, PooledBuf};
 use crate::sync::lock;
 
 /// A file to be made.
 #[derive(Clone, Debug)]
-pub struct BlockFile {
+pub struct RecisFileSpec {
     /// Its name in the directory.
     pub name: String,
     /// Its first bytes, whole pages.
@@ -23,7 +23,7 @@ pub struct BlockFile {
 
 /// Where a block lies in a file. Zeros follow it up to the next multiple of [`ALIGNMENT`].
 #[derive(Clone, Copy, Debug)]
-pub struct BlockRange {
+pub struct RecisBlockRange {
     /// Number of its file.
     pub file: usize,
     /// Its first byte there, a multiple of [`ALIGNMENT`].
@@ -35,16 +35,16 @@ pub struct BlockRange {
 /// Writes blocks to files. In memory are a piece of 4 MiB for each block that is begun and not complete, and at most eight pieces that are
 /// being written.
 #[derive(Debug)]
-pub struct BlockWriter {
+pub struct RecisBlockWriter {
     files: Vec<Arc<dyn IoFile>>,
-    blocks: Vec<Mutex<Block>>,
+    blocks: Vec<Mutex<RecisOpenBlock>>,
     buffers: Arc<BufPool>,
-    pool: Pool,
+    pool: PieceWriterPool,
 }
 
 #[derive(Debug)]
-struct Block {
-    to: Arc<OutBlock>,
+struct RecisOpenBlock {
+    to: Arc<RecisBlockOutput>,
     bytes: u64,
     filled: u64,
     /// The last piece, where it is not full.
@@ -52,14 +52,14 @@ struct Block {
 }
 
 #[derive(Debug)]
-struct OutBlock {
+struct RecisBlockOutput {
     io: Arc<dyn IoFile>,
     start: u64,
     chunk_bytes: usize,
     checksums: Mutex<Vec<u32>>,
 }
 
-impl Target for OutBlock {
+impl PieceTarget for RecisBlockOutput {
     fn write(&self, at: u64, data: &[u8]) -> Result<()> {
         let found: Vec<u32> = data.chunks(self.chunk_bytes).map(crc32c::crc32c).collect();
         let first = (at / self.chunk_bytes as u64) as usize;
@@ -68,31 +68,35 @@ impl Target for OutBlock {
     }
 }
 
-impl BlockWriter {
+impl RecisBlockWriter {
     /// Make the files, which do not exist yet, in `directory`, and start up to `threads` threads. `chunk_bytes` are under one checksum; they
     /// must divide 4 MiB.
     pub fn new(
-        directory: &Directory,
-        files: &[BlockFile],
-        blocks: &[BlockRange],
+        directory: &CheckpointDirectory,
+        files: &[RecisFileSpec],
+        blocks: &[RecisBlockRange],
         chunk_bytes: usize,
         threads: usize,
     ) -> Result<Self> {
         directory.check_to_save()?;
         let whole = |bytes: u64| bytes.is_multiple_of(ALIGNMENT as u64);
-        if chunk_bytes == 0 || !PIECE_BYTES.is_multiple_of(chunk_bytes) {
-            return Err(Error::new(Kind::Input, format!("chunks of {chunk_bytes} bytes do not divide {PIECE_BYTES}")));
+        if chunk_bytes == 0 || !DENSE_PIECE_BYTES.is_multiple_of(chunk_bytes) {
+            return Err(Error::new(
+                Kind::Input,
+                format!("chunks of {chunk_bytes} bytes do not divide {DENSE_PIECE_BYTES}"),
+            ));
         }
-        let outside = |range: &&BlockRange| {
+        let outside = |range: &&RecisBlockRange| {
             let end = range.start.checked_add(range.bytes);
-            let within = |file: &BlockFile| whole(range.start) && end.is_some_and(|end| end <= file.bytes);
+            let within = |file: &RecisFileSpec| whole(range.start) && end.is_some_and(|end| end <= file.bytes);
             !files.get(range.file).is_some_and(within)
         };
         if let Some(range) = blocks.iter().find(outside) {
             return Err(Error::new(Kind::Input, format!("{range:?} is not at whole pages of a file")));
         }
         let made = files.iter().map(|file| {
-            let io = directory.engine().open(&directory.join(&file.name), Open::Create { preallocate: file.bytes })?;
+            let io =
+                directory.engine().open(&directory.join(&file.name), IoOpenMode::Create { preallocate: file.bytes })?;
             // The length is set first, because writes that make a file longer wait for one another.
             io.set_len(file.bytes)?;
             let mut header = AlignedBuf::try_zeroed(file.header.len())?;
@@ -101,19 +105,19 @@ impl BlockWriter {
             Ok(io)
         });
         let made = made.collect::<Result<Vec<_>>>()?;
-        let block = |range: &BlockRange| {
+        let block = |range: &RecisBlockRange| {
             let chunks = range.bytes.next_multiple_of(ALIGNMENT as u64).div_ceil(chunk_bytes as u64);
             let checksums = Mutex::new(vec![0; chunks as usize]);
-            let to = OutBlock { io: Arc::clone(&made[range.file]), start: range.start, chunk_bytes, checksums };
-            Mutex::new(Block { to: Arc::new(to), bytes: range.bytes, filled: 0, piece: None })
+            let to = RecisBlockOutput { io: Arc::clone(&made[range.file]), start: range.start, chunk_bytes, checksums };
+            Mutex::new(RecisOpenBlock { to: Arc::new(to), bytes: range.bytes, filled: 0, piece: None })
         };
         let total: u64 = blocks.iter().map(|block| block.bytes).sum();
-        let threads = if total > PIECE_BYTES as u64 { threads.min(THREADS) } else { 0 };
+        let threads = if total > DENSE_PIECE_BYTES as u64 { threads.min(DENSE_THREADS) } else { 0 };
         Ok(Self {
             blocks: blocks.iter().map(block).collect(),
             files: made,
-            buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS + WAITING + 1)),
-            pool: Pool::start(threads),
+            buffers: Arc::new(BufPool::new(DENSE_PIECE_BYTES, DENSE_THREADS + MAX_QUEUED_PIECES + 1)),
+            pool: PieceWriterPool::start(threads),
         })
     }
 
@@ -139,21 +143,21 @@ impl BlockWriter {
         while at < bytes {
             let mut piece = match block.piece.take() {
                 Some(piece) => piece,
-                None => self.buffers.take_at_least(PIECE_BYTES)?,
+                None => self.buffers.take_at_least(DENSE_PIECE_BYTES)?,
             };
-            let filled = (block.filled % PIECE_BYTES as u64) as usize;
-            let count = (PIECE_BYTES - filled).min(bytes - at);
+            let filled = (block.filled % DENSE_PIECE_BYTES as u64) as usize;
+            let count = (DENSE_PIECE_BYTES - filled).min(bytes - at);
             copy(at, &mut piece[filled..filled + count]);
             at += count;
             let end = filled + count;
             block.filled += count as u64;
-            if end < PIECE_BYTES && block.filled < block.bytes {
+            if end < DENSE_PIECE_BYTES && block.filled < block.bytes {
                 block.piece = Some(piece);
                 continue;
             }
             let len = end.next_multiple_of(ALIGNMENT);
             piece[end..len].fill(0);
-            self.pool.run(Task { to: block.to.clone(), piece, len, at: block.filled - end as u64 })?;
+            self.pool.run(PieceWriteTask { to: block.to.clone(), piece, len, at: block.filled - end as u64 })?;
         }
         Ok(())
     }
@@ -171,7 +175,7 @@ impl BlockWriter {
             }
         }
         self.pool.end()?;
-        each_piece(THREADS, self.files.iter().collect(), |file| file.sync())?;
+        for_each_piece(DENSE_THREADS, self.files.iter().collect(), |file| file.sync())?;
         Ok(self.blocks.iter().map(|block| std::mem::take(&mut *lock(&lock(block).to.checksums))).collect())
     }
 }

@@ -5,36 +5,37 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use super::verify::verify;
-use crate::checkpoint::directory::Directory;
+use super::verify::verify_chunks;
+use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::dense::{
-    CHUNK_BYTES, DENSE_DIR, DenseFile, DenseShare, Extent, PAGE_BYTES, PIECE_BYTES, THREADS, extents_file,
+    CHECKSUM_PAGE_BYTES, DENSE_CHUNK_BYTES, DENSE_DIR, DENSE_PIECE_BYTES, DENSE_THREADS, DenseExtent, DenseFile,
+    DenseShare, dense_data_file,
 };
-use crate::checkpoint::output::each_piece;
+use crate::checkpoint::output::for_each_piece;
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, IoOpenMode, PooledBuf};
 use crate::sync::lock;
 
 /// Reads the streams of all ranks of a checkpoint.
 #[derive(Debug)]
-pub struct ExtentReader {
-    directory: Directory,
-    streams: Vec<Stream>,
-    open: Mutex<HashMap<(usize, usize), Arc<InFile>>>,
+pub struct DenseReader {
+    directory: CheckpointDirectory,
+    streams: Vec<DenseStream>,
+    open: Mutex<HashMap<(usize, usize), Arc<DenseInputFile>>>,
     buffers: Arc<BufPool>,
     /// The last chunk of which only a part was wanted. The next small extent often lies in the same chunk.
-    last: Mutex<Option<LastChunk>>,
+    last: Mutex<Option<DenseLastChunk>>,
 }
 
 #[derive(Debug)]
-struct Stream {
+struct DenseStream {
     files: Vec<DenseFile>,
     /// Where each file starts in the stream, and where the stream ends.
     starts: Vec<u64>,
 }
 
 #[derive(Debug)]
-struct LastChunk {
+struct DenseLastChunk {
     file: (usize, usize),
     start: u64,
     len: usize,
@@ -42,7 +43,7 @@ struct LastChunk {
 }
 
 /// A part of a read that lies in one file.
-struct Wanted<'a> {
+struct DenseReadPiece<'a> {
     rank: usize,
     file: usize,
     /// The range of bytes in the file.
@@ -50,32 +51,32 @@ struct Wanted<'a> {
     into: &'a mut [u8],
 }
 
-impl ExtentReader {
+impl DenseReader {
     /// Of the checkpoint in `dir`. `shares` are those of the ranks, by rank. They have been checked.
-    pub(crate) fn new<'a>(dir: &Directory, shares: impl Iterator<Item = Option<&'a DenseShare>>) -> Self {
-        let streams = shares.map(|share| Stream::new(share.map_or_else(Vec::new, |share| share.files.clone())));
+    pub(crate) fn new<'a>(dir: &CheckpointDirectory, shares: impl Iterator<Item = Option<&'a DenseShare>>) -> Self {
+        let streams = shares.map(|share| DenseStream::new(share.map_or_else(Vec::new, |share| share.files.clone())));
         Self {
-            directory: dir.below(DENSE_DIR),
+            directory: dir.subdirectory(DENSE_DIR),
             streams: streams.collect(),
             open: Mutex::default(),
-            buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS)),
+            buffers: Arc::new(BufPool::new(DENSE_PIECE_BYTES, DENSE_THREADS)),
             last: Mutex::default(),
         }
     }
 
     /// Bytes of each rank's stream.
     pub fn stream_bytes(&self) -> Vec<u64> {
-        self.streams.iter().map(Stream::bytes).collect()
+        self.streams.iter().map(DenseStream::bytes).collect()
     }
 
     /// Read `extent`, or a part of one, of `rank`'s stream into `into`, which has the same length. At most four pieces of 4 MiB are in
     /// memory.
     ///
     /// Errors: `Corruption` with the file and the byte, also where the extent is not within the stream; `Storage`.
-    pub fn read(&self, rank: u32, extent: Extent, into: &mut [u8]) -> Result<()> {
+    pub fn read(&self, rank: u32, extent: DenseExtent, into: &mut [u8]) -> Result<()> {
         let outside = || {
             let what = format!("the extent at {} of rank {rank}", extent.offset);
-            let end = self.streams.get(rank as usize).map_or(0, Stream::bytes);
+            let end = self.streams.get(rank as usize).map_or(0, DenseStream::bytes);
             Error::corruption(
                 self.directory.path(),
                 0,
@@ -90,13 +91,15 @@ impl ExtentReader {
             let what = format!("{} bytes are to be read into {}", extent.bytes, into.len());
             return Err(Error::new(Kind::Input, what));
         }
-        each_piece(THREADS, stream.pieces(rank as usize, extent.offset..end, into), |piece| self.read_piece(piece))
+        for_each_piece(DENSE_THREADS, stream.pieces(rank as usize, extent.offset..end, into), |piece| {
+            self.read_piece(piece)
+        })
     }
 
-    fn read_piece(&self, wanted: Wanted<'_>) -> Result<()> {
-        let Wanted { rank, file, range, into } = wanted;
+    fn read_piece(&self, piece: DenseReadPiece<'_>) -> Result<()> {
+        let DenseReadPiece { rank, file, range, into } = piece;
         let opened = self.file(rank, file)?;
-        let chunk = CHUNK_BYTES as u64;
+        let chunk = DENSE_CHUNK_BYTES as u64;
         let cover = range.start / chunk * chunk..range.end.next_multiple_of(chunk).min(opened.data_bytes);
         if cover == range && into.as_ptr().addr().is_multiple_of(ALIGNMENT) {
             opened.io.read_at(range.start, into)?;
@@ -104,7 +107,7 @@ impl ExtentReader {
         }
         let len = (cover.end - cover.start) as usize;
         let within = (range.start - cover.start) as usize..(range.end - cover.start) as usize;
-        let mut last = if len <= CHUNK_BYTES { Some(lock(&self.last)) } else { None };
+        let mut last = if len <= DENSE_CHUNK_BYTES { Some(lock(&self.last)) } else { None };
         if let Some(found) = last.as_ref().and_then(|last| last.as_ref())
             && (found.file, found.start, found.len) == ((rank, file), cover.start, len)
         {
@@ -116,24 +119,24 @@ impl ExtentReader {
         opened.verify(cover.start, &bytes[..len])?;
         into.copy_from_slice(&bytes[within]);
         if let Some(last) = &mut last {
-            **last = Some(LastChunk { file: (rank, file), start: cover.start, len, bytes });
+            **last = Some(DenseLastChunk { file: (rank, file), start: cover.start, len, bytes });
         }
         Ok(())
     }
 
-    fn file(&self, rank: usize, n: usize) -> Result<Arc<InFile>> {
+    fn file(&self, rank: usize, n: usize) -> Result<Arc<DenseInputFile>> {
         if let Some(file) = lock(&self.open).get(&(rank, n)) {
             return Ok(Arc::clone(file));
         }
-        let name = extents_file(rank as u32, self.streams.len() as u32, n);
+        let name = dense_data_file(rank as u32, self.streams.len() as u32, n);
         let path = self.directory.join(name);
-        let file = Arc::new(InFile::open(self.directory.engine(), path, &self.streams[rank].files[n])?);
+        let file = Arc::new(DenseInputFile::open(self.directory.engine(), path, &self.streams[rank].files[n])?);
         lock(&self.open).insert((rank, n), Arc::clone(&file));
         Ok(file)
     }
 }
 
-impl Stream {
+impl DenseStream {
     fn new(files: Vec<DenseFile>) -> Self {
         let ends = files.iter().scan(0_u64, |end, file| {
             *end += file.data_bytes();
@@ -148,7 +151,7 @@ impl Stream {
     }
 
     /// Divide a range of the stream by files, and within files into pieces of [`PIECE_BYTES`].
-    fn pieces<'a>(&self, rank: usize, range: Range<u64>, into: &'a mut [u8]) -> Vec<Wanted<'a>> {
+    fn pieces<'a>(&self, rank: usize, range: Range<u64>, into: &'a mut [u8]) -> Vec<DenseReadPiece<'a>> {
         let mut file = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
         let (mut at, mut rest, mut pieces) = (range.start, into, Vec::new());
         while at < range.end {
@@ -157,10 +160,10 @@ impl Stream {
                 continue;
             }
             let start = at - self.starts[file];
-            let piece_end = (start / PIECE_BYTES as u64 + 1) * PIECE_BYTES as u64;
+            let piece_end = (start / DENSE_PIECE_BYTES as u64 + 1) * DENSE_PIECE_BYTES as u64;
             let end = piece_end.min(self.starts[file + 1] - self.starts[file]).min(range.end - self.starts[file]);
             let (head, tail) = rest.split_at_mut((end - start) as usize);
-            pieces.push(Wanted { rank, file, range: start..end, into: head });
+            pieces.push(DenseReadPiece { rank, file, range: start..end, into: head });
             (at, rest) = (self.starts[file] + end, tail);
         }
         pieces
@@ -169,36 +172,36 @@ impl Stream {
 
 /// A file of extents whose length and checksums are checked.
 #[derive(Debug)]
-struct InFile {
+struct DenseInputFile {
     path: PathBuf,
     io: Arc<dyn IoFile>,
     data_bytes: u64,
     checksums: Vec<u32>,
 }
 
-impl InFile {
+impl DenseInputFile {
     fn open(engine: &dyn IoEngine, path: PathBuf, file: &DenseFile) -> Result<Self> {
-        let io = engine.open(&path, Open::Read)?;
+        let io = engine.open(&path, IoOpenMode::Read)?;
         let len = io.len()?;
         if len != file.bytes {
             return Err(Error::corruption(&path, 0, "the file's length", file.bytes, len));
         }
         let data_bytes = file.data_bytes();
-        let mut page = vec![0_u32; PAGE_BYTES / 4];
+        let mut page = vec![0_u32; CHECKSUM_PAGE_BYTES / 4];
         io.read_at(data_bytes, bytemuck::cast_slice_mut(&mut page))?;
         let found = crc32c::crc32c(bytemuck::cast_slice(&page));
         if found != file.checksums_crc32c {
             let what = "the checksum of the checksums";
             return Err(Error::corruption(&path, data_bytes, what, file.checksums_crc32c, found));
         }
-        page.truncate(data_bytes.div_ceil(CHUNK_BYTES as u64) as usize);
+        page.truncate(data_bytes.div_ceil(DENSE_CHUNK_BYTES as u64) as usize);
         Ok(Self { path, io, data_bytes, checksums: page })
     }
 
     /// Whether the chunks from byte `start` on, a multiple of a chunk, are as they were written.
     fn verify(&self, start: u64, bytes: &[u8]) -> Result<()> {
-        let first = (start / CHUNK_BYTES as u64) as usize;
+        let first = (start / DENSE_CHUNK_BYTES as u64) as usize;
         let what = |len: usize| format!("the checksum of {len} bytes");
-        verify(&self.path, start, &self.checksums[first..], bytes, &what)
+        verify_chunks(&self.path, start, &self.checksums[first..], bytes, &what)
     }
 }

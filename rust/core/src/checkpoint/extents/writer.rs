@@ -4,22 +4,23 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use crate::checkpoint::directory::Directory;
+use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::dense::{
-    CHUNK_BYTES, DENSE_DIR, DenseFile, DenseShare, Extent, FILE_BYTES, PAGE_BYTES, PIECE_BYTES, THREADS, extents_file,
+    CHECKSUM_PAGE_BYTES, DENSE_CHUNK_BYTES, DENSE_DIR, DENSE_FILE_BYTES, DENSE_PIECE_BYTES, DENSE_THREADS, DenseExtent,
+    DenseFile, DenseShare, dense_data_file,
 };
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoFile, Open, PooledBuf};
-use crate::memory::room_for_threads;
+use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoFile, IoOpenMode, PooledBuf};
+use crate::memory::can_start_threads;
 use crate::sync::lock;
 
 /// How many full pieces may wait for a thread.
-pub(crate) const WAITING: usize = 3;
+pub(crate) const MAX_QUEUED_PIECES: usize = 3;
 
 /// Writes one rank's stream. At most eight pieces of 4 MiB are in memory: one is being filled, three wait, four are being written.
 #[derive(Debug)]
-pub struct ExtentWriter {
-    directory: Directory,
+pub struct DenseWriter {
+    directory: CheckpointDirectory,
     rank: u32,
     world: u32,
     /// The most bytes of the stream in one file.
@@ -27,16 +28,16 @@ pub struct ExtentWriter {
     /// How many bytes the caller expects to write. Room on disk is set aside for these; a wrong number does no other harm.
     expected_bytes: u64,
     buffers: Arc<BufPool>,
-    pool: Pool,
-    files: Vec<Arc<OutFile>>,
+    pool: PieceWriterPool,
+    files: Vec<Arc<DenseOutputFile>>,
     /// The piece of the last file that is being filled; `None` where the next byte begins a file.
-    open: Option<OpenPiece>,
+    open: Option<DenseOpenPiece>,
     position: u64,
     extent_start: u64,
 }
 
 #[derive(Debug)]
-struct OpenPiece {
+struct DenseOpenPiece {
     piece: PooledBuf,
     /// Bytes of the piece that are filled.
     filled: usize,
@@ -44,17 +45,17 @@ struct OpenPiece {
     at: u64,
 }
 
-impl ExtentWriter {
+impl DenseWriter {
     /// A stream in `dir`, the directory of a checkpoint or of a part of one.
-    pub(crate) fn new(dir: &Directory, rank: u32, world: u32, expected_bytes: u64) -> Self {
+    pub(crate) fn new(dir: &CheckpointDirectory, rank: u32, world: u32, expected_bytes: u64) -> Self {
         Self {
-            directory: dir.below(DENSE_DIR),
+            directory: dir.subdirectory(DENSE_DIR),
             rank,
             world,
-            file_bytes: FILE_BYTES,
+            file_bytes: DENSE_FILE_BYTES,
             expected_bytes,
-            buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS + WAITING + 1)),
-            pool: Pool::start(if expected_bytes > PIECE_BYTES as u64 { THREADS } else { 0 }),
+            buffers: Arc::new(BufPool::new(DENSE_PIECE_BYTES, DENSE_THREADS + MAX_QUEUED_PIECES + 1)),
+            pool: PieceWriterPool::start(if expected_bytes > DENSE_PIECE_BYTES as u64 { DENSE_THREADS } else { 0 }),
             files: Vec::new(),
             open: None,
             position: 0,
@@ -65,7 +66,7 @@ impl ExtentWriter {
     /// Put at most `bytes` of the stream into a file, rounded up to a multiple of [`ALIGNMENT`]. The default, and the most, is 256 MiB.
     #[must_use]
     pub fn with_file_bytes(mut self, bytes: u64) -> Self {
-        self.file_bytes = bytes.clamp(1, FILE_BYTES).next_multiple_of(ALIGNMENT as u64);
+        self.file_bytes = bytes.clamp(1, DENSE_FILE_BYTES).next_multiple_of(ALIGNMENT as u64);
         self
     }
 
@@ -77,8 +78,8 @@ impl ExtentWriter {
     }
 
     /// End the extent. The next one starts at the next multiple of [`ALIGNMENT`].
-    pub fn end_extent(&mut self) -> Result<Extent> {
-        let extent = Extent { offset: self.extent_start, bytes: self.position - self.extent_start };
+    pub fn end_extent(&mut self) -> Result<DenseExtent> {
+        let extent = DenseExtent { offset: self.extent_start, bytes: self.position - self.extent_start };
         let pad = self.position.next_multiple_of(ALIGNMENT as u64) - self.position;
         self.fill(pad as usize, |_, into| into.fill(0))?;
         self.extent_start = self.position;
@@ -90,7 +91,7 @@ impl ExtentWriter {
         self.end_extent()?;
         if let Some(open) = self.open.take() {
             let end = open.at + open.filled as u64;
-            self.send(open)?;
+            self.submit_piece(open)?;
             self.pool.seal(self.file(), end)?;
         }
         self.pool.end()?;
@@ -114,7 +115,7 @@ impl ExtentWriter {
                 if open.filled < end {
                     self.open = Some(open);
                 } else {
-                    self.pass_on(open)?;
+                    self.submit_full_piece(open)?;
                 }
                 Ok(count)
             });
@@ -124,31 +125,31 @@ impl ExtentWriter {
     }
 
     /// Take out the piece into which the next byte goes.
-    fn take_open(&mut self) -> Result<OpenPiece> {
+    fn take_open(&mut self) -> Result<DenseOpenPiece> {
         if let Some(open) = self.open.take() {
             return Ok(open);
         }
         self.open_file()?;
-        Ok(OpenPiece { piece: self.buffers.take_at_least(PIECE_BYTES)?, filled: 0, at: 0 })
+        Ok(DenseOpenPiece { piece: self.buffers.take_at_least(DENSE_PIECE_BYTES)?, filled: 0, at: 0 })
     }
 
     /// Bytes of the piece when it is full: a multiple of [`ALIGNMENT`].
-    fn piece_bytes(&self, open: &OpenPiece) -> usize {
-        (self.file_bytes - open.at).min(PIECE_BYTES as u64) as usize
+    fn piece_bytes(&self, open: &DenseOpenPiece) -> usize {
+        (self.file_bytes - open.at).min(DENSE_PIECE_BYTES as u64) as usize
     }
 
     /// Hand a full piece over.
-    fn pass_on(&mut self, open: OpenPiece) -> Result<()> {
+    fn submit_full_piece(&mut self, open: DenseOpenPiece) -> Result<()> {
         let at = open.at + open.filled as u64;
-        self.send(open)?;
+        self.submit_piece(open)?;
         if at == self.file_bytes {
             return self.pool.seal(self.file(), at);
         }
-        self.open = Some(OpenPiece { piece: self.buffers.take_at_least(PIECE_BYTES)?, filled: 0, at });
+        self.open = Some(DenseOpenPiece { piece: self.buffers.take_at_least(DENSE_PIECE_BYTES)?, filled: 0, at });
         Ok(())
     }
 
-    fn file(&self) -> &Arc<OutFile> {
+    fn file(&self) -> &Arc<DenseOutputFile> {
         self.files.last().expect("a piece is open in a file")
     }
 
@@ -156,38 +157,38 @@ impl ExtentWriter {
         if self.files.is_empty() {
             self.directory.make()?;
         }
-        let path = self.directory.join(extents_file(self.rank, self.world, self.files.len()));
+        let path = self.directory.join(dense_data_file(self.rank, self.world, self.files.len()));
         let expected = self.expected_bytes.saturating_sub(self.position).min(self.file_bytes);
-        let bytes = expected.next_multiple_of(ALIGNMENT as u64) + PAGE_BYTES as u64;
-        let io = self.directory.engine().open(&path, Open::Create { preallocate: bytes })?;
-        if expected > PIECE_BYTES as u64 {
+        let bytes = expected.next_multiple_of(ALIGNMENT as u64) + CHECKSUM_PAGE_BYTES as u64;
+        let io = self.directory.engine().open(&path, IoOpenMode::Create { preallocate: bytes })?;
+        if expected > DENSE_PIECE_BYTES as u64 {
             // The length is set first, because writes that make a file longer wait for one another.
             io.set_len(bytes)?;
         }
-        self.files.push(Arc::new(OutFile { io, state: Mutex::default() }));
+        self.files.push(Arc::new(DenseOutputFile { io, state: Mutex::default() }));
         Ok(())
     }
 
-    fn send(&mut self, open: OpenPiece) -> Result<()> {
+    fn submit_piece(&mut self, open: DenseOpenPiece) -> Result<()> {
         // The piece is empty where the last file ends exactly where the stream ends.
         if open.filled == 0 {
             return Ok(());
         }
         let file = Arc::clone(self.file());
         lock(&file.state).pending += 1;
-        self.pool.run(Task { to: file, piece: open.piece, len: open.filled, at: open.at })
+        self.pool.run(PieceWriteTask { to: file, piece: open.piece, len: open.filled, at: open.at })
     }
 }
 
 /// A file that pieces are written to, in any order.
 #[derive(Debug)]
-struct OutFile {
+struct DenseOutputFile {
     io: Arc<dyn IoFile>,
-    state: Mutex<OutState>,
+    state: Mutex<DenseOutputState>,
 }
 
 #[derive(Debug, Default)]
-struct OutState {
+struct DenseOutputState {
     checksums: Vec<u32>,
     /// How many pieces were handed over and are not written yet.
     pending: usize,
@@ -196,11 +197,11 @@ struct OutState {
     sealed: Option<DenseFile>,
 }
 
-impl Target for OutFile {
+impl PieceTarget for DenseOutputFile {
     fn write(&self, at: u64, data: &[u8]) -> Result<()> {
         self.io.write_at(at, data)?;
-        let first = (at / CHUNK_BYTES as u64) as usize;
-        let checksums: Vec<u32> = data.chunks(CHUNK_BYTES).map(crc32c::crc32c).collect();
+        let first = (at / DENSE_CHUNK_BYTES as u64) as usize;
+        let checksums: Vec<u32> = data.chunks(DENSE_CHUNK_BYTES).map(crc32c::crc32c).collect();
         let mut state = lock(&self.state);
         let end = first + checksums.len();
         if state.checksums.len() < end {
@@ -213,18 +214,18 @@ impl Target for OutFile {
     }
 }
 
-impl OutFile {
+impl DenseOutputFile {
     /// Write the page of checksums and sync, if this was the last piece.
     fn seal_if_complete(&self) -> Result<()> {
         let mut state = lock(&self.state);
         let Some(data_bytes) = state.data_bytes.filter(|_| state.pending == 0 && state.sealed.is_none()) else {
             return Ok(());
         };
-        let mut page = AlignedBuf::zeroed(PAGE_BYTES);
+        let mut page = AlignedBuf::zeroed(CHECKSUM_PAGE_BYTES);
         let checksums: &[u8] = bytemuck::cast_slice(&state.checksums);
         page[..checksums.len()].copy_from_slice(checksums);
         self.io.write_at(data_bytes, &page)?;
-        let bytes = data_bytes + PAGE_BYTES as u64;
+        let bytes = data_bytes + CHECKSUM_PAGE_BYTES as u64;
         // The file was made with the length that was expected.
         self.io.set_len(bytes)?;
         self.io.sync()?;
@@ -240,20 +241,20 @@ impl OutFile {
 }
 
 /// What pieces are written to, in any order.
-pub(crate) trait Target: Send + Sync + std::fmt::Debug {
+pub(crate) trait PieceTarget: Send + Sync + std::fmt::Debug {
     /// Write whole pages at `at`, and take their checksums.
     fn write(&self, at: u64, data: &[u8]) -> Result<()>;
 }
 
 #[derive(Debug)]
-pub(crate) struct Task {
-    pub(crate) to: Arc<dyn Target>,
+pub(crate) struct PieceWriteTask {
+    pub(crate) to: Arc<dyn PieceTarget>,
     pub(crate) piece: PooledBuf,
     pub(crate) len: usize,
     pub(crate) at: u64,
 }
 
-impl Task {
+impl PieceWriteTask {
     fn write(&self) -> Result<()> {
         self.to.write(self.at, &self.piece[..self.len])
     }
@@ -261,24 +262,24 @@ impl Task {
 
 /// The threads that write pieces. Where there are none, the caller writes them.
 #[derive(Debug)]
-pub(crate) struct Pool {
-    send: Option<SyncSender<Task>>,
+pub(crate) struct PieceWriterPool {
+    send: Option<SyncSender<PieceWriteTask>>,
     threads: Vec<JoinHandle<()>>,
     /// The first error. Nothing is written after it.
     error: Arc<Mutex<Option<Error>>>,
 }
 
-impl Pool {
+impl PieceWriterPool {
     pub(crate) fn start(threads: usize) -> Self {
-        let (send, receive) = sync_channel(WAITING);
+        let (send, receive) = sync_channel(MAX_QUEUED_PIECES);
         let receive = Arc::new(Mutex::new(receive));
         let error = Arc::new(Mutex::new(None));
-        let threads = if threads > 0 && room_for_threads() { threads } else { 0 };
+        let threads = if threads > 0 && can_start_threads() { threads } else { 0 };
         let threads: Vec<_> = (0..threads)
             .filter_map(|_| {
                 let (receive, error) = (Arc::clone(&receive), Arc::clone(&error));
                 let named = std::thread::Builder::new().name("embcache-save".into());
-                named.spawn(move || work(&receive, &error)).ok()
+                named.spawn(move || run_piece_writer(&receive, &error)).ok()
             })
             .collect();
         let send = (!threads.is_empty()).then_some(send);
@@ -293,7 +294,7 @@ impl Pool {
         lock(&self.error).clone().map_or(Ok(()), Err)
     }
 
-    pub(crate) fn run(&self, task: Task) -> Result<()> {
+    pub(crate) fn run(&self, task: PieceWriteTask) -> Result<()> {
         self.check()?;
         match &self.send {
             // This fails only when every thread has ended in a panic, which end() reports.
@@ -303,7 +304,7 @@ impl Pool {
     }
 
     /// No piece follows in `file`, which has `data_bytes` of the stream.
-    fn seal(&self, file: &Arc<OutFile>, data_bytes: u64) -> Result<()> {
+    fn seal(&self, file: &Arc<DenseOutputFile>, data_bytes: u64) -> Result<()> {
         lock(&file.state).data_bytes = Some(data_bytes);
         file.seal_if_complete()?;
         self.check()
@@ -321,7 +322,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for PieceWriterPool {
     fn drop(&mut self) {
         // When the writer is gone nothing may be written any more, because its directory may be removed.
         drop(self.send.take());
@@ -331,7 +332,7 @@ impl Drop for Pool {
     }
 }
 
-fn work(receive: &Mutex<Receiver<Task>>, error: &Mutex<Option<Error>>) {
+fn run_piece_writer(receive: &Mutex<Receiver<PieceWriteTask>>, error: &Mutex<Option<Error>>) {
     loop {
         let received = lock(receive).recv();
         let Ok(task) = received else { return };

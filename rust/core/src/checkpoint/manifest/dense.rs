@@ -13,21 +13,21 @@ use super::digest::RankDigest;
 use crate::io::ALIGNMENT;
 
 /// How many bytes of a stream are under one checksum.
-pub(crate) const CHUNK_BYTES: usize = 256 << 10;
+pub(crate) const DENSE_CHUNK_BYTES: usize = 256 << 10;
 /// The file, in the checkpoint's directory, that says what the extents mean.
 pub(crate) const DENSE_FILE: &str = "dense.json";
 /// The directory of the extents' files in the checkpoint's.
 pub(crate) const DENSE_DIR: &str = "dense";
 /// Bytes of the page of checksums that ends a file.
-pub(crate) const PAGE_BYTES: usize = ALIGNMENT;
+pub(crate) const CHECKSUM_PAGE_BYTES: usize = ALIGNMENT;
 /// The most bytes of a stream in one file: as many chunks as the page has checksums for.
-pub(crate) const FILE_BYTES: u64 = (PAGE_BYTES / 4 * CHUNK_BYTES) as u64;
+pub(crate) const DENSE_FILE_BYTES: u64 = (CHECKSUM_PAGE_BYTES / 4 * DENSE_CHUNK_BYTES) as u64;
 /// How many bytes one request has: whole chunks.
-pub(crate) const PIECE_BYTES: usize = 16 * CHUNK_BYTES;
+pub(crate) const DENSE_PIECE_BYTES: usize = 16 * DENSE_CHUNK_BYTES;
 /// How many threads write or read pieces.
-pub(crate) const THREADS: usize = 4;
+pub(crate) const DENSE_THREADS: usize = 4;
 
-pub(crate) fn extents_file(rank: u32, world: u32, n: usize) -> String {
+pub(crate) fn dense_data_file(rank: u32, world: u32, n: usize) -> String {
     format!("{rank}-of-{world}.{n}.extents")
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct DenseFile {
 impl DenseFile {
     /// Bytes of the stream that the file holds.
     pub(crate) fn data_bytes(&self) -> u64 {
-        self.bytes - PAGE_BYTES as u64
+        self.bytes - CHECKSUM_PAGE_BYTES as u64
     }
 }
 
@@ -62,9 +62,9 @@ impl DenseShare {
     }
 
     pub(crate) fn check(&self) -> Result<(), String> {
-        let page = PAGE_BYTES as u64;
+        let page = CHECKSUM_PAGE_BYTES as u64;
         let whole = |file: &DenseFile| {
-            (2 * page..=FILE_BYTES + page).contains(&file.bytes) && file.bytes.is_multiple_of(ALIGNMENT as u64)
+            (2 * page..=DENSE_FILE_BYTES + page).contains(&file.bytes) && file.bytes.is_multiple_of(ALIGNMENT as u64)
         };
         match self.files.iter().position(|file| !whole(file)) {
             Some(n) => Err(format!("file {n} of extents cannot have {} bytes", self.files[n].bytes)),
@@ -85,7 +85,7 @@ pub struct DenseEntry {
 
 /// A part of a rank's stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Extent {
+pub struct DenseExtent {
     /// Where it starts in the stream.
     pub offset: u64,
     /// Its length.

@@ -11,20 +11,20 @@ use crate::error::{Error, Kind, Result};
 
 /// The fields that are read first, so that another version is reported as such, whatever else it holds.
 #[derive(Deserialize)]
-struct Head {
+struct ManifestHeader {
     format: String,
     version: serde_json::Value,
 }
 
-/// The error of a manifest that contradicts itself, another one, or what the format allows; `what` says how.
-pub(crate) fn inconsistent(path: &Path, what: impl Display) -> Error {
-    Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"))
+/// The error of a manifest that contradicts itself, another one, or what the format allows; `reason` says how.
+pub(crate) fn inconsistent(path: &Path, reason: impl Display) -> Error {
+    Error::corruption(path, 0, "the manifest", "consistent", format!("not: {reason}"))
 }
 
 /// Parse a manifest. The error is `Unsupported` for another version, and `Corruption` for anything else that is no manifest.
 pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> Result<T> {
     let damaged = |e: serde_json::Error| Error::corruption(path, 0, "the manifest", "valid", e).at(path);
-    let head: Head = serde_json::from_slice(bytes).map_err(damaged)?;
+    let head: ManifestHeader = serde_json::from_slice(bytes).map_err(damaged)?;
     if head.format != FORMAT {
         return Err(Error::corruption(path, 0, "the format", FORMAT, head.format));
     }

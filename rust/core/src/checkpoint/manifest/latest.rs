@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::checkpoint::directory::Directory;
+use crate::checkpoint::directory::CheckpointDirectory;
 use crate::error::{Error, Kind, Result};
 use crate::io::read_file;
 
@@ -40,18 +40,18 @@ impl FromStr for CheckpointName {
 
 /// The content of `LATEST`: the name of a checkpoint, whose manifest carries its own checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Latest {
+pub struct LatestCheckpoint {
     /// The checkpoint.
     pub name: CheckpointName,
 }
 
-impl fmt::Display for Latest {
+impl fmt::Display for LatestCheckpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.name.fmt(f)
     }
 }
 
-impl FromStr for Latest {
+impl FromStr for LatestCheckpoint {
     type Err = Error;
 
     fn from_str(line: &str) -> Result<Self> {
@@ -59,9 +59,9 @@ impl FromStr for Latest {
     }
 }
 
-impl Latest {
+impl LatestCheckpoint {
     /// Read `LATEST` in `directory`; `Kind::Path` when there is none, `Kind::Corruption` when it is damaged.
-    pub fn read(directory: &Directory) -> Result<Self> {
+    pub fn read(directory: &CheckpointDirectory) -> Result<Self> {
         let path = directory.join(LATEST_FILE);
         if !directory.has(LATEST_FILE)? {
             return Err(Error::new(
@@ -87,8 +87,8 @@ impl Latest {
         })
     }
 
-    /// As [`Latest::read`], with `None` where there is no checkpoint.
-    pub fn find(directory: &Directory) -> Result<Option<Self>> {
+    /// As [`LatestCheckpoint::read`], with `None` where there is no checkpoint.
+    pub fn find(directory: &CheckpointDirectory) -> Result<Option<Self>> {
         if directory.has(LATEST_FILE)? { Self::read(directory).map(Some) } else { Ok(None) }
     }
 }

@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 use super::dense::{DenseEntry, DenseShare};
 use super::digest::RankDigest;
 use super::latest::CheckpointName;
-use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_A_FILE, VERSION};
+use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_PER_FILE, VERSION};
 use super::spec::MAX_COUNT;
 use crate::error::Result;
-use crate::lifecycle::{StepClock, Sweep};
+use crate::lifecycle::{ExpirySweep, StepClock};
 use crate::ssd::SegmentSet;
 
 pub(crate) use super::json::{parse, render, seal, unseal};
@@ -47,7 +47,7 @@ impl CheckpointKind {
 /// The checkpoint that a delta builds on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Parent {
+pub struct CheckpointId {
     /// Its directory.
     pub name: String,
     /// XXH3 of its manifest.
@@ -71,7 +71,7 @@ pub struct TableEntry {
     pub pending: Option<u64>,
     /// In a delta: the sweeps since the parent. Rows of the checkpoints that it builds on are gone where one of them takes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub sweeps: Vec<Sweep>,
+    pub sweeps: Vec<ExpirySweep>,
     /// When the table's steps were made, where that is known: of all ranks the greatest times.
     #[serde(default, skip_serializing_if = "StepClock::is_empty")]
     pub clock: StepClock,
@@ -80,7 +80,7 @@ pub struct TableEntry {
 /// `manifest.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Manifest {
+pub struct CheckpointManifest {
     /// [`FORMAT`].
     pub format: String,
     /// [`VERSION`].
@@ -94,14 +94,14 @@ pub struct Manifest {
     /// What it holds.
     pub kind: CheckpointKind,
     /// What a delta builds on; none of others.
-    pub parent: Option<Parent>,
+    pub parent: Option<CheckpointId>,
     /// The delta that this full checkpoint was merged from, with all before it; rows, steps and epochs are the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub merged: Option<Parent>,
+    pub merged: Option<CheckpointId>,
     /// The checkpoint whose rows, merged with all before it, a serving checkpoint has. It lies in another directory. Deltas that build on it
     /// are changes of this one too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub made_from: Option<Parent>,
+    pub made_from: Option<CheckpointId>,
     /// Rows whose `modified_epoch` is at least this were modified after this checkpoint.
     pub next_epoch: u32,
     /// [`CHUNK_BYTES`].
@@ -140,7 +140,7 @@ pub(crate) struct DataFile {
 /// One rank's share of a table.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Share {
+pub(crate) struct RankShare {
     pub(crate) spec: TableSpec,
     /// The buckets that the rank owns.
     pub(crate) bucket_begin: u32,
@@ -153,7 +153,7 @@ pub(crate) struct Share {
     pub(crate) counts: Option<CountsShare>,
     /// The sweeps of a delta, which all ranks have alike.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) sweeps: Vec<Sweep>,
+    pub(crate) sweeps: Vec<ExpirySweep>,
     /// When the rank made the table's steps, where that is known.
     #[serde(default, skip_serializing_if = "StepClock::is_empty")]
     pub(crate) clock: StepClock,
@@ -172,7 +172,7 @@ pub(crate) struct CountsShare {
     pub(crate) files: Vec<DataFile>,
 }
 
-impl Share {
+impl RankShare {
     pub(crate) fn rows(&self) -> u64 {
         let in_files: u64 = self.files.iter().map(|file| file.rows).sum();
         in_files + self.segments.as_ref().map_or(0, |set| set.rows)
@@ -210,7 +210,7 @@ impl Share {
         }
         for file in &self.files {
             // This bounds what is read at once, whatever a manifest says.
-            let tombstones = file.tombstones > TOMBSTONES_A_FILE as u64;
+            let tombstones = file.tombstones > TOMBSTONES_PER_FILE as u64;
             if file.rows > u64::from(u32::MAX) || tombstones || file.bytes > MAX_COUNT {
                 return Err("a file's counts are out of range".into());
             }
@@ -251,7 +251,7 @@ pub(crate) struct RankManifest {
     pub(crate) name: String,
     pub(crate) rank: u32,
     pub(crate) world: u32,
-    pub(crate) tables: Vec<Share>,
+    pub(crate) tables: Vec<RankShare>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) dense: Option<DenseShare>,
 }
@@ -263,7 +263,7 @@ impl RankManifest {
     }
 }
 
-impl Manifest {
+impl CheckpointManifest {
     /// As JSON.
     pub fn to_json(&self) -> Result<Vec<u8>> {
         render(self)

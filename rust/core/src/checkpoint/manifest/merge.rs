@@ -3,18 +3,18 @@
 use std::collections::BTreeMap;
 
 use super::dense::DenseShare;
-use super::manifests::{CheckpointKind, Manifest, RankManifest, Share, TableEntry, dense_bytes};
+use super::manifests::{CheckpointKind, CheckpointManifest, RankManifest, RankShare, TableEntry, dense_bytes};
 use crate::lifecycle::StepClock;
 
 /// How many ids have counts in these shares; `None` where none of them has counts.
-fn pending<'a>(shares: impl Iterator<Item = &'a Share>) -> Option<u64> {
+fn count_pending<'a>(shares: impl Iterator<Item = &'a RankShare>) -> Option<u64> {
     let counts = shares.filter_map(|share| share.counts.as_ref());
     counts.map(|counts| counts.files.iter().map(|file| file.rows).sum()).reduce(|a: u64, b| a + b)
 }
 
 /// The tables of all ranks together; the message says what does not fit.
-pub(crate) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<TableEntry>, String> {
-    let mut tables: BTreeMap<(&str, &str), Vec<(usize, &Share)>> = BTreeMap::new();
+pub(crate) fn merge_tables(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<TableEntry>, String> {
+    let mut tables: BTreeMap<(&str, &str), Vec<(usize, &RankShare)>> = BTreeMap::new();
     for (rank, manifest) in ranks.iter().enumerate() {
         for share in &manifest.tables {
             share.check(kind)?;
@@ -57,7 +57,7 @@ pub(crate) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<
                 rows: shares.iter().map(|(_, share)| share.rows()).sum(),
                 tombstones: shares.iter().map(|(_, share)| share.tombstones()).sum(),
                 total_rows: shares.iter().map(|(_, share)| share.total_rows).sum(),
-                pending: pending(shares.iter().map(|(_, share)| *share)),
+                pending: count_pending(shares.iter().map(|(_, share)| *share)),
                 sweeps: first.sweeps.clone(),
                 clock: StepClock::join(shares.iter().map(|(_, share)| &share.clock)),
             })
@@ -65,7 +65,7 @@ pub(crate) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<
         .collect()
 }
 
-impl Manifest {
+impl CheckpointManifest {
     /// Whether the ranks' manifests are of this checkpoint, agree with it, and together hold every bucket of every table once.
     pub(crate) fn check_ranks(&self, ranks: &[RankManifest]) -> Result<(), String> {
         for (rank, manifest) in ranks.iter().enumerate() {
@@ -79,7 +79,7 @@ impl Manifest {
                 ));
             }
         }
-        if merge(ranks, self.kind)? != self.tables {
+        if merge_tables(ranks, self.kind)? != self.tables {
             return Err("the ranks' manifests hold other tables, settings or counts".into());
         }
         for (rank, manifest) in ranks.iter().enumerate() {

@@ -9,7 +9,7 @@ pub const VERSION: u32 = 1;
 /// Bytes of a column under one checksum.
 pub const CHUNK_BYTES: usize = 16 << 10;
 /// Tombstones of a file at most.
-pub(crate) const TOMBSTONES_A_FILE: usize = 1 << 20;
+pub(crate) const TOMBSTONES_PER_FILE: usize = 1 << 20;
 /// The coordinator's manifest, written when all ranks are done.
 pub(crate) const MANIFEST_FILE: &str = "manifest.json";
 /// A file in the directory of a checkpoint that a file elsewhere refers to, which it names. The checkpoint stays as long as it is there.

@@ -3,23 +3,23 @@
 use std::path::Path;
 
 use super::digest::{RankDigest, checksum};
-use super::manifests::{MAX_MANIFEST_BYTES, Manifest, Parent, RankManifest, parse, unseal};
+use super::manifests::{CheckpointId, CheckpointManifest, MAX_MANIFEST_BYTES, RankManifest, parse, unseal};
 use super::names::{MANIFEST_FILE, rank_file};
-use crate::checkpoint::directory::Directory;
+use crate::checkpoint::directory::CheckpointDirectory;
 use crate::error::{Error, Result};
 use crate::io::{IoEngine, read_file};
 
 /// The coordinator's manifest of the checkpoint in `dir`, whose seal is checked, and what identifies it.
-pub(crate) fn read_manifest(dir: &Directory) -> Result<(Manifest, Parent)> {
+pub(crate) fn read_manifest(dir: &CheckpointDirectory) -> Result<(CheckpointManifest, CheckpointId)> {
     let path = dir.join(MANIFEST_FILE);
     let sealed = read_file(dir.engine(), &path, MAX_MANIFEST_BYTES)?;
-    let manifest: Manifest = parse(&unseal(&sealed, &path)?, &path)?;
-    let identity = Parent { name: manifest.name.clone(), manifest_xxh3: checksum(&sealed) };
+    let manifest: CheckpointManifest = parse(&unseal(&sealed, &path)?, &path)?;
+    let identity = CheckpointId { name: manifest.name.clone(), manifest_xxh3: checksum(&sealed) };
     Ok((manifest, identity))
 }
 
 /// The ranks' manifests, checked against their digests.
-pub(crate) fn read_ranks(dir: &Directory, digests: &[RankDigest]) -> Result<Vec<RankManifest>> {
+pub(crate) fn read_ranks(dir: &CheckpointDirectory, digests: &[RankDigest]) -> Result<Vec<RankManifest>> {
     let world = digests.len() as u32;
     digests
         .iter()

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{MissingRead, OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
-use crate::lifecycle::SharedRow;
-use crate::rows::{Initializer, Precision};
-use crate::types::Bucketing;
+use crate::lifecycle::OovRow;
+use crate::rows::{InitializerSpec, WeightPrecision};
+use crate::types::BucketMapper;
 
 /// Longest name of a module or table, in bytes.
 const MAX_NAME_BYTES: usize = 4096;
@@ -48,17 +48,17 @@ pub struct TableSpec {
     /// Seed of births.
     pub seed: u64,
     /// How rows are born.
-    pub initializer: Initializer,
+    pub initializer: InitializerSpec,
     /// Buckets of the table.
     pub total_num_buckets: u32,
     /// The row that ids share which were refused one, where the table has such a row and it was saved.
     #[serde(default, rename = "oov_row", skip_serializing_if = "Option::is_none")]
-    pub shared_row: Option<SharedRow>,
+    pub oov_row: Option<OovRow>,
     /// The values that an evaluation reads for an id without a row.
     pub missing_read: MissingRead,
     /// In a serving checkpoint: how weights are stored. Rows have no optimizer slots then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub precision: Option<Precision>,
+    pub precision: Option<WeightPrecision>,
 }
 
 impl TableSpec {
@@ -69,7 +69,7 @@ impl TableSpec {
         config: &TableConfig,
         hyperparameters: BTreeMap<String, f64>,
         step: u64,
-        shared_row: Option<SharedRow>,
+        oov_row: Option<OovRow>,
     ) -> Self {
         Self {
             module: module.to_owned(),
@@ -82,7 +82,7 @@ impl TableSpec {
             seed: config.seed,
             initializer: config.initializer,
             total_num_buckets: config.total_num_buckets,
-            shared_row,
+            oov_row,
             missing_read: config.missing_read,
             precision: None,
         }
@@ -90,7 +90,7 @@ impl TableSpec {
 
     /// The same table in a serving checkpoint.
     #[must_use]
-    pub(crate) fn for_serving(self, precision: Precision) -> Self {
+    pub(crate) fn for_serving(self, precision: WeightPrecision) -> Self {
         Self { dtype: precision.dtype().to_owned(), precision: Some(precision), ..self }
     }
 
@@ -103,8 +103,8 @@ impl TableSpec {
     }
 
     /// How ids fall into the table's buckets.
-    pub fn bucketing(&self) -> Bucketing {
-        Bucketing::new(self.total_num_buckets)
+    pub fn bucketing(&self) -> BucketMapper {
+        BucketMapper::new(self.total_num_buckets)
     }
 
     /// The optimizer's kind.
@@ -155,7 +155,7 @@ impl TableSpec {
         if self.dim == 0 || self.dim > MAX_DIM {
             return refuse(format!("dim {} is not within 1 to {MAX_DIM}", self.dim));
         }
-        let dtype = self.precision.unwrap_or(Precision::Fp32).dtype();
+        let dtype = self.precision.unwrap_or(WeightPrecision::Fp32).dtype();
         if self.dtype != dtype {
             return refuse(format!("dtype {:?} is not {dtype}", self.dtype));
         }
@@ -165,7 +165,7 @@ impl TableSpec {
         if self.step > MAX_COUNT {
             return refuse(format!("step {} is more than any table has made", self.step));
         }
-        if let (Some(shared), Ok(kind)) = (&self.shared_row, self.optimizer_kind()) {
+        if let (Some(shared), Ok(kind)) = (&self.oov_row, self.optimizer_kind()) {
             let (floats, got) = (kind.layout(self.dim as usize).floats(), shared.values().len());
             if floats != got {
                 return refuse(format!("its shared row has {got} numbers, and its rows have {floats}"));
@@ -175,7 +175,7 @@ impl TableSpec {
             MissingRead::Value(value) if !value.is_finite() => {
                 return refuse(format!("ids without a row read {value}, which is no finite number"));
             }
-            MissingRead::SharedRow if self.shared_row.is_none() => {
+            MissingRead::OovRow if self.oov_row.is_none() => {
                 return refuse("ids without a row read its shared row, and it has none".into());
             }
             _ => (),

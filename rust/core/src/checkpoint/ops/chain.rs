@@ -5,16 +5,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::cache::{PickedRows, RowColumns};
-use crate::checkpoint::directory::Directory;
-use crate::checkpoint::manifest::latest::Latest;
-use crate::checkpoint::manifest::manifests::{Manifest, Parent, TableEntry, TableSpec};
+use crate::checkpoint::directory::CheckpointDirectory;
+use crate::checkpoint::manifest::latest::LatestCheckpoint;
+use crate::checkpoint::manifest::manifests::{CheckpointId, CheckpointManifest, TableEntry, TableSpec};
 use crate::checkpoint::rows::counts::MergedCounts;
-use crate::checkpoint::rows::reader::{Checkpoint, TableReader};
+use crate::checkpoint::rows::reader::{OpenCheckpoint, TableReader};
 use crate::checkpoint::rows::source::RowSink;
 use crate::config::TableConfig;
 use crate::error::{Error, Result};
 use crate::index::IdHash;
-use crate::lifecycle::{BucketCounts, StepClock, Sweep};
+use crate::lifecycle::{BucketCounts, ExpirySweep, StepClock};
 use crate::memory;
 use crate::types::Id;
 
@@ -23,20 +23,20 @@ const IDS_AT_ONCE: u64 = 2 << 20;
 
 /// A checkpoint and those it builds on, whose manifests are checked.
 #[derive(Clone, Debug)]
-pub struct Chain {
+pub struct CheckpointChain {
     /// Newest first, the last one full.
-    links: Arc<Vec<Checkpoint>>,
+    links: Arc<Vec<OpenCheckpoint>>,
     ids_at_once: u64,
 }
 
-impl Chain {
+impl CheckpointChain {
     /// Read and check the manifests of the checkpoint that `latest` names in `root`, and of those it builds on. While the newest is held no save
     /// removes any of them.
     ///
     /// Errors: those of [`Checkpoint::open`]; `Corruption` where one of them is missing, has changed since the next was built on it, or
     /// does not fit the next.
-    pub fn open(root: &Directory, latest: Latest) -> Result<Self> {
-        let mut links = vec![Checkpoint::open(root, latest)?];
+    pub fn open(root: &CheckpointDirectory, latest: LatestCheckpoint) -> Result<Self> {
+        let mut links = vec![OpenCheckpoint::open(root, latest)?];
         while let Some(parent) = &links[links.len() - 1].manifest().parent {
             let child = &links[links.len() - 1];
             let next = open_parent(root, child, parent)?;
@@ -53,12 +53,12 @@ impl Chain {
     }
 
     /// The manifest of the newest checkpoint, whose tables, settings and steps count.
-    pub fn manifest(&self) -> &Manifest {
+    pub fn manifest(&self) -> &CheckpointManifest {
         self.links[0].manifest()
     }
 
     /// What a delta that builds on it names as its parent.
-    pub fn identity(&self) -> Parent {
+    pub fn identity(&self) -> CheckpointId {
         self.links[0].identity()
     }
 
@@ -68,13 +68,13 @@ impl Chain {
     }
 
     /// The checkpoints, newest first.
-    pub fn links(&self) -> &[Checkpoint] {
+    pub fn links(&self) -> &[OpenCheckpoint] {
         &self.links
     }
 
     /// Let saves remove the checkpoints. Nothing more may be read of them.
-    pub fn let_go(&self) {
-        self.links.iter().for_each(Checkpoint::let_go);
+    pub fn release(&self) {
+        self.links.iter().for_each(OpenCheckpoint::release);
     }
 
     /// A table of the newest checkpoint. The error is `Mismatch` and lists the tables that it has.
@@ -92,24 +92,28 @@ impl Chain {
         let entry = self.table(module, table)?;
         let (spec, total_rows) = (entry.spec.clone(), entry.total_rows);
         let whole = (buckets == (0..spec.total_num_buckets)).then_some(total_rows);
-        let open = |link: &Checkpoint| link.table_reader(module, table, buckets.clone());
+        let open = |link: &OpenCheckpoint| link.table_reader(module, table, buckets.clone());
         let readers = self.links.iter().map(open).collect::<Result<Vec<_>>>()?;
-        Ok(ChainReader { chain: self.clone(), spec, buckets, whole, readers })
+        Ok(ChainReader { chain: self.clone(), spec, buckets, expected_rows: whole, readers })
     }
 }
 
 /// The checkpoint that `child` builds on. It is not held: for as long as a checkpoint is held, saves leave alone all that it builds on. Each hold
 /// is an open file, and a chain may be longer than a process may have open files.
-pub(crate) fn open_parent(root: &Directory, child: &Checkpoint, named: &Parent) -> Result<Checkpoint> {
+pub(crate) fn open_parent(
+    root: &CheckpointDirectory,
+    child: &OpenCheckpoint,
+    named: &CheckpointId,
+) -> Result<OpenCheckpoint> {
     let (path, manifest) = (child.directory().path(), child.manifest());
     let damaged = |what: &str, expected: String, got: String| Error::corruption(path, 0, what, expected, got);
     let name = named.name.parse().map_err(|e: Error| damaged("its parent", "a checkpoint".into(), e.to_string()))?;
-    let latest = Latest { name };
+    let latest = LatestCheckpoint { name };
     if !root.has(&named.name)? {
         let expected = format!("{} in {}", named.name, root.path().display());
         return Err(damaged("the checkpoint that this delta builds on", expected, "missing".into()));
     }
-    let parent = Checkpoint::open(root, latest)?;
+    let parent = OpenCheckpoint::open(root, latest)?;
     if parent.identity() != *named {
         let (was, is) = (named.manifest_xxh3, parent.identity().manifest_xxh3);
         let what = format!("the manifest of {}, which this delta builds on", named.name);
@@ -122,18 +126,18 @@ pub(crate) fn open_parent(root: &Directory, child: &Checkpoint, named: &Parent) 
     manifest
         .check_fits_parent(parent.manifest())
         .map_err(|what| damaged("what it holds", format!("changes of {}", named.name), what))?;
-    parent.let_go();
+    parent.release();
     Ok(parent)
 }
 
 /// Reads the rows of some buckets of one table as of the newest checkpoint of a chain.
 #[derive(Debug)]
 pub struct ChainReader {
-    chain: Chain,
+    chain: CheckpointChain,
     spec: TableSpec,
     buckets: Range<u32>,
     /// How many rows the table has, where this reads all of them.
-    whole: Option<u64>,
+    expected_rows: Option<u64>,
     /// A reader for each checkpoint, newest first.
     readers: Vec<TableReader>,
 }
@@ -162,7 +166,7 @@ impl ChainReader {
     }
 
     /// No fewer rows than [`ChainReader::read`] will hand over: without deltas exactly as many.
-    pub fn most_rows(&self) -> u64 {
+    pub fn max_rows(&self) -> u64 {
         self.readers.iter().map(TableReader::rows).sum()
     }
 
@@ -207,7 +211,7 @@ impl ChainReader {
 
     /// Read as [`ChainReader::read`] does, and then hand the counts of the ids that wait for rows to `counts`, those of each bucket at once,
     /// buckets rising. All of them are in memory then.
-    pub fn read_and_count(
+    pub fn read_rows_and_counts(
         &self,
         sink: &mut RowSink<'_>,
         counts: &mut dyn FnMut(BucketCounts) -> Result<()>,
@@ -261,7 +265,7 @@ impl ChainReader {
                 merge((&readers, &sweeps), &mut counted, counts.as_deref_mut())?;
             }
         }
-        match self.whole {
+        match self.expected_rows {
             Some(whole) if whole != rows => {
                 let what = format!("the rows of table {:?} in {}", self.spec.table, self.chain.manifest().name);
                 Err(Error::corruption(self.chain.links[0].directory().path(), 0, &what, whole, rows))
@@ -275,27 +279,27 @@ impl ChainReader {
 pub(crate) type ColumnSink<'a> = dyn FnMut(PickedRows<'_>) -> Result<()> + 'a;
 
 /// A set of ids from a file. Its hash is keyed, because somebody may have chosen the ids so that they collide.
-type Ids = HashSet<Id, IdHash>;
+type KnownIds = HashSet<Id, IdHash>;
 
 /// Hand each row over once, as the newest checkpoint has it, unless a newer one has a tombstone of its id or a sweep that takes the row.
 /// `sweeps` are those of each checkpoint. Counts of an id are those of the newest checkpoint that has anything of it.
 fn merge(
-    (readers, sweeps): (&[TableReader], &[&[Sweep]]),
+    (readers, sweeps): (&[TableReader], &[&[ExpirySweep]]),
     sink: &mut ColumnSink<'_>,
     mut counts: Option<&mut MergedCounts>,
 ) -> Result<()> {
-    let mut known = Ids::default();
-    let refused = |_| memory::refused("keep the ids of deltas", IDS_AT_ONCE as usize * 16);
+    let mut known = KnownIds::default();
+    let refused = |_| memory::refused_error("keep the ids of deltas", IDS_AT_ONCE as usize * 16);
     let mut fresh: Vec<u32> = Vec::new();
     for (age, reader) in readers.iter().enumerate() {
         let is_oldest = age + 1 == readers.len();
         let mut own: Vec<Id> = Vec::new();
-        let newer_sweeps: Vec<&Sweep> = sweeps[..age].iter().flat_map(|sweeps| sweeps.iter()).collect();
+        let newer_sweeps: Vec<&ExpirySweep> = sweeps[..age].iter().flat_map(|sweeps| sweeps.iter()).collect();
         let is_dead = |rows: &RowColumns<'_>, row: u32| {
             !newer_sweeps.is_empty() && {
                 let (row, dim) = (row as usize, rows.parts[0].len() / rows.len());
                 let (header, weights) = (rows.header(row), &rows.parts[0][row * dim..][..dim]);
-                newer_sweeps.iter().any(|sweep| sweep.kills(&header, weights))
+                newer_sweeps.iter().any(|sweep| sweep.matches(&header, weights))
             }
         };
         reader.read_columns(&mut |rows| {
@@ -315,8 +319,8 @@ fn merge(
         if let Some(merged) = &mut counts {
             reader.read_counts(&mut |older| {
                 if !is_oldest {
-                    memory::reserve(&mut own, "keep the ids of deltas", older.pending.len())?;
-                    own.extend(older.pending.iter().map(|each| each.id));
+                    memory::reserve(&mut own, "keep the ids of deltas", older.ids.len())?;
+                    own.extend(older.ids.iter().map(|each| each.id));
                 }
                 merged.add(older, |id| known.contains(&id));
                 Ok(())

@@ -2,16 +2,16 @@
 
 use std::ops::Range;
 
-use super::chain::{Chain, ChainReader};
+use super::chain::{ChainReader, CheckpointChain};
 use crate::cache::Table;
 use crate::checkpoint::rows::counts::MergedCounts;
 use crate::error::{Kind, Result};
-use crate::lifecycle::{BucketCounts, SharedRow, StepClock};
-use crate::ssd::{SegmentFiles, StateCounters};
+use crate::lifecycle::{BucketCounts, OovRow, StepClock};
+use crate::ssd::{LinkedSegments, StateCounters};
 
 /// Which columns of the rows a load takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Columns {
+pub enum LoadColumns {
     /// All. The table must have the checkpoint's optimizer.
     All,
     /// All but the optimizer's slots, into a table with any optimizer.
@@ -20,7 +20,7 @@ pub enum Columns {
 
 /// Whether the caller can open a table from the segments of a linked checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Segments {
+pub enum LoadSegments {
     /// It can.
     Open,
     /// It reads rows only.
@@ -37,9 +37,9 @@ pub struct TableRequest<'a> {
     /// The buckets that the rank owns.
     pub buckets: Range<u32>,
     /// Which columns are wanted.
-    pub columns: Columns,
+    pub columns: LoadColumns,
     /// Whether segments will do.
-    pub segments: Segments,
+    pub segments: LoadSegments,
 }
 
 /// How a table that was checked is loaded.
@@ -49,20 +49,20 @@ pub enum TableSource {
     Rows(ChainReader),
     /// By opening the table from segments, with these counters, these counts of ids that wait for rows, these times of its steps, and this
     /// shared row.
-    Segments(SegmentFiles, StateCounters, Vec<BucketCounts>, StepClock, Option<SharedRow>),
+    Segments(LinkedSegments, StateCounters, Vec<BucketCounts>, StepClock, Option<OovRow>),
 }
 
 impl TableSource {
     /// No fewer rows than the table will have.
-    pub fn most_rows(&self) -> u64 {
+    pub fn max_rows(&self) -> u64 {
         match self {
-            Self::Rows(reader) => reader.most_rows(),
+            Self::Rows(reader) => reader.max_rows(),
             Self::Segments(files, ..) => files.rows(),
         }
     }
 }
 
-impl Chain {
+impl CheckpointChain {
     /// Check that the checkpoint has a table that fits `into`, that no batch uses the rows of `into`, and the headers of the files that
     /// hold the rows of the buckets.
     ///
@@ -71,10 +71,10 @@ impl Chain {
     pub fn check_table(&self, into: &Table, request: &TableRequest<'_>) -> Result<TableSource> {
         self.refuse_serving("tables that are trained or evaluated by a model are loaded")?;
         let entry = self.table(request.module, request.table)?;
-        entry.spec.check_fits(into.config(), request.columns == Columns::All)?;
-        into.check_idle()?;
+        entry.spec.check_fits(into.config(), request.columns == LoadColumns::All)?;
+        into.check_unused()?;
         let rows = || self.table_reader(request.module, request.table, request.buckets.clone());
-        if request.columns == Columns::WithoutSlots {
+        if request.columns == LoadColumns::WithoutSlots {
             // Segments hold rows with their slots: these are read row by row.
             return Ok(TableSource::Rows(rows()?.without_slots()));
         }
@@ -82,10 +82,10 @@ impl Chain {
         let Some(files) = newest.segments_of(request.module, request.table, &request.buckets)? else {
             return rows().map(TableSource::Rows);
         };
-        if request.segments == Segments::Refuse {
+        if request.segments == LoadSegments::Refuse {
             return Err(newest.only_for_same_ranks("only torchrec_embcache.Saver loads it"));
         }
-        into.check_takes(&files).map_err(|error| match error.kind() {
+        into.check_opens_from(&files).map_err(|error| match error.kind() {
             Kind::Mismatch => newest.only_for_same_ranks(&error.to_string()),
             _ => error,
         })?;
@@ -104,6 +104,6 @@ impl Chain {
                 Ok(())
             })?;
         }
-        Ok(TableSource::Segments(files, counters, counts, entry.clock.clone(), entry.spec.shared_row.clone()))
+        Ok(TableSource::Segments(files, counters, counts, entry.clock.clone(), entry.spec.oov_row.clone()))
     }
 }

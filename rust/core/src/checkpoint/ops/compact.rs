@@ -1,31 +1,31 @@
 //! Merges a chain of deltas, or a linked checkpoint, into a full checkpoint.
 
-use super::chain::Chain;
+use super::chain::CheckpointChain;
 use super::reshard::share_of;
-use crate::checkpoint::directory::Directory;
+use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::digest::RankDigest;
-use crate::checkpoint::manifest::latest::{CheckpointName, Latest};
+use crate::checkpoint::manifest::latest::{CheckpointName, LatestCheckpoint};
 use crate::checkpoint::manifest::manifests::CheckpointKind;
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::Result;
 
 /// One rank's part of merging the chain that `LATEST` names.
 ///
-/// The coordinator tells all ranks what [`Latest::read`] gives, and begins a [`Save`](crate::checkpoint::Save) that merges it. Each rank
+/// The coordinator tells all ranks what [`LatestCheckpoint::read`] gives, and begins a [`Save`](crate::checkpoint::Save) that merges it. Each rank
 /// writes its share of the buckets. Publishing makes the merged checkpoint the newest one, if that chain is still the newest.
 #[derive(Debug)]
-pub struct Compaction {
-    chain: Chain,
-    directory: Directory,
+pub struct ChainCompaction {
+    chain: CheckpointChain,
+    directory: CheckpointDirectory,
     counts: bool,
 }
 
-impl Compaction {
+impl ChainCompaction {
     /// Open the chain, or the linked checkpoint. The merged checkpoint is written to the same directory. `None` where it is a full checkpoint
     /// already.
-    pub fn open(directory: &Directory, latest: Latest) -> Result<Option<Self>> {
+    pub fn open(directory: &CheckpointDirectory, latest: LatestCheckpoint) -> Result<Option<Self>> {
         directory.check_to_save()?;
-        let chain = Chain::open(directory, latest)?;
+        let chain = CheckpointChain::open(directory, latest)?;
         chain.refuse_serving("deltas are merged")?;
         Ok((chain.manifest().kind != CheckpointKind::Full).then(|| Self {
             chain,
@@ -42,7 +42,7 @@ impl Compaction {
     }
 
     /// The chain.
-    pub fn chain(&self) -> &Chain {
+    pub fn chain(&self) -> &CheckpointChain {
         &self.chain
     }
 

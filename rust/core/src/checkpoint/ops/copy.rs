@@ -1,23 +1,23 @@
 //! Copies a checkpoint, with all that it builds on, to another directory.
 
-use super::chain::Chain;
-use crate::checkpoint::directory::Directory;
-use crate::checkpoint::manifest::dense::{CHUNK_BYTES, DENSE_DIR, DENSE_FILE, Extent};
-use crate::checkpoint::manifest::holds::{hold_to_sweep, lock_root, make_held};
-use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, Latest};
+use super::chain::CheckpointChain;
+use crate::checkpoint::directory::CheckpointDirectory;
+use crate::checkpoint::manifest::dense::{DENSE_CHUNK_BYTES, DENSE_DIR, DENSE_FILE, DenseExtent};
+use crate::checkpoint::manifest::holds::{hold_to_remove, lock_root, make_held};
+use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, LatestCheckpoint};
 use crate::checkpoint::manifest::manifests::MAX_MANIFEST_BYTES;
 use crate::checkpoint::manifest::names::{MANIFEST_FILE, rank_file, table_dir};
 use crate::checkpoint::manifest::read::read_manifest;
-use crate::checkpoint::rows::reader::Checkpoint;
+use crate::checkpoint::rows::reader::OpenCheckpoint;
 use crate::error::{Error, Kind, Result};
-use crate::io::{DirLock, LOCK_FILE, Open, copy_file, publish, read_file};
+use crate::io::{DirLock, IoOpenMode, LOCK_FILE, copy_file, read_file, write_atomically};
 
 /// Bytes of a stream of extents that are read at a time.
-const WINDOW_BYTES: u64 = 64 * CHUNK_BYTES as u64;
+const WINDOW_BYTES: u64 = 64 * DENSE_CHUNK_BYTES as u64;
 
 /// The result of a copy.
 #[derive(Debug)]
-pub struct Copied {
+pub struct CheckpointCopyReport {
     /// The checkpoints that were copied, oldest first. Those that were there already are left out.
     pub names: Vec<CheckpointName>,
     /// Bytes of their files.
@@ -28,9 +28,9 @@ pub struct Copied {
 
 /// A checkpoint that is copied, and held until the copy is the newest one.
 #[derive(Debug)]
-struct Copy {
+struct CheckpointCopy {
     name: CheckpointName,
-    dir: Directory,
+    dir: CheckpointDirectory,
     bytes: u64,
     _lock: DirLock,
 }
@@ -43,7 +43,7 @@ struct Copy {
 ///
 /// Errors: `Corruption` of what is copied, `State` where `to` has another checkpoint of one of the names, `InUse` where another process
 /// copies the same checkpoint, `Storage`.
-pub fn copy(from: &Chain, to: &Directory) -> Result<Copied> {
+pub fn copy(from: &CheckpointChain, to: &CheckpointDirectory) -> Result<CheckpointCopyReport> {
     to.check_to_save()?;
     let mut copies = Vec::new();
     let copied = copy_links(from, to, &mut copies).and_then(|()| make_newest(from, to));
@@ -54,7 +54,7 @@ pub fn copy(from: &Chain, to: &Directory) -> Result<Copied> {
                 let _ = copy.dir.engine().remove_file(&copy.dir.join(LOCK_FILE));
             }
             let bytes = copies.iter().map(|copy| copy.bytes).sum();
-            Ok(Copied { names: copies.iter().map(|copy| copy.name).collect(), bytes, is_newest })
+            Ok(CheckpointCopyReport { names: copies.iter().map(|copy| copy.name).collect(), bytes, is_newest })
         }
         Err(error) => {
             for copy in copies.iter().rev() {
@@ -66,10 +66,10 @@ pub fn copy(from: &Chain, to: &Directory) -> Result<Copied> {
     }
 }
 
-fn copy_links(from: &Chain, to: &Directory, copies: &mut Vec<Copy>) -> Result<()> {
+fn copy_links(from: &CheckpointChain, to: &CheckpointDirectory, copies: &mut Vec<CheckpointCopy>) -> Result<()> {
     for link in from.links().iter().rev() {
         let name: CheckpointName = link.manifest().name.parse()?;
-        let dir = to.below(name);
+        let dir = to.subdirectory(name);
         if dir.has(MANIFEST_FILE)? {
             if read_manifest(&dir)?.1 == link.identity() {
                 continue;
@@ -79,7 +79,7 @@ fn copy_links(from: &Chain, to: &Directory, copies: &mut Vec<Copy>) -> Result<()
         }
         if to.has(&name.to_string())? {
             // What a copy or a save has left that ended before its end.
-            let Some(_unused) = hold_to_sweep(to, &dir)? else {
+            let Some(_unused) = hold_to_remove(to, &dir)? else {
                 let what = format!("{} is being written by another process: wait for its end", dir.path().display());
                 return Err(Error::new(Kind::InUse, what).at(dir.path()));
             };
@@ -87,19 +87,19 @@ fn copy_links(from: &Chain, to: &Directory, copies: &mut Vec<Copy>) -> Result<()
         }
         let (dir, lock) = make_held(to, name)?;
         let copied = copy_files(link, &dir);
-        copies.push(Copy { name, dir, bytes: *copied.as_ref().unwrap_or(&0), _lock: lock });
+        copies.push(CheckpointCopy { name, dir, bytes: *copied.as_ref().unwrap_or(&0), _lock: lock });
         copied?;
     }
     to.sync()
 }
 
 /// Copy the files of one checkpoint, its manifest last. Returns their bytes.
-fn copy_files(link: &Checkpoint, to: &Directory) -> Result<u64> {
+fn copy_files(link: &OpenCheckpoint, to: &CheckpointDirectory) -> Result<u64> {
     let (from, manifest) = (link.directory(), link.manifest());
     let world = manifest.ranks.len() as u32;
     let mut bytes = 0;
-    let mut copy = |from: &Directory, to: &Directory, name: &std::path::Path| {
-        let file = from.engine().open(&from.join(name), Open::Read)?;
+    let mut copy = |from: &CheckpointDirectory, to: &CheckpointDirectory, name: &std::path::Path| {
+        let file = from.engine().open(&from.join(name), IoOpenMode::Read)?;
         bytes += file.len()?;
         copy_file(to.engine(), &*file, &to.join(name))
     };
@@ -116,7 +116,7 @@ fn copy_files(link: &Checkpoint, to: &Directory) -> Result<u64> {
         if !from.has(&folder)? {
             continue; // a table without rows
         }
-        let (from, to) = (from.below(&folder), to.below(&folder));
+        let (from, to) = (from.subdirectory(&folder), to.subdirectory(&folder));
         to.make()?;
         for path in from.engine().list(from.path())? {
             copy(&from, &to, path.file_name().unwrap_or_default().as_ref())?;
@@ -125,33 +125,33 @@ fn copy_files(link: &Checkpoint, to: &Directory) -> Result<u64> {
     }
     to.sync()?;
     let manifest = read_file(from.engine(), &from.join(MANIFEST_FILE), MAX_MANIFEST_BYTES)?;
-    publish(to.engine(), &to.join(MANIFEST_FILE), &manifest)?;
+    write_atomically(to.engine(), &to.join(MANIFEST_FILE), &manifest)?;
     Ok(bytes + manifest.len() as u64)
 }
 
 /// Verify the copy and make it the newest checkpoint, unless one with a higher number is. Returns whether it is the newest.
-fn make_newest(from: &Chain, to: &Directory) -> Result<bool> {
-    let latest = Latest { name: from.manifest().name.parse()? };
-    let copy = Chain::open(to, latest)?;
+fn make_newest(from: &CheckpointChain, to: &CheckpointDirectory) -> Result<bool> {
+    let latest = LatestCheckpoint { name: from.manifest().name.parse()? };
+    let copy = CheckpointChain::open(to, latest)?;
     verify(&copy)?;
     let _naming = lock_root(to)?;
-    match Latest::find(to)? {
+    match LatestCheckpoint::find(to)? {
         Some(newest) if newest.name == latest.name => Ok(true),
         // What the copy builds on is older, also where it was merged while the copied delta was written.
         Some(newest) if newest.name.seq >= latest.name.seq && !builds_on(&copy, newest.name) => Ok(false),
         _ => {
-            publish(to.engine(), &to.join(LATEST_FILE), format!("{latest}\n").as_bytes())?;
+            write_atomically(to.engine(), &to.join(LATEST_FILE), format!("{latest}\n").as_bytes())?;
             Ok(true)
         }
     }
 }
 
-fn builds_on(chain: &Chain, name: CheckpointName) -> bool {
+fn builds_on(chain: &CheckpointChain, name: CheckpointName) -> bool {
     chain.links().iter().any(|link| link.manifest().name == name.to_string())
 }
 
 /// Read every byte of a checkpoint and of all that it builds on, and hold it against its checksums.
-fn verify(chain: &Chain) -> Result<()> {
+fn verify(chain: &CheckpointChain) -> Result<()> {
     for entry in &chain.manifest().tables {
         let spec = &entry.spec;
         chain.table_reader(&spec.module, &spec.table, 0..spec.total_num_buckets)?.verify()?;
@@ -159,11 +159,11 @@ fn verify(chain: &Chain) -> Result<()> {
     let mut window = vec![0; WINDOW_BYTES as usize];
     for link in chain.links().iter().filter(|link| link.manifest().dense.is_some()) {
         link.dense_metadata()?;
-        let reader = link.extent_reader();
+        let reader = link.dense_reader();
         for (rank, stream_bytes) in reader.stream_bytes().into_iter().enumerate() {
             for offset in (0..stream_bytes).step_by(window.len()) {
                 let bytes = WINDOW_BYTES.min(stream_bytes - offset);
-                reader.read(rank as u32, Extent { offset, bytes }, &mut window[..bytes as usize])?;
+                reader.read(rank as u32, DenseExtent { offset, bytes }, &mut window[..bytes as usize])?;
             }
         }
     }

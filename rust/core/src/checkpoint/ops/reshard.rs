@@ -1,8 +1,8 @@
 //! Writes a checkpoint again, divided between another number of ranks.
 
-use super::chain::Chain;
-use crate::checkpoint::directory::Directory;
-use crate::checkpoint::publish::save::{Published, Save};
+use super::chain::CheckpointChain;
+use crate::checkpoint::directory::CheckpointDirectory;
+use crate::checkpoint::publish::save::{CheckpointSave, PublishedCheckpoint};
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
 
@@ -21,7 +21,13 @@ pub(crate) fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u
 /// `counts`: whether the counts of ids that wait for rows are written too.
 ///
 /// Errors: `Input` (no rank, or more ranks than a divided table has buckets), `Corruption` of what is read, `Storage`.
-pub fn reshard(from: &Chain, to: &Directory, random: u64, world: u32, counts: bool) -> Result<Published> {
+pub fn reshard(
+    from: &CheckpointChain,
+    to: &CheckpointDirectory,
+    random: u64,
+    world: u32,
+    counts: bool,
+) -> Result<PublishedCheckpoint> {
     from.refuse_serving("rows are divided between ranks")?;
     let tables = &from.manifest().tables;
     let owners: Vec<Option<u32>> =
@@ -35,7 +41,7 @@ pub fn reshard(from: &Chain, to: &Directory, random: u64, world: u32, counts: bo
             format!("a world of {world} ranks: give 1 to {most}, the buckets there are"),
         ));
     }
-    let save = Save::begin(to, random)?;
+    let save = CheckpointSave::begin(to, random)?;
     let written = (0..world).map(|rank| {
         let writer = RankWriter::new(to, save.name(), rank, world)?;
         let mut writer = if counts { writer } else { writer.without_counts() };

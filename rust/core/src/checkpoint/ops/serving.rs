@@ -1,13 +1,13 @@
 //! Writes a checkpoint again for servers: without optimizer slots, and with weights in as many bytes as asked for.
 
-use super::chain::Chain;
-use crate::checkpoint::directory::Directory;
+use super::chain::CheckpointChain;
+use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::manifests::CheckpointKind;
-use crate::checkpoint::publish::save::{Published, Save, SaveOptions};
-use crate::checkpoint::rows::reader::Checkpoint;
+use crate::checkpoint::publish::save::{CheckpointSave, PublishedCheckpoint, SaveOptions};
+use crate::checkpoint::rows::reader::OpenCheckpoint;
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
-use crate::rows::Precision;
+use crate::rows::WeightPrecision;
 
 /// Write the rows of `from`, deltas merged, to another directory as a serving checkpoint. It says which checkpoint it was made from, so that a
 /// server knows which deltas are changes of it. Epochs, steps and settings are kept; optimizer slots, counts of ids that wait for rows and the
@@ -16,15 +16,15 @@ use crate::rows::Precision;
 /// Errors: `Input` where the precision cannot hold a row, `Unsupported` where `from` is a serving checkpoint, `Corruption` of what is read,
 /// `Storage`.
 pub fn make_for_serving(
-    from: &Chain,
-    to: &Directory,
+    from: &CheckpointChain,
+    to: &CheckpointDirectory,
     (random, keep): (u64, usize),
-    precision: Precision,
+    precision: WeightPrecision,
     progress: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<Published> {
+) -> Result<PublishedCheckpoint> {
     from.refuse_serving("another precision is made of it")?;
     let options = SaveOptions { made_from: Some(from.identity()), keep, ..SaveOptions::default() };
-    let save = Save::begin_with(to, random, options)?;
+    let save = CheckpointSave::begin_with(to, random, options)?;
     let mut write = || {
         let mut writer = RankWriter::new(to, save.name(), 0, 1)?.without_counts();
         for entry in &from.manifest().tables {
@@ -44,19 +44,19 @@ pub fn make_for_serving(
     }
 }
 
-impl Chain {
-    /// `Unsupported` where this is a serving checkpoint, from which `what` cannot be done.
-    pub fn refuse_serving(&self, what: &str) -> Result<()> {
-        self.links()[0].refuse_serving(what)
+impl CheckpointChain {
+    /// `Unsupported` where this is a serving checkpoint, from which `action` cannot be done.
+    pub fn refuse_serving(&self, action: &str) -> Result<()> {
+        self.links()[0].refuse_serving(action)
     }
 }
 
-impl Checkpoint {
-    /// `Unsupported` where this is a serving checkpoint, from which `what` cannot be done.
+impl OpenCheckpoint {
+    /// `Unsupported` where this is a serving checkpoint, from which `action` cannot be done.
     pub(crate) fn refuse_serving(&self, what: &str) -> Result<()> {
         let manifest = self.manifest();
         let (CheckpointKind::Serving, Some(source)) = (manifest.kind, &manifest.made_from) else { return Ok(()) };
-        let precision = manifest.tables.iter().find_map(|entry| entry.spec.precision).map_or("", Precision::name);
+        let precision = manifest.tables.iter().find_map(|entry| entry.spec.precision).map_or("", WeightPrecision::name);
         Err(Error::new(
             Kind::Unsupported,
             format!(

@@ -2,18 +2,18 @@
 
 use std::collections::BTreeMap;
 
-use super::beside::Pace;
+use super::beside::WriteRateLimiter;
 use super::chain::ChainReader;
-use crate::cache::{Ancestor, GroupSink, PickedRows, Table, TableMoment};
+use crate::cache::{BaseCheckpoint, GroupSink, PickedRows, Table, TableSnapshot};
 use crate::checkpoint::manifest::manifests::TableSpec;
-use crate::checkpoint::rows::counts::{CountsToWrite, MergedCounts};
-use crate::checkpoint::rows::delta::Changes;
+use crate::checkpoint::rows::counts::{CountsSource, MergedCounts};
+use crate::checkpoint::rows::delta::DeltaChanges;
 use crate::checkpoint::rows::reader::TableReader;
 use crate::checkpoint::rows::source::{RowSink, RowSource};
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
-use crate::rows::{Precision, RowHeader};
+use crate::rows::{RowHeader, WeightPrecision};
 use crate::ssd::LinkedBytes;
 use crate::types::Id;
 
@@ -23,7 +23,7 @@ const CHUNK_ROWS: usize = 1024;
 const MODIFIED_CHUNK_BYTES: usize = 512 << 10;
 /// Rows of a moment are copied in chunks of at most so many bytes, or of one row where a row is larger. A training step waits for one
 /// chunk at most.
-const MOMENT_CHUNK_BYTES: usize = 256 << 10;
+const SNAPSHOT_CHUNK_BYTES: usize = 256 << 10;
 
 /// What a linked checkpoint has of a table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,12 +48,12 @@ impl RowSource for TableRows<'_> {
 }
 
 /// The rows of a table modified in an epoch or later, as of now.
-struct Modified<'a> {
+struct ModifiedTableRows<'a> {
     table: &'a Table,
     since: u32,
 }
 
-impl RowSource for Modified<'_> {
+impl RowSource for ModifiedTableRows<'_> {
     fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> Result<()> {
         let row_bytes = self.table.config().layout().vector_floats() * 4 + size_of::<RowHeader>();
         let chunk_rows = (MODIFIED_CHUNK_BYTES / row_bytes).max(1);
@@ -88,7 +88,7 @@ impl RankWriter {
     ) -> Result<u64> {
         let config = table.config();
         let step = table.step()?;
-        let spec = TableSpec::new(module, config, hyperparameters, step, table.shared_row()?);
+        let spec = TableSpec::new(module, config, hyperparameters, step, table.oov_row()?);
         let rows = self.write_table(spec, config.buckets.clone(), &mut TableRows(table))?;
         self.set_clock(table.clock()?);
         self.write_counts_of(table, None)?;
@@ -99,10 +99,10 @@ impl RankWriter {
     /// Write the counts of the ids that wait for rows, as of now; with `since` those of the ids that were counted in that epoch or later.
     fn write_counts_of(&mut self, table: &Table, since: Option<u32>) -> Result<()> {
         let Some(generations) = table.generations()? else { return Ok(()) };
-        self.write_counts(CountsToWrite {
+        self.write_counts(CountsSource {
             clicks: table.config().admission.counts_clicks(),
             generations: &generations,
-            give: &mut |sink| table.for_each_bucket(since, sink),
+            for_each_bucket: &mut |sink| table.for_each_bucket(since, sink),
         })
     }
 
@@ -126,10 +126,10 @@ impl RankWriter {
             return Ok(());
         }
         let generations: Vec<u32> = buckets.map(|bucket| merged.generation(bucket)).collect();
-        self.write_counts(CountsToWrite {
+        self.write_counts(CountsSource {
             clicks: chain.counts_clicks(),
             generations: &generations,
-            give: &mut |sink| std::mem::take(&mut merged).hand_over(sink),
+            for_each_bucket: &mut |sink| std::mem::take(&mut merged).hand_over(sink),
         })
     }
 
@@ -137,7 +137,7 @@ impl RankWriter {
     pub(super) fn write_rows_for_serving(
         &mut self,
         chain: &ChainReader,
-        precision: Precision,
+        precision: WeightPrecision,
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
         let spec = chain.spec().clone().for_serving(precision);
@@ -162,7 +162,7 @@ impl RankWriter {
         table: &Table,
         hyperparameters: BTreeMap<String, f64>,
     ) -> Result<LinkedTable> {
-        let Some((held, counters, shared)) = table.hold_segments()? else {
+        let Some((held, counters, shared)) = table.pin_segments()? else {
             let rows = self.write_rows_of(module, table, hyperparameters)?;
             return Ok(LinkedTable { rows, bytes: LinkedBytes::default() });
         };
@@ -177,7 +177,7 @@ impl RankWriter {
         Ok(LinkedTable { rows, bytes })
     }
 
-    /// Write what has changed in a table since `ancestor`. Returns the numbers of rows and tombstones. `module` is the path of the table's
+    /// Write what has changed in a table since `base`. Returns the numbers of rows and tombstones. `module` is the path of the table's
     /// module in the model.
     ///
     /// Errors: those of [`RankWriter::write_table`]; `State` where it is not known what changed, so that only a full save can be made, and
@@ -187,64 +187,68 @@ impl RankWriter {
         module: &str,
         table: &Table,
         hyperparameters: BTreeMap<String, f64>,
-        ancestor: &Ancestor,
+        base: &BaseCheckpoint,
     ) -> Result<(u64, u64)> {
         let config = table.config();
         let step = table.step()?;
-        let spec = TableSpec::new(module, config, hyperparameters, step, table.shared_row()?);
-        let left = table.left_since(ancestor)?;
-        let sweeps = table.sweeps_since(ancestor)?;
-        let changes = Changes { left: &left, sweeps: &sweeps, total_rows: table.len()? };
-        let mut modified = Modified { table, since: ancestor.next_epoch };
+        let spec = TableSpec::new(module, config, hyperparameters, step, table.oov_row()?);
+        let left = table.tombstones_since(base)?;
+        let sweeps = table.sweeps_since(base)?;
+        let changes = DeltaChanges { tombstones: &left, sweeps: &sweeps, total_rows: table.len()? };
+        let mut modified = ModifiedTableRows { table, since: base.next_epoch };
         let rows = self.write_changes(spec, config.buckets.clone(), &mut modified, changes)?;
         self.set_clock(table.clock()?);
-        self.write_counts_of(table, Some(ancestor.next_epoch))?;
+        self.write_counts_of(table, Some(base.next_epoch))?;
         check_not_trained(table, step)?;
         Ok((rows, left.len() as u64))
     }
 
-    /// Write the rows that a table had at a moment, no faster than `pace` allows. The checkpoint must be a delta if the moment is one of
+    /// Write the rows that a table had at a moment, no faster than `limiter` allows. The checkpoint must be a delta if the moment is one of
     /// changes. Returns the numbers of rows and tombstones.
-    pub fn write_moment(
+    pub fn write_snapshot(
         &mut self,
         module: &str,
-        moment: TableMoment,
+        snapshot: TableSnapshot,
         hyperparameters: BTreeMap<String, f64>,
-        pace: &mut Pace,
+        limiter: &mut WriteRateLimiter,
     ) -> Result<(u64, u64)> {
-        let config = moment.config().clone();
-        let spec = TableSpec::new(module, &config, hyperparameters, moment.step(), moment.shared_row().cloned());
+        let config = snapshot.config().clone();
+        let spec = TableSpec::new(module, &config, hyperparameters, snapshot.step(), snapshot.oov_row().cloned());
         let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
-        let chunk_rows = (MOMENT_CHUNK_BYTES / row_bytes).max(1);
-        let (left, sweeps, total_rows) = (moment.left().map(<[Id]>::to_vec), moment.sweeps().to_vec(), moment.rows());
-        let clock = moment.clock().clone();
+        let chunk_rows = (SNAPSHOT_CHUNK_BYTES / row_bytes).max(1);
+        let (left, sweeps, total_rows) =
+            (snapshot.tombstones().map(<[Id]>::to_vec), snapshot.sweeps().to_vec(), snapshot.rows());
+        let clock = snapshot.clock().clone();
         // The rows let go of the moment. So its counts are taken before, and are written when the rows are.
-        let (generations, mut counts) = (moment.generations(), MergedCounts::default());
-        moment.for_each_bucket(&mut |bucket| {
+        let (generations, mut counts) = (snapshot.generations(), MergedCounts::default());
+        snapshot.for_each_bucket(&mut |bucket| {
             counts.add(bucket, |_| false);
             Ok(())
         })?;
-        let mut moment = Some(moment);
+        let mut moment = Some(snapshot);
         let mut rows = |sink: &mut RowSink<'_>| {
             let once = || Error::new(Kind::State, "the rows of a moment can be read only once");
             moment.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
                 sink(&chunk.headers, &chunk.vectors)?;
-                pace.wait((chunk.headers.len() * row_bytes) as u64);
+                limiter.wait((chunk.headers.len() * row_bytes) as u64);
                 Ok(())
             })
         };
         let written = match &left {
             None => self.write_table(spec, config.buckets, &mut rows)?,
-            Some(left) => {
-                self.write_changes(spec, config.buckets, &mut rows, Changes { left, sweeps: &sweeps, total_rows })?
-            }
+            Some(left) => self.write_changes(
+                spec,
+                config.buckets,
+                &mut rows,
+                DeltaChanges { tombstones: left, sweeps: &sweeps, total_rows },
+            )?,
         };
         self.set_clock(clock);
         if let Some(generations) = &generations {
-            self.write_counts(CountsToWrite {
+            self.write_counts(CountsSource {
                 clicks: config.admission.counts_clicks(),
                 generations,
-                give: &mut |sink| std::mem::take(&mut counts).hand_over(sink),
+                for_each_bucket: &mut |sink| std::mem::take(&mut counts).hand_over(sink),
             })?;
         }
         Ok((written, left.map_or(0, |left| left.len() as u64)))
@@ -309,10 +313,10 @@ impl ChainReader {
                 ),
             ));
         }
-        let saved = self.spec().shared_row.as_ref();
+        let saved = self.spec().oov_row.as_ref();
         let layout = table.config().layout();
         let without_slots = saved.filter(|_| !self.has_slots()).map(|saved| saved.without_slots(layout));
-        table.load_shared_row(without_slots.as_ref().or(saved))?;
+        table.load_oov_row(without_slots.as_ref().or(saved))?;
         Ok(read)
     }
 }

@@ -1,14 +1,14 @@
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use super::each_piece;
+use super::for_each_piece;
 use crate::error::{Error, Kind};
 
 #[test]
 fn where_two_pieces_fail_the_error_is_that_of_the_earlier_one_whichever_ends_first() {
     for first_to_end in [0, 1] {
         let (both, has_failed) = (Barrier::new(2), AtomicBool::new(false));
-        let failed = each_piece(2, vec![0, 1], |piece| {
+        let failed = for_each_piece(2, vec![0, 1], |piece| {
             // Both are under way before either fails.
             both.wait();
             while piece != first_to_end && !has_failed.load(Ordering::Acquire) {
@@ -25,7 +25,7 @@ fn where_two_pieces_fail_the_error_is_that_of_the_earlier_one_whichever_ends_fir
 #[test]
 fn no_piece_is_begun_after_an_error() {
     let begun = AtomicUsize::new(0);
-    let failed = each_piece(1, (0..10).collect(), |piece: usize| {
+    let failed = for_each_piece(1, (0..10).collect(), |piece: usize| {
         begun.fetch_add(1, Ordering::Relaxed);
         if piece == 3 { Err(Error::new(Kind::Storage, "full")) } else { Ok(()) }
     });

@@ -4,60 +4,60 @@ use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::retention::{sweep, sweep_parts};
-use crate::checkpoint::directory::Directory;
+use super::retention::{remove_old_checkpoints, remove_stale_parts};
+use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::dense::{DENSE_FILE, DenseEntry};
 use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::holds::{lock_root, make_held};
-use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, Latest};
+use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, LatestCheckpoint};
 use crate::checkpoint::manifest::manifests::{
-    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, Parent, dense_bytes, render, seal,
+    CheckpointId, CheckpointKind, CheckpointManifest, MAX_MANIFEST_BYTES, dense_bytes, render, seal,
 };
-use crate::checkpoint::manifest::merge::merge;
+use crate::checkpoint::manifest::merge::merge_tables;
 use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, MANIFEST_FILE, VERSION};
 use crate::checkpoint::manifest::read::{read_manifest, read_ranks};
 use crate::error::{Error, Kind, Result};
-use crate::io::{DirLock, LOCK_FILE, publish, write_whole};
-use crate::memory::room_for_threads;
+use crate::io::{DirLock, LOCK_FILE, write_atomically, write_whole};
+use crate::memory::can_start_threads;
 
 /// What kind of checkpoint a save makes. By default it is full, and no older one stays.
 #[derive(Clone, Debug, Default)]
 pub struct SaveOptions {
     /// The checkpoint that a delta builds on. It must still be the newest one when the delta is published.
-    pub parent: Option<Parent>,
+    pub parent: Option<CheckpointId>,
     /// The checkpoint whose rows, merged with all that it builds on, are in this one. It must still be the newest one when this is
     /// published.
-    pub merged: Option<Parent>,
+    pub merged: Option<CheckpointId>,
     /// Whether it is a linked checkpoint: tables with an SSD tier are in it as their segments. Then it has no parent.
     pub linked: bool,
     /// The checkpoint whose rows a serving checkpoint is made of. Then this is a serving checkpoint, and has no parent.
-    pub made_from: Option<Parent>,
+    pub made_from: Option<CheckpointId>,
     /// How many of the newest checkpoints stay, this one included: 1 at least. All that they build on stays too.
     pub keep: usize,
 }
 
 /// A save under way. Dropped without [`Save::publish`], it leaves a directory that the next save sweeps.
 #[derive(Debug)]
-pub struct Save {
-    root: Directory,
+pub struct CheckpointSave {
+    root: CheckpointDirectory,
     /// The checkpoint's own directory.
-    dir: Directory,
+    dir: CheckpointDirectory,
     name: CheckpointName,
     options: SaveOptions,
     /// What identifies `dense.json`, where the checkpoint has extents.
     dense: Option<RankDigest>,
-    early: Early,
+    early_sync: EarlySync,
     /// While this is held no other save sweeps the directory.
     _lock: DirLock,
 }
 
 /// Syncs the line that is to be `LATEST`, and the name of the checkpoint's directory, while rows are written.
 #[derive(Debug)]
-struct Early(Option<JoinHandle<Result<()>>>);
+struct EarlySync(Option<JoinHandle<Result<()>>>);
 
-impl Early {
+impl EarlySync {
     fn begin(sync: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<Self> {
-        if !room_for_threads() {
+        if !can_start_threads() {
             return sync().map(|()| Self(None));
         }
         let sync = Arc::new(sync);
@@ -76,7 +76,7 @@ impl Early {
     }
 }
 
-impl Drop for Early {
+impl Drop for EarlySync {
     fn drop(&mut self) {
         // An error does not matter: nothing that needs these names was published.
         let _ = self.wait();
@@ -90,42 +90,43 @@ fn unix_ms() -> u64 {
 
 /// What publishing a checkpoint did.
 #[derive(Debug)]
-pub struct Published {
+pub struct PublishedCheckpoint {
     /// The checkpoint that loads now find.
-    pub latest: Latest,
+    pub latest: LatestCheckpoint,
     /// What identifies it: its name and the XXH3 of its manifest.
-    pub identity: Parent,
+    pub identity: CheckpointId,
     /// What a delta builds on: the parent that the save was begun with, or the checkpoint that this was merged into meanwhile.
-    pub parent: Option<Parent>,
+    pub parent: Option<CheckpointId>,
     /// Why some older checkpoints could not be removed. The next save tries again.
-    pub left: Vec<Error>,
+    pub cleanup_errors: Vec<Error>,
 }
 
-impl Save {
+impl CheckpointSave {
     /// Make the directory of a new checkpoint in `root`. This also removes what unfinished saves left there, and checkpoints
     /// that do not stay. `random` tells saves that run at the same time apart.
-    pub fn begin(root: &Directory, random: u64) -> Result<Self> {
+    pub fn begin(root: &CheckpointDirectory, random: u64) -> Result<Self> {
         Self::begin_with(root, random, SaveOptions::default())
     }
 
     /// Begin a save as [`Save::begin`] does, with options.
-    pub fn begin_with(root: &Directory, random: u64, options: SaveOptions) -> Result<Self> {
+    pub fn begin_with(root: &CheckpointDirectory, random: u64, options: SaveOptions) -> Result<Self> {
         root.check_to_save()?;
         // What cannot be removed does no harm to this save, and publishing reports it. A damaged LATEST keeps all checkpoints there.
-        let _ = sweep(root, options.keep);
-        let latest = Latest::find(root).ok().flatten().map(|latest| latest.name);
-        let highest = root.named::<CheckpointName>()?.into_iter().chain(latest).map(|name| name.seq).max();
+        let _ = remove_old_checkpoints(root, options.keep);
+        let latest = LatestCheckpoint::find(root).ok().flatten().map(|latest| latest.name);
+        let highest = root.list_names::<CheckpointName>()?.into_iter().chain(latest).map(|name| name.seq).max();
         let seq = highest.unwrap_or(0).checked_add(1).ok_or_else(|| {
             Error::new(Kind::Corruption, format!("{}: the sequence numbers are used up", root.path().display()))
         })?;
         let name = CheckpointName { seq, random };
         let (dir, lock) = make_held(root, name)?;
-        let line = write_whole(dir.engine(), &dir.join(LATEST_FILE), format!("{}\n", Latest { name }).as_bytes())?;
+        let line =
+            write_whole(dir.engine(), &dir.join(LATEST_FILE), format!("{}\n", LatestCheckpoint { name }).as_bytes())?;
         let early = {
             let root = root.clone();
-            Early::begin(move || line.sync().and_then(|()| root.sync()))?
+            EarlySync::begin(move || line.sync().and_then(|()| root.sync()))?
         };
-        Ok(Self { root: root.clone(), dir, name, options, dense: None, early, _lock: lock })
+        Ok(Self { root: root.clone(), dir, name, options, dense: None, early_sync: early, _lock: lock })
     }
 
     /// The new checkpoint's name, for the ranks' writers.
@@ -134,12 +135,12 @@ impl Save {
     }
 
     /// The directory that the checkpoint is saved to.
-    pub(crate) fn root(&self) -> &Directory {
+    pub(crate) fn root(&self) -> &CheckpointDirectory {
         &self.root
     }
 
     /// The checkpoint's own directory.
-    pub(crate) fn dir(&self) -> &Directory {
+    pub(crate) fn dir(&self) -> &CheckpointDirectory {
         &self.dir
     }
 
@@ -149,7 +150,7 @@ impl Save {
             let what = format!("{} bytes describe the extents: at most {MAX_MANIFEST_BYTES} can", metadata.len());
             return Err(Error::new(Kind::Input, what));
         }
-        publish(self.dir.engine(), &self.dir.join(DENSE_FILE), metadata)?;
+        write_atomically(self.dir.engine(), &self.dir.join(DENSE_FILE), metadata)?;
         self.dense = Some(RankDigest { bytes: metadata.len() as u64, xxh3: checksum(metadata) });
         Ok(())
     }
@@ -159,7 +160,7 @@ impl Save {
     ///
     /// After an error a load finds the checkpoint before, and what this save wrote is removed. There is one exception: where only the last
     /// sync failed, which makes the new `LATEST` durable, a load finds one of the two, whole.
-    pub fn publish(mut self, digests: &[RankDigest], next_epoch: u32) -> Result<Published> {
+    pub fn publish(mut self, digests: &[RankDigest], next_epoch: u32) -> Result<PublishedCheckpoint> {
         let published = self.make_newest(digests, next_epoch);
         if published.is_err() && self.is_not_newest() {
             // The error of the publication counts. The next save removes what stays.
@@ -170,10 +171,10 @@ impl Save {
 
     /// Whether `LATEST` certainly does not name this checkpoint.
     fn is_not_newest(&self) -> bool {
-        Latest::find(&self.root).is_ok_and(|latest| latest.is_none_or(|latest| latest.name != self.name))
+        LatestCheckpoint::find(&self.root).is_ok_and(|latest| latest.is_none_or(|latest| latest.name != self.name))
     }
 
-    fn make_newest(&mut self, digests: &[RankDigest], next_epoch: u32) -> Result<Published> {
+    fn make_newest(&mut self, digests: &[RankDigest], next_epoch: u32) -> Result<PublishedCheckpoint> {
         let ranks = read_ranks(&self.dir, digests)?;
         let path = self.dir.path().to_owned();
         let refuse = |why: String| Error::new(Kind::State, format!("cannot publish {}: {why}", path.display()));
@@ -184,8 +185,8 @@ impl Save {
             (false, false, true) => CheckpointKind::Serving,
             (false, false, false) => CheckpointKind::Full,
         };
-        let tables = merge(&ranks, kind).map_err(refuse)?;
-        let mut manifest = Manifest {
+        let tables = merge_tables(&ranks, kind).map_err(refuse)?;
+        let mut manifest = CheckpointManifest {
             format: FORMAT.to_owned(),
             version: VERSION,
             name: self.name.to_string(),
@@ -204,9 +205,9 @@ impl Save {
         manifest.check(self.name).map_err(refuse)?;
         manifest.check_ranks(&ranks).map_err(refuse)?;
         let mut sealed = seal(&render(&manifest)?);
-        let latest = Latest { name: self.name };
+        let latest = LatestCheckpoint { name: self.name };
         // Waiting comes before the lock, because other saves wait for the lock.
-        self.early.wait()?;
+        self.early_sync.wait()?;
         {
             let _naming = lock_root(&self.root)?;
             if let Some(merged) = &merged {
@@ -224,21 +225,26 @@ impl Save {
         }
         // No sweep removes what LATEST names, so the lock's file is not needed any more. It does no harm where it stays.
         let _ = self.dir.engine().remove_file(&self.dir.join(LOCK_FILE));
-        let mut left = sweep(&self.root, keep).unwrap_or_else(|error| vec![error]);
-        left.extend(sweep_parts(&self.root).unwrap_or_else(|error| vec![error]));
-        let identity = Parent { name: self.name.to_string(), manifest_xxh3: checksum(&sealed) };
-        Ok(Published { latest, identity, parent: manifest.parent, left })
+        let mut left = remove_old_checkpoints(&self.root, keep).unwrap_or_else(|error| vec![error]);
+        left.extend(remove_stale_parts(&self.root).unwrap_or_else(|error| vec![error]));
+        let identity = CheckpointId { name: self.name.to_string(), manifest_xxh3: checksum(&sealed) };
+        Ok(PublishedCheckpoint { latest, identity, parent: manifest.parent, cleanup_errors: left })
     }
 
     /// The manifest of the newest checkpoint, where `delta`, which was begun on `parent`, can build on it, and what identifies it. It is
     /// `parent`, or what `parent` was merged into since: that has the same rows, steps and epochs, and counts of the same tables.
     ///
     /// Errors: `State` where it is neither.
-    fn newest_to_build_on(&self, parent: &Parent, delta: &Manifest) -> Result<(Manifest, Parent)> {
-        if let Some(newest) = Latest::find(&self.root)? {
-            let (found, identity) = read_manifest(&self.root.below(newest.name))?;
-            let counted =
-                |manifest: &Manifest| manifest.tables.iter().map(|table| table.pending.is_some()).collect::<Vec<_>>();
+    fn newest_to_build_on(
+        &self,
+        parent: &CheckpointId,
+        delta: &CheckpointManifest,
+    ) -> Result<(CheckpointManifest, CheckpointId)> {
+        if let Some(newest) = LatestCheckpoint::find(&self.root)? {
+            let (found, identity) = read_manifest(&self.root.subdirectory(newest.name))?;
+            let counted = |manifest: &CheckpointManifest| {
+                manifest.tables.iter().map(|table| table.pending.is_some()).collect::<Vec<_>>()
+            };
             let is_merged = found.merged.as_ref() == Some(parent) && counted(&found) == counted(delta);
             if identity == *parent || is_merged {
                 return Ok((found, identity));
@@ -251,8 +257,8 @@ impl Save {
     }
 
     /// `State` unless `named` is still the newest checkpoint. To publish on top of an older one would undo the saves since.
-    fn check_newest(&self, named: &Parent) -> Result<()> {
-        let newest = Latest::find(&self.root)?.map(|latest| latest.name.to_string());
+    fn check_newest(&self, named: &CheckpointId) -> Result<()> {
+        let newest = LatestCheckpoint::find(&self.root)?.map(|latest| latest.name.to_string());
         if newest.as_deref() == Some(named.name.as_str()) {
             return Ok(());
         }
@@ -272,7 +278,7 @@ impl Save {
     /// own directory, so that two saves at once do not touch each other's.
     fn name_latest(&self, manifest: &[u8]) -> Result<()> {
         let engine = self.root.engine();
-        publish(engine, &self.dir.join(MANIFEST_FILE), manifest)?;
+        write_atomically(engine, &self.dir.join(MANIFEST_FILE), manifest)?;
         engine.rename(&self.dir.join(LATEST_FILE), &self.root.join(LATEST_FILE))?;
         self.root.sync()
     }
@@ -280,7 +286,7 @@ impl Save {
     /// Give the save up and remove what it wrote.
     pub fn abandon(mut self) -> Result<()> {
         // The directory is removed whether or not that sync succeeded.
-        let _ = self.early.wait();
+        let _ = self.early_sync.wait();
         self.dir.remove()
     }
 }

@@ -6,13 +6,13 @@
 //! position in the file.
 #![allow(unsafe_code)]
 
-use crate::simd::{Isa, Job};
+use crate::simd::{InstructionSet, SimdJob};
 use crate::types::Id;
 
 /// In buckets of at most this many rows the ids below a row's own are counted; larger ones are sorted.
-pub(crate) const COUNTED: usize = 128;
+pub(crate) const MAX_COUNTED_ROWS: usize = 128;
 /// How many ids past those of the last bucket the count reads. Their values do not matter.
-pub(crate) const IDS_MORE: usize = 16;
+pub(crate) const EXTRA_IDS: usize = 16;
 /// How many rows are counted at once where the processor has no wide registers.
 const LANES: usize = 8;
 
@@ -21,7 +21,7 @@ const LANES: usize = 8;
 pub(crate) struct BucketSort<'a> {
     /// The file row at which each bucket starts, and the end of the last one: `[buckets + 1]`.
     pub(crate) starts: &'a [i64],
-    /// The ids by bucket, in no order within a bucket, and `IDS_MORE` more: `[n + IDS_MORE]`.
+    /// The ids by bucket, in no order within a bucket, and `EXTRA_IDS` more: `[n + EXTRA_IDS]`.
     pub(crate) ids: &'a [u64],
     /// The number of the row of each id, a permutation: `[n]`.
     pub(crate) numbers: &'a [u32],
@@ -33,20 +33,20 @@ pub(crate) struct BucketSort<'a> {
 
 impl BucketSort<'_> {
     /// Sort the rows. Returns an id that is there twice, if there is one.
-    pub(crate) fn run_on(self, isa: Isa) -> Option<Id> {
+    pub(crate) fn run_on(self, isa: InstructionSet) -> Option<Id> {
         let n = self.rows.len();
-        assert!(self.numbers.len() == n && self.file_rows.len() == n && self.ids.len() == n + IDS_MORE, "of {n} rows");
+        assert!(self.numbers.len() == n && self.file_rows.len() == n && self.ids.len() == n + EXTRA_IDS, "of {n} rows");
         #[cfg(target_arch = "x86_64")]
-        if isa == Isa::Avx512 && i32::try_from(n).is_ok() {
+        if isa == InstructionSet::Avx512 && i32::try_from(n).is_ok() {
             // SAFETY: `isa` says that the processor has AVX-512 F, and `n` fits an i32.
-            return isa.run(Each(self, |bucket: Bucket<'_>| unsafe { wide::count(bucket) }));
+            return isa.run(BucketSortJob(self, |bucket: SortBucket<'_>| unsafe { wide::count(bucket) }));
         }
-        isa.run(Each(self, count))
+        isa.run(BucketSortJob(self, count))
     }
 }
 
 /// One bucket of a [`BucketSort`], whose first file row is `start`.
-struct Bucket<'a> {
+struct SortBucket<'a> {
     ids: &'a [u64],
     numbers: &'a [u32],
     start: u32,
@@ -55,9 +55,9 @@ struct Bucket<'a> {
 }
 
 /// Sorts each bucket. Small ones are sorted by a function, which returns how many pairs of ids differ.
-struct Each<'a, F>(BucketSort<'a>, F);
+struct BucketSortJob<'a, F>(BucketSort<'a>, F);
 
-impl<F: Fn(Bucket<'_>) -> usize> Job for Each<'_, F> {
+impl<F: Fn(SortBucket<'_>) -> usize> SimdJob for BucketSortJob<'_, F> {
     type Output = Option<Id>;
 
     #[allow(clippy::inline_always)] // Compiled for each instruction set.
@@ -68,19 +68,19 @@ impl<F: Fn(Bucket<'_>) -> usize> Job for Each<'_, F> {
         for bounds in starts.windows(2) {
             let (start, end) = (bounds[0] as usize, bounds[1] as usize);
             let (len, numbers, rows) = (end - start, &numbers[start..end], &mut rows[start..end]);
-            if len <= COUNTED {
-                let ids = &ids[start..end + IDS_MORE];
+            if len <= MAX_COUNTED_ROWS {
+                let ids = &ids[start..end + EXTRA_IDS];
                 // Of any two ids one is below the other, unless they are equal. So a missing pair is an id that is there twice.
-                if count(Bucket { ids, numbers, start: start as u32, file_rows, rows })
+                if count(SortBucket { ids, numbers, start: start as u32, file_rows, rows })
                     != len * len.saturating_sub(1) / 2
                 {
-                    return Some(twice(&ids[..len]));
+                    return Some(find_duplicate(&ids[..len]));
                 }
             } else {
                 let ids = &ids[start..end];
                 sort(ids, numbers, &mut sorted);
                 if sorted.windows(2).any(|pair| pair[0].0 == pair[1].0) {
-                    return Some(twice(ids));
+                    return Some(find_duplicate(ids));
                 }
                 for ((file_row, row), &(_, number)) in (start as u32..).zip(rows).zip(&sorted) {
                     *row = number;
@@ -94,8 +94,8 @@ impl<F: Fn(Bucket<'_>) -> usize> Job for Each<'_, F> {
 
 #[allow(clippy::inline_always)] // Compiled for each instruction set.
 #[inline(always)]
-fn count(bucket: Bucket<'_>) -> usize {
-    let Bucket { ids, numbers, start, file_rows, rows } = bucket;
+fn count(bucket: SortBucket<'_>) -> usize {
+    let SortBucket { ids, numbers, start, file_rows, rows } = bucket;
     let mut below_all = 0;
     for (block, of_block) in ids.chunks_exact(LANES).zip(numbers.chunks(LANES)) {
         let below = count_below(&ids[..numbers.len()], block);
@@ -128,7 +128,7 @@ fn sort(ids: &[u64], numbers: &[u32], sorted: &mut Vec<(u64, u32)>) {
 }
 
 /// An id that is there twice.
-fn twice(ids: &[u64]) -> Id {
+fn find_duplicate(ids: &[u64]) -> Id {
     let mut sorted = ids.to_vec();
     sorted.sort_unstable();
     sorted.windows(2).find(|pair| pair[0] == pair[1]).map_or(0, |pair| pair[0]) as Id
@@ -143,17 +143,17 @@ mod wide {
         _mm512_set1_epi64, _mm512_setzero_si512,
     };
 
-    use super::{Bucket, IDS_MORE};
+    use super::{EXTRA_IDS, SortBucket};
 
     /// Rows that are counted at once, half of them in a register.
-    const LANES: usize = IDS_MORE;
+    const LANES: usize = EXTRA_IDS;
 
     /// # Safety
     /// The processor has AVX-512 F, and there are fewer than 2^31 file rows.
     #[allow(clippy::inline_always)] // Compiled for the instruction set.
     #[inline(always)]
-    pub(crate) unsafe fn count(bucket: Bucket<'_>) -> usize {
-        let Bucket { ids, numbers, start, file_rows, rows } = bucket;
+    pub(crate) unsafe fn count(bucket: SortBucket<'_>) -> usize {
+        let SortBucket { ids, numbers, start, file_rows, rows } = bucket;
         let len = numbers.len();
         debug_assert!(ids.len() == len + LANES && rows.len() == len);
         // SAFETY: the instructions are there. Blocks begin among the bucket's ids, and `LANES` more follow them; of numbers and rows no
@@ -194,17 +194,17 @@ mod tests {
 
     #[test]
     fn every_instruction_set_orders_buckets_of_any_size_alike_and_finds_ids_that_are_there_twice() {
-        let sizes = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 100, COUNTED, COUNTED + 1, 500];
+        let sizes = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 100, MAX_COUNTED_ROWS, MAX_COUNTED_ROWS + 1, 500];
         let n: usize = sizes.iter().sum();
         let starts: Vec<i64> = sizes
             .iter()
             .scan(0, |end, size| Some(std::mem::replace(end, *end + *size as i64)))
             .chain([n as i64])
             .collect();
-        let ids: Vec<u64> = (0..n + IDS_MORE).map(|row| hash_id(row as i64)).collect();
+        let ids: Vec<u64> = (0..n + EXTRA_IDS).map(|row| hash_id(row as i64)).collect();
         let numbers: Vec<u32> = (0..n).map(|row| (row * 601 % n) as u32).collect();
         assert_ne!(n % 601, 0, "a permutation");
-        for isa in Isa::all() {
+        for isa in InstructionSet::all() {
             for twice in [None, Some((3, 9)), Some((60, 74)), Some((300, 350)), Some((n - 1, n - 300))] {
                 let mut ids = ids.clone();
                 if let Some((one, other)) = twice {

@@ -3,46 +3,46 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::format::{Field, FileLayout, GROUP_BYTES};
+use super::format::{ColumnField, FileLayout, GROUP_BYTES};
 use super::image::image_of;
 use super::writer::RankWriter;
 use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, DataShape, TableSpec};
 use crate::error::{Error, Kind, Result};
 use crate::io::AlignedBuf;
-use crate::lifecycle::{BucketCounts, PendingId};
+use crate::lifecycle::{BucketCounts, CountedId};
 use crate::types::Id;
 
 /// Bytes that an id takes in a file.
 const ID_BYTES: usize = size_of::<Id>() + 3 * size_of::<u32>();
 /// About how many ids a file has at most.
-const IDS_A_FILE: usize = GROUP_BYTES / ID_BYTES / 2;
+const IDS_PER_FILE: usize = GROUP_BYTES / ID_BYTES / 2;
 
 /// Takes the counts of buckets.
 pub(crate) type CountsSink<'a> = dyn FnMut(BucketCounts) -> Result<()> + 'a;
 
 /// The counts of a table's share that are to be written.
-pub(crate) struct CountsToWrite<'a> {
+pub(crate) struct CountsSource<'a> {
     /// Whether there are counts of clicks.
     pub(crate) clicks: bool,
     /// How many generations of each bucket of the share have ended.
     pub(crate) generations: &'a [u32],
     /// Hands the counts of the buckets over, buckets rising. Those that are left out have none.
-    pub(crate) give: &'a mut dyn FnMut(&mut CountsSink<'_>) -> Result<()>,
+    pub(crate) for_each_bucket: &'a mut dyn FnMut(&mut CountsSink<'_>) -> Result<()>,
 }
 
 impl RankWriter {
     /// Write the counts of the table that was written last, unless counts are left out.
-    pub(crate) fn write_counts(&mut self, counts: CountsToWrite<'_>) -> Result<()> {
+    pub(crate) fn write_counts(&mut self, counts: CountsSource<'_>) -> Result<()> {
         if !self.writes_counts() {
             return Ok(());
         }
-        let CountsToWrite { clicks, generations, give } = counts;
+        let CountsSource { clicks, generations, for_each_bucket: give } = counts;
         self.set_counts(CountsShare { clicks, files: Vec::new() });
-        let mut gathered: Vec<(u32, PendingId)> = Vec::new();
-        give(&mut |BucketCounts { bucket, pending, .. }| {
+        let mut gathered: Vec<(u32, CountedId)> = Vec::new();
+        give(&mut |BucketCounts { bucket, ids: pending, .. }| {
             gathered.extend(pending.into_iter().map(|each| (bucket, each)));
-            while gathered.len() >= IDS_A_FILE {
-                let rest = gathered.split_off(IDS_A_FILE);
+            while gathered.len() >= IDS_PER_FILE {
+                let rest = gathered.split_off(IDS_PER_FILE);
                 self.append_counts(clicks, generations, &gathered)?;
                 gathered = rest;
             }
@@ -51,7 +51,7 @@ impl RankWriter {
         self.append_counts(clicks, generations, &gathered)
     }
 
-    fn append_counts(&mut self, clicks: bool, generations: &[u32], pending: &[(u32, PendingId)]) -> Result<()> {
+    fn append_counts(&mut self, clicks: bool, generations: &[u32], pending: &[(u32, CountedId)]) -> Result<()> {
         self.append_counts_file(|spec, buckets| counts_file(spec, buckets, clicks, generations, pending))
     }
 }
@@ -62,27 +62,27 @@ fn counts_file(
     buckets: &Range<u32>,
     clicks: bool,
     generations: &[u32],
-    pending: &[(u32, PendingId)],
+    pending: &[(u32, CountedId)],
 ) -> Result<(AlignedBuf, DataFile)> {
     let shape = DataShape { rows: pending.len(), buckets: buckets.len(), tombstones: 0 };
     let layout = FileLayout::of_counts(clicks, shape)
         .ok_or_else(|| Error::new(Kind::Input, "the size of the counts overflows"))?;
     let starts: Vec<i64> =
         (buckets.start..=buckets.end).map(|bucket| pending.partition_point(|(of, _)| *of < bucket) as i64).collect();
-    let fill_u32 = |column: &mut [u8], of: fn(&PendingId) -> u32| {
+    let fill_u32 = |column: &mut [u8], of: fn(&CountedId) -> u32| {
         let values = column.chunks_exact_mut(size_of::<u32>()).zip(pending);
         values.for_each(|(to, (_, each))| to.copy_from_slice(&of(each).to_le_bytes()));
     };
     image_of((&layout, shape), &layout.header(spec, buckets), |field, column| match field {
-        Field::Id => {
+        ColumnField::Id => {
             let ids = column.chunks_exact_mut(size_of::<Id>()).zip(pending);
             ids.for_each(|(to, (_, each))| to.copy_from_slice(&each.id.to_le_bytes()));
         }
-        Field::BucketOffsets => column.copy_from_slice(bytemuck::cast_slice(&starts)),
-        Field::Generation => column.copy_from_slice(bytemuck::cast_slice(generations)),
-        Field::Shows => fill_u32(column, |each| each.shows),
-        Field::Clicks => fill_u32(column, |each| each.clicks),
-        Field::Age => fill_u32(column, |each| u32::from(each.is_older)),
+        ColumnField::BucketOffsets => column.copy_from_slice(bytemuck::cast_slice(&starts)),
+        ColumnField::Generation => column.copy_from_slice(bytemuck::cast_slice(generations)),
+        ColumnField::Shows => fill_u32(column, |each| each.shows),
+        ColumnField::Clicks => fill_u32(column, |each| each.clicks),
+        ColumnField::Age => fill_u32(column, |each| u32::from(each.is_older)),
         _ => {}
     })
 }
@@ -97,12 +97,12 @@ impl MergedCounts {
     /// Add the counts that the next older checkpoint has of a bucket: of those ids of which `is_known` says that no newer checkpoint has a
     /// row, a tombstone or a count.
     pub(crate) fn add(&mut self, mut older: BucketCounts, is_known: impl Fn(Id) -> bool) {
-        older.pending.retain(|each| !is_known(each.id));
+        older.ids.retain(|each| !is_known(each.id));
         match self.buckets.get_mut(&older.bucket) {
             None => {
                 self.buckets.insert(older.bucket, older);
             }
-            Some(newer) => newer.pending.append(&mut older.aged_to(newer.generation).pending),
+            Some(newer) => newer.ids.append(&mut older.aged_to(newer.generation).ids),
         }
     }
 
@@ -114,7 +114,7 @@ impl MergedCounts {
     /// Hand the counts over, buckets rising.
     pub(crate) fn hand_over(self, sink: &mut CountsSink<'_>) -> Result<()> {
         self.buckets.into_values().try_for_each(|mut counts| {
-            counts.pending.sort_unstable_by_key(|each| each.id as u64);
+            counts.ids.sort_unstable_by_key(|each| each.id as u64);
             sink(counts)
         })
     }

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use super::counts::CountsSink;
-use super::format::Field;
+use super::format::ColumnField;
 use super::input::GroupReader;
-use super::staged::Staged;
+use super::staged::StagedColumns;
 use crate::error::Result;
 use crate::io::{BufPool, IoEngine};
-use crate::lifecycle::{BucketCounts, PendingId};
+use crate::lifecycle::{BucketCounts, CountedId};
 use crate::memory;
-use crate::types::{Bucketing, Id};
+use crate::types::{BucketMapper, Id};
 
 /// A file of counts whose header and bucket offsets are checked.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ impl CountsReader {
     }
 
     /// Read and verify the counts of the wanted buckets, and hand those of each bucket to `sink`.
-    pub(super) fn read(&self, engine: &dyn IoEngine, bucketing: Bucketing, sink: &mut CountsSink<'_>) -> Result<()> {
+    pub(super) fn read(&self, engine: &dyn IoEngine, bucketing: BucketMapper, sink: &mut CountsSink<'_>) -> Result<()> {
         let generations = self.generations(engine)?;
         let staged = self.group.stage(engine, &Arc::new(BufPool::new(0, 0)), bucketing)?;
         let mut ids = self.pending(&staged).peekable();
@@ -48,7 +48,7 @@ impl CountsReader {
                 pending.push(each);
             }
             if generation > 0 || !pending.is_empty() {
-                sink(BucketCounts { bucket, generation, pending })?;
+                sink(BucketCounts { bucket, generation, ids: pending })?;
             }
         }
         Ok(())
@@ -59,7 +59,7 @@ impl CountsReader {
         let group = &self.group;
         let (first, last) = (group.buckets.start - self.first, group.buckets.end - self.first);
         let mut found = memory::zeros("read the generations of buckets", (last - first) as usize)?;
-        let column = group.layout.column(Field::Generation);
+        let column = group.layout.column(ColumnField::Generation);
         group.for_each_window(&group.reopen(engine)?, column, |begin, values: &[u32]| {
             let of_window = values.iter().zip(begin as u32..);
             let wanted = of_window.filter(|(_, bucket)| (first..last).contains(bucket));
@@ -69,11 +69,11 @@ impl CountsReader {
         Ok(found)
     }
 
-    fn pending<'a>(&self, staged: &'a Staged<'_>) -> impl Iterator<Item = PendingId> + use<'a> {
-        let clicks: &[u32] = if self.clicks { staged.rows(Field::Clicks) } else { &[] };
+    fn pending<'a>(&self, staged: &'a StagedColumns<'_>) -> impl Iterator<Item = CountedId> + use<'a> {
+        let clicks: &[u32] = if self.clicks { staged.rows(ColumnField::Clicks) } else { &[] };
         let (ids, shows, ages): (&[Id], &[u32], &[u32]) =
-            (staged.rows(Field::Id), staged.rows(Field::Shows), staged.rows(Field::Age));
-        (0..ids.len()).map(move |at| PendingId {
+            (staged.rows(ColumnField::Id), staged.rows(ColumnField::Shows), staged.rows(ColumnField::Age));
+        (0..ids.len()).map(move |at| CountedId {
             id: ids[at],
             shows: shows[at],
             clicks: clicks.get(at).copied().unwrap_or(0),

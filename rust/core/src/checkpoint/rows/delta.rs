@@ -2,25 +2,25 @@
 
 use std::ops::Range;
 
-use super::format::{Field, FileLayout};
+use super::format::{ColumnField, FileLayout};
 use super::image::image_of;
 use super::source::RowSource;
 use super::writer::RankWriter;
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape, TableSpec};
-use crate::checkpoint::manifest::names::TOMBSTONES_A_FILE;
+use crate::checkpoint::manifest::names::TOMBSTONES_PER_FILE;
 use crate::error::{Error, Kind, Result};
 use crate::io::AlignedBuf;
-use crate::lifecycle::Sweep;
+use crate::lifecycle::ExpirySweep;
 use crate::types::Id;
 
 /// What a delta says of one rank's share of a table, besides the modified rows.
 #[derive(Clone, Copy, Debug)]
-pub struct Changes<'a> {
+pub struct DeltaChanges<'a> {
     /// Ids that left since the parent, in any order. An id whose row is in the delta too is back. Rows that a sweep took and that were not
     /// modified since the parent need not be among them.
-    pub left: &'a [Id],
+    pub tombstones: &'a [Id],
     /// The sweeps since the parent.
-    pub sweeps: &'a [Sweep],
+    pub sweeps: &'a [ExpirySweep],
     /// How many rows the whole share has, unchanged ones included.
     pub total_rows: u64,
 }
@@ -32,18 +32,18 @@ impl RankWriter {
         spec: TableSpec,
         buckets: Range<u32>,
         rows: &mut dyn RowSource,
-        changes: Changes<'_>,
+        changes: DeltaChanges<'_>,
     ) -> Result<u64> {
         let bucketing = spec.bucketing();
         let written = self.write_table(spec, buckets.clone(), rows)?;
-        let mut left: Vec<(u32, u64)> = changes.left.iter().map(|&id| (bucketing.of(id), id as u64)).collect();
+        let mut left: Vec<(u32, u64)> = changes.tombstones.iter().map(|&id| (bucketing.of(id), id as u64)).collect();
         left.sort_unstable();
         left.dedup();
         if let Some((bucket, id)) = left.iter().find(|(bucket, _)| !buckets.contains(bucket)) {
             let what = format!("tombstone {} is of bucket {bucket}, which is not within {buckets:?}", *id as Id);
             return Err(Error::new(Kind::Input, what));
         }
-        for left in left.chunks(TOMBSTONES_A_FILE) {
+        for left in left.chunks(TOMBSTONES_PER_FILE) {
             let ids: Vec<Id> = left.iter().map(|(_, id)| *id as Id).collect();
             self.append_file(|spec, buckets| tombstone_file(spec, buckets, &ids))?;
         }
@@ -58,7 +58,7 @@ fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<
     let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, spec.precision, shape)
         .ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
     image_of((&layout, shape), &layout.header(spec, buckets), |field, column| {
-        if field == Field::Tombstone {
+        if field == ColumnField::Tombstone {
             column.copy_from_slice(bytemuck::cast_slice(ids));
         }
     })
@@ -66,12 +66,12 @@ fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use super::TOMBSTONES_A_FILE;
-    use crate::checkpoint::manifest::manifests::{CheckpointKind, Share};
+    use super::TOMBSTONES_PER_FILE;
+    use crate::checkpoint::manifest::manifests::{CheckpointKind, RankShare};
 
     #[test]
     fn a_file_of_more_tombstones_than_any_save_writes_is_refused() {
-        let share = |tombstones: usize| -> Share {
+        let share = |tombstones: usize| -> RankShare {
             let file = serde_json::json!({"rows": 0, "tombstones": tombstones, "bytes": 1_u64 << 40, "header_crc32c": 0, "checksums_crc32c": 0});
             let optimizer = serde_json::json!({"name": "sgd", "hyperparameters": {}});
             let spec = serde_json::json!({
@@ -82,8 +82,8 @@ mod tests {
                 serde_json::json!({"spec": spec, "bucket_begin": 0, "bucket_end": 7, "total_rows": 0, "files": [file]});
             serde_json::from_value(share).expect("a share")
         };
-        assert_eq!(share(TOMBSTONES_A_FILE).check(CheckpointKind::Delta), Ok(()));
-        let refused = share(TOMBSTONES_A_FILE + 1).check(CheckpointKind::Delta);
+        assert_eq!(share(TOMBSTONES_PER_FILE).check(CheckpointKind::Delta), Ok(()));
+        let refused = share(TOMBSTONES_PER_FILE + 1).check(CheckpointKind::Delta);
         assert_eq!(refused, Err("a file's counts are out of range".into()));
     }
 }

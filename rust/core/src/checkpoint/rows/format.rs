@@ -4,7 +4,7 @@
 //!
 //! | tensor | type, shape | |
 //! | --- | --- | --- |
-//! | `id` | I64 `[n]` | sorted by (bucket, `uint64(id)`), see [`Bucketing`](crate::types::Bucketing) |
+//! | `id` | I64 `[n]` | sorted by (bucket, `uint64(id)`), see [`BucketMapper`](crate::types::Bucketing) |
 //! | `last_step` | U64 `[n]` | |
 //! | `bucket_offsets` | I64 `[B + 1]` | where the rows of each of the rank's buckets start |
 //! | `tombstone` | I64 `[t]` | ids that left the table, sorted the same way; empty in a full checkpoint |
@@ -14,7 +14,7 @@
 //! | `checksums` | U32 | CRC-32C of each 16 KiB of each tensor above, from its start, in file order |
 //! | `__pad` | U8 | fills the file to a multiple of 4096; zeros |
 //!
-//! A serving checkpoint has no slots and no `modified_epoch`, and its weights come last, in the [`Precision`] that its tables are described
+//! A serving checkpoint has no slots and no `modified_epoch`, and its weights come last, in the [`WeightPrecision`] that its tables are described
 //! with: `weight` is F32, F16 or BF16 `[n, D]`, or U8 `[n, D + 4]`.
 //!
 //! A file of counts holds those of ids that wait for rows, in the same way:
@@ -42,7 +42,7 @@ use crate::checkpoint::manifest::manifests::{DataShape, TableSpec};
 pub use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, VERSION};
 use crate::config::OptimizerKind;
 use crate::io::ALIGNMENT;
-use crate::rows::Precision;
+use crate::rows::WeightPrecision;
 
 /// Rows of a group take at most this (one row at least).
 pub const GROUP_BYTES: usize = 16 << 20;
@@ -56,7 +56,7 @@ const _: () = assert!(cfg!(target_endian = "little"));
 
 /// What a column of the file holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Field {
+pub(crate) enum ColumnField {
     Id,
     LastStep,
     BucketOffsets,
@@ -75,9 +75,9 @@ pub(crate) enum Field {
     Pad,
 }
 
-impl Field {
+impl ColumnField {
     /// Whether the column has an entry for each row.
-    pub(crate) fn is_of_rows(self) -> bool {
+    pub(crate) fn is_per_row(self) -> bool {
         !matches!(self, Self::BucketOffsets | Self::Tombstone | Self::Generation | Self::Checksums | Self::Pad)
     }
 
@@ -93,8 +93,8 @@ impl Field {
 
 /// A tensor of the file. `start` and `bytes` count from the start of the data.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Column {
-    pub(crate) field: Field,
+pub(crate) struct FileColumn {
+    pub(crate) field: ColumnField,
     pub(crate) name: &'static str,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
@@ -104,7 +104,7 @@ pub(crate) struct Column {
     pub(crate) first_checksum: usize,
 }
 
-impl Column {
+impl FileColumn {
     pub(crate) fn range(&self) -> Range<usize> {
         self.start..self.start + self.bytes
     }
@@ -115,12 +115,12 @@ impl Column {
     }
 }
 
-fn dtype_of(precision: Precision) -> Dtype {
+fn dtype_of(precision: WeightPrecision) -> Dtype {
     match precision {
-        Precision::Fp32 => Dtype::F32,
-        Precision::Fp16 => Dtype::F16,
-        Precision::Bf16 => Dtype::BF16,
-        Precision::Int8 => Dtype::U8,
+        WeightPrecision::Fp32 => Dtype::F32,
+        WeightPrecision::Fp16 => Dtype::F16,
+        WeightPrecision::Bf16 => Dtype::BF16,
+        WeightPrecision::Int8 => Dtype::U8,
     }
 }
 
@@ -131,7 +131,7 @@ fn width(dtype: Dtype) -> usize {
 /// The columns of a data file, in file order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FileLayout {
-    pub(crate) columns: Vec<Column>,
+    pub(crate) columns: Vec<FileColumn>,
     /// Bytes of the data, padding included.
     pub(crate) data_bytes: usize,
     /// Bytes of the header past a multiple of [`ALIGNMENT`].
@@ -143,85 +143,94 @@ impl FileLayout {
     pub(crate) fn new(
         optimizer: OptimizerKind,
         dim: usize,
-        precision: Option<Precision>,
+        precision: Option<WeightPrecision>,
         shape: DataShape,
     ) -> Option<Self> {
         let n = shape.rows;
-        let stored = precision.unwrap_or(Precision::Fp32);
+        let stored = precision.unwrap_or(WeightPrecision::Fp32);
         let mut wanted = vec![
-            (Field::Id, "id", Dtype::I64, vec![n]),
-            (Field::LastStep, "last_step", Dtype::U64, vec![n]),
-            (Field::BucketOffsets, "bucket_offsets", Dtype::I64, vec![shape.buckets.checked_add(1)?]),
-            (Field::Tombstone, "tombstone", Dtype::I64, vec![shape.tombstones]),
+            (ColumnField::Id, "id", Dtype::I64, vec![n]),
+            (ColumnField::LastStep, "last_step", Dtype::U64, vec![n]),
+            (ColumnField::BucketOffsets, "bucket_offsets", Dtype::I64, vec![shape.buckets.checked_add(1)?]),
+            (ColumnField::Tombstone, "tombstone", Dtype::I64, vec![shape.tombstones]),
         ];
-        let weight = (Field::Vector(0), "weight", dtype_of(stored), vec![n, stored.columns(dim)]);
-        let uses = [(Field::Count, "count", Dtype::U32, vec![n]), (Field::Score, "score", Dtype::F32, vec![n])];
+        let weight = (ColumnField::Vector(0), "weight", dtype_of(stored), vec![n, stored.columns(dim)]);
+        let uses =
+            [(ColumnField::Count, "count", Dtype::U32, vec![n]), (ColumnField::Score, "score", Dtype::F32, vec![n])];
         if precision.is_some() {
             // Weights come last, because their values may be narrower than the others, which are to stay aligned: together the columns before
             // them have a multiple of 8 bytes.
             wanted.extend(uses);
             wanted.push(weight);
-            return Self::of(wanted, Field::Vector(0));
+            return Self::of(wanted, ColumnField::Vector(0));
         }
         wanted.push(weight);
         let layout = optimizer.layout(dim);
         for (slot, name) in optimizer.slot_names().iter().enumerate() {
             wanted.push(if slot < layout.vector_slots {
-                (Field::Vector(1 + slot), name, Dtype::F32, vec![n, dim])
+                (ColumnField::Vector(1 + slot), name, Dtype::F32, vec![n, dim])
             } else {
-                (Field::Scalar, name, Dtype::F32, vec![n])
+                (ColumnField::Scalar, name, Dtype::F32, vec![n])
             });
         }
         wanted.extend(uses);
-        wanted.push((Field::ModifiedEpoch, "modified_epoch", Dtype::U32, vec![n]));
-        Self::of(wanted, Field::Vector(0))
+        wanted.push((ColumnField::ModifiedEpoch, "modified_epoch", Dtype::U32, vec![n]));
+        Self::of(wanted, ColumnField::Vector(0))
     }
 
     /// Of a file of counts, with those of clicks if `clicks`. `None` where the sizes overflow.
     pub(crate) fn of_counts(clicks: bool, shape: DataShape) -> Option<Self> {
         let n = shape.rows;
         let mut wanted = vec![
-            (Field::Id, "id", Dtype::I64, vec![n]),
-            (Field::BucketOffsets, "bucket_offsets", Dtype::I64, vec![shape.buckets.checked_add(1)?]),
-            (Field::Generation, "generation", Dtype::U32, vec![shape.buckets]),
-            (Field::Shows, "shows", Dtype::U32, vec![n]),
+            (ColumnField::Id, "id", Dtype::I64, vec![n]),
+            (ColumnField::BucketOffsets, "bucket_offsets", Dtype::I64, vec![shape.buckets.checked_add(1)?]),
+            (ColumnField::Generation, "generation", Dtype::U32, vec![shape.buckets]),
+            (ColumnField::Shows, "shows", Dtype::U32, vec![n]),
         ];
-        wanted.extend(clicks.then(|| (Field::Clicks, "clicks", Dtype::U32, vec![n])));
-        wanted.push((Field::Age, "age", Dtype::U32, vec![n]));
-        Self::of(wanted, Field::Id)
+        wanted.extend(clicks.then(|| (ColumnField::Clicks, "clicks", Dtype::U32, vec![n])));
+        wanted.push((ColumnField::Age, "age", Dtype::U32, vec![n]));
+        Self::of(wanted, ColumnField::Id)
     }
 
     /// Columns that lie one behind the other, of which `aligned` starts at a multiple of [`LINE_BYTES`] in the file.
-    fn of(wanted: Vec<(Field, &'static str, Dtype, Vec<usize>)>, aligned: Field) -> Option<Self> {
+    fn of(specs: Vec<(ColumnField, &'static str, Dtype, Vec<usize>)>, aligned: ColumnField) -> Option<Self> {
         let (mut start, mut checksums) = (0_usize, 0);
-        let mut columns = Vec::with_capacity(wanted.len() + 2);
-        for (field, name, dtype, shape) in wanted {
+        let mut columns = Vec::with_capacity(specs.len() + 2);
+        for (field, name, dtype, shape) in specs {
             let elements = shape.iter().copied().try_fold(1_usize, usize::checked_mul)?;
             let bytes = elements.checked_mul(width(dtype))?;
-            columns.push(Column { field, name, dtype, shape, start, bytes, first_checksum: checksums });
+            columns.push(FileColumn { field, name, dtype, shape, start, bytes, first_checksum: checksums });
             start = start.checked_add(bytes)?;
             checksums += bytes.div_ceil(CHUNK_BYTES);
         }
-        let weights = columns.iter().find(|column: &&Column| column.field == aligned)?.start;
+        let weights = columns.iter().find(|column: &&FileColumn| column.field == aligned)?.start;
         let lead = weights.checked_next_multiple_of(LINE_BYTES)? - weights;
         let end = start.checked_add(checksums * 4)?.checked_add(lead)?;
         let pad = end.checked_next_multiple_of(ALIGNMENT)? - end;
         for (field, name, dtype, elements) in
-            [(Field::Checksums, "checksums", Dtype::U32, checksums), (Field::Pad, "__pad", Dtype::U8, pad)]
+            [(ColumnField::Checksums, "checksums", Dtype::U32, checksums), (ColumnField::Pad, "__pad", Dtype::U8, pad)]
         {
             let bytes = elements * width(dtype);
-            columns.push(Column { field, name, dtype, shape: vec![elements], start, bytes, first_checksum: checksums });
+            columns.push(FileColumn {
+                field,
+                name,
+                dtype,
+                shape: vec![elements],
+                start,
+                bytes,
+                first_checksum: checksums,
+            });
             start = start.checked_add(bytes)?;
         }
         Some(Self { columns, data_bytes: start, lead })
     }
 
-    pub(crate) fn column(&self, field: Field) -> &Column {
+    pub(crate) fn column(&self, field: ColumnField) -> &FileColumn {
         self.columns.iter().find(|column| column.field == field).expect("asked for a column that every file has")
     }
 
     /// Columns under checksums, in file order.
-    pub(crate) fn checked_columns(&self) -> impl Iterator<Item = &Column> {
+    pub(crate) fn checked_columns(&self) -> impl Iterator<Item = &FileColumn> {
         self.columns.iter().filter(|column| column.field.is_checked())
     }
 
@@ -288,7 +297,7 @@ impl FileLayout {
 pub(crate) fn group_rows(
     optimizer: OptimizerKind,
     dim: usize,
-    precision: Option<Precision>,
+    precision: Option<WeightPrecision>,
     group_bytes: usize,
 ) -> usize {
     let floats = || optimizer.layout(dim).floats() * 4;

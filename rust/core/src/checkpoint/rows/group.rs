@@ -4,9 +4,9 @@
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::format::{Field, FileLayout, group_rows};
-use super::order::{BLOCK_ROWS, Metadata, NoOrder, Order};
-use super::stream::{Shift, copy_past_caches, scatter};
+use super::format::{ColumnField, FileLayout, group_rows};
+use super::order::{BLOCK_ROWS, GroupOrder, GroupOrderError, RowMetadataBlock};
+use super::stream::{ChecksumShift, copy_past_caches, scatter};
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape, TableSpec};
 use crate::checkpoint::manifest::names::CHUNK_BYTES;
 use crate::config::OptimizerKind;
@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 use crate::kernels::threads::for_each_on_half;
 use crate::memory;
 use crate::prefetch::prefetch_range;
-use crate::rows::{Precision, RowList};
+use crate::rows::{RowList, WeightPrecision};
 use crate::sync::lock;
 
 /// How many chunks of a column one thread fills or checks at a time.
@@ -26,7 +26,7 @@ const AHEAD: usize = 8;
 
 /// Makes files of the rows of one rank's part of a table.
 #[derive(Debug)]
-pub(crate) struct GroupFormat<'a> {
+pub(crate) struct GroupEncoder<'a> {
     spec: &'a TableSpec,
     optimizer: OptimizerKind,
     buckets: Range<u32>,
@@ -34,14 +34,14 @@ pub(crate) struct GroupFormat<'a> {
     pub(crate) capacity: usize,
     /// How many floats the vector part of a row has.
     pub(crate) vector_floats: usize,
-    order: Order,
+    order: GroupOrder,
     /// Checksums of the rows' parts of each column, where chunks are whole rows.
     sums: Vec<Vec<u32>>,
     /// By a row's part of a column.
-    shift: Shift,
+    shift: ChecksumShift,
 }
 
-impl<'a> GroupFormat<'a> {
+impl<'a> GroupEncoder<'a> {
     /// Of groups of at most `bytes`.
     pub(crate) fn new(spec: &'a TableSpec, optimizer: OptimizerKind, buckets: Range<u32>, bytes: usize) -> Self {
         let dim = spec.dim as usize;
@@ -49,8 +49,8 @@ impl<'a> GroupFormat<'a> {
         let vector_floats = optimizer.layout(dim).vector_floats();
         let joins = spec.precision.is_none() && CHUNK_BYTES.is_multiple_of(dim * 4);
         let parts = if joins { vector_floats / dim } else { 0 };
-        let (sums, shift) = (vec![Vec::new(); parts], Shift::by(dim * 4));
-        Self { spec, optimizer, buckets, capacity, vector_floats, order: Order::default(), sums, shift }
+        let (sums, shift) = (vec![Vec::new(); parts], ChecksumShift::for_bytes(dim * 4));
+        Self { spec, optimizer, buckets, capacity, vector_floats, order: GroupOrder::default(), sums, shift }
     }
 
     /// How many rows a group of at most `bytes` has.
@@ -72,16 +72,16 @@ impl<'a> GroupFormat<'a> {
 
     /// Make the file of `rows`, which come in any order, at the start of `image`, which has room for it.
     pub(crate) fn write(&mut self, rows: RowList<'_>, image: &mut [u8]) -> Result<DataFile> {
-        let of_rows = rows.len() * (Order::ROW_BYTES + 4 * self.sums.len());
-        memory::room("order rows for a file", of_rows + self.buckets.len() * Order::BUCKET_BYTES)?;
+        let of_rows = rows.len() * (GroupOrder::ROW_BYTES + 4 * self.sums.len());
+        memory::check_system_memory("order rows for a file", of_rows + self.buckets.len() * GroupOrder::BUCKET_BYTES)?;
         let layout = self.layout(rows.len())?;
         let header = layout.header(self.spec, &self.buckets);
         let len = header.len() + layout.data_bytes;
         let (head, data) = image[..len].split_at_mut(header.len());
         head.copy_from_slice(&header);
-        let mut checksums: Vec<u32> = vec![0; layout.column(Field::Checksums).shape[0]];
-        let (checked, rest) = data.split_at_mut(layout.column(Field::Checksums).start);
-        self.fill(rows, Columns::of(&layout, checked, &mut checksums))?;
+        let mut checksums: Vec<u32> = vec![0; layout.column(ColumnField::Checksums).shape[0]];
+        let (checked, rest) = data.split_at_mut(layout.column(ColumnField::Checksums).start);
+        self.fill(rows, GroupColumns::of(&layout, checked, &mut checksums))?;
         let checksums: &[u8] = bytemuck::cast_slice(&checksums);
         let (to, pad) = rest.split_at_mut(checksums.len());
         to.copy_from_slice(checksums);
@@ -95,22 +95,22 @@ impl<'a> GroupFormat<'a> {
         })
     }
 
-    fn refuse(&self, why: NoOrder) -> Error {
+    fn order_error(&self, why: GroupOrderError) -> Error {
         let what = match why {
-            NoOrder::Foreign(id, bucket) => {
+            GroupOrderError::ForeignBucket(id, bucket) => {
                 format!("row {id} is of bucket {bucket}, which is not within {:?}", self.buckets)
             }
-            NoOrder::Twice(id) => format!("row {id} is there twice"),
-            NoOrder::Floats(id) => format!("row {id} does not come with {} floats", self.vector_floats),
+            GroupOrderError::DuplicateId(id) => format!("row {id} is there twice"),
+            GroupOrderError::WrongWidth(id) => format!("row {id} does not come with {} floats", self.vector_floats),
         };
         Error::new(Kind::Input, format!("table {:?}: {what}", self.spec.table))
     }
 
     /// Fill the columns and their checksums.
-    fn fill(&mut self, rows: RowList<'_>, columns: Columns<'_>) -> Result<()> {
-        let Columns { mut vectors, mut metadata, starts } = columns;
+    fn fill(&mut self, rows: RowList<'_>, columns: GroupColumns<'_>) -> Result<()> {
+        let GroupColumns { mut vectors, mut metadata, starts } = columns;
         let made = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.bucketing());
-        made.map_err(|misplaced| self.refuse(misplaced))?;
+        made.map_err(|misplaced| self.order_error(misplaced))?;
         starts.bytes.copy_from_slice(bytemuck::cast_slice(&self.order.starts));
         for sums in &mut self.sums {
             sums.resize(rows.len(), 0);
@@ -123,13 +123,14 @@ impl<'a> GroupFormat<'a> {
         };
         let widths: Vec<usize> = metadata.iter().map(|column| column.bytes.len() / rows.len().max(1)).collect();
         let metadata = (0..rows.len()).step_by(ROWS_PER_TASK).map(|first| {
-            let parts = metadata.iter_mut().zip(&widths).map(|(column, width)| column.take(ROWS_PER_TASK * width));
-            Task::Metadata(first, parts.collect())
+            let parts =
+                metadata.iter_mut().zip(&widths).map(|(column, width)| column.split_front(ROWS_PER_TASK * width));
+            GroupTask::Metadata(first, parts.collect())
         });
-        let parts = vectors.into_iter().chain([starts]).flat_map(Part::tasks);
+        let parts = vectors.into_iter().chain([starts]).flat_map(GroupColumnPart::tasks);
         for_each_on_half(metadata.chain(parts), |task| match task {
-            Task::Metadata(first, mut parts) => {
-                let mut block = Metadata::new();
+            GroupTask::Metadata(first, mut parts) => {
+                let mut block = RowMetadataBlock::new();
                 for begin in (0..ROWS_PER_TASK.min(rows.len() - first)).step_by(BLOCK_ROWS) {
                     let count = self.order.metadata(rows, first + begin, &mut block);
                     for part in &mut parts {
@@ -138,22 +139,22 @@ impl<'a> GroupFormat<'a> {
                     }
                 }
             }
-            Task::Chunks(start, mut part) => match part.field {
-                Field::Vector(column) if !filled => {
+            GroupTask::Chunks(start, mut part) => match part.field {
+                ColumnField::Vector(column) if !filled => {
                     self.fill_vectors(rows, column * dim..(column + 1) * dim, start, part.bytes, part.sums);
                 }
-                Field::Vector(column) if column < self.sums.len() => {
+                ColumnField::Vector(column) if column < self.sums.len() => {
                     let first = start / (dim * 4);
                     self.join_checksums(&self.sums[column][first..first + part.bytes.len() / (dim * 4)], part.sums);
                 }
-                _ => part.take_checksums(),
+                _ => part.compute_checksums(),
             },
         });
         Ok(())
     }
 
     /// Fill the column of the weights of a serving checkpoint. `Input` names a row that its precision cannot hold.
-    fn store(&self, rows: RowList<'_>, precision: Precision, column: &mut [u8]) -> Result<()> {
+    fn store(&self, rows: RowList<'_>, precision: WeightPrecision, column: &mut [u8]) -> Result<()> {
         let dim = self.spec.dim as usize;
         let row_bytes = precision.row_bytes(dim);
         let refused = Mutex::new(None);
@@ -213,33 +214,33 @@ impl<'a> GroupFormat<'a> {
 }
 
 /// A column of a file that is made, or whole chunks of one, and the checksums of its chunks.
-struct Part<'a> {
-    field: Field,
+struct GroupColumnPart<'a> {
+    field: ColumnField,
     bytes: &'a mut [u8],
     sums: &'a mut [u32],
 }
 
 /// A piece of work of one thread.
-enum Task<'a> {
+enum GroupTask<'a> {
     /// Fill in metadata, of the rows of the file from this number on.
-    Metadata(usize, Vec<Part<'a>>),
+    Metadata(usize, Vec<GroupColumnPart<'a>>),
     /// Take, or join, the checksums of chunks from this byte of their column on; where vectors were not scattered, fill those in too.
-    Chunks(usize, Part<'a>),
+    Chunks(usize, GroupColumnPart<'a>),
 }
 
-impl<'a> Part<'a> {
+impl<'a> GroupColumnPart<'a> {
     /// The first `bytes`, whole chunks, or what is left if that is less.
-    fn take(&mut self, bytes: usize) -> Part<'a> {
+    fn split_front(&mut self, bytes: usize) -> GroupColumnPart<'a> {
         let end = bytes.min(self.bytes.len());
         let (bytes, later) = std::mem::take(&mut self.bytes).split_at_mut(end);
         let (sums, later_sums) = std::mem::take(&mut self.sums).split_at_mut(bytes.len().div_ceil(CHUNK_BYTES));
         (self.bytes, self.sums) = (later, later_sums);
-        Part { field: self.field, bytes, sums }
+        GroupColumnPart { field: self.field, bytes, sums }
     }
 
-    fn tasks(mut self) -> impl Iterator<Item = Task<'a>> {
+    fn tasks(mut self) -> impl Iterator<Item = GroupTask<'a>> {
         let starts = (0..self.bytes.len()).step_by(CHUNKS_PER_TASK * CHUNK_BYTES);
-        starts.map(move |start| Task::Chunks(start, self.take(CHUNKS_PER_TASK * CHUNK_BYTES)))
+        starts.map(move |start| GroupTask::Chunks(start, self.split_front(CHUNKS_PER_TASK * CHUNK_BYTES)))
     }
 
     /// Fill in bytes that are part of one chunk, after those before.
@@ -249,7 +250,7 @@ impl<'a> Part<'a> {
         copy_past_caches(&mut self.bytes[at..][..bytes.len()], bytes);
     }
 
-    fn take_checksums(&mut self) {
+    fn compute_checksums(&mut self) {
         for (sum, chunk) in self.sums.iter_mut().zip(self.bytes.chunks(CHUNK_BYTES)) {
             *sum = crc32c::crc32c(chunk);
         }
@@ -258,24 +259,24 @@ impl<'a> Part<'a> {
 
 /// The checked columns of a file that is made. Their bytes are aligned for their types: wider columns lie first, in a buffer aligned for
 /// all.
-struct Columns<'a> {
-    vectors: Vec<Part<'a>>,
-    metadata: Vec<Part<'a>>,
-    starts: Part<'a>,
+struct GroupColumns<'a> {
+    vectors: Vec<GroupColumnPart<'a>>,
+    metadata: Vec<GroupColumnPart<'a>>,
+    starts: GroupColumnPart<'a>,
 }
 
-impl<'a> Columns<'a> {
+impl<'a> GroupColumns<'a> {
     /// Of a file without tombstones.
     fn of(layout: &FileLayout, bytes: &'a mut [u8], sums: &'a mut [u32]) -> Self {
-        let mut all = Part { field: Field::Pad, bytes, sums };
-        let starts = Part { field: Field::BucketOffsets, bytes: &mut [], sums: &mut [] };
+        let mut all = GroupColumnPart { field: ColumnField::Pad, bytes, sums };
+        let starts = GroupColumnPart { field: ColumnField::BucketOffsets, bytes: &mut [], sums: &mut [] };
         let mut columns = Self { vectors: Vec::new(), metadata: Vec::new(), starts };
         for column in layout.checked_columns() {
-            let part = Part { field: column.field, ..all.take(column.bytes) };
+            let part = GroupColumnPart { field: column.field, ..all.split_front(column.bytes) };
             match column.field {
-                Field::Vector(_) => columns.vectors.push(part),
-                Field::BucketOffsets => columns.starts = part,
-                field if field.is_of_rows() => columns.metadata.push(part),
+                ColumnField::Vector(_) => columns.vectors.push(part),
+                ColumnField::BucketOffsets => columns.starts = part,
+                field if field.is_per_row() => columns.metadata.push(part),
                 _ => {}
             }
         }

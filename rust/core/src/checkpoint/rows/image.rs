@@ -1,6 +1,6 @@
 //! The image of a small data file, whose columns are filled one after the other.
 
-use super::format::{Field, FileLayout};
+use super::format::{ColumnField, FileLayout};
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape};
 use crate::checkpoint::manifest::names::CHUNK_BYTES;
 use crate::error::Result;
@@ -10,7 +10,7 @@ use crate::io::AlignedBuf;
 pub(super) fn image_of(
     (layout, shape): (&FileLayout, DataShape),
     header: &[u8],
-    mut fill: impl FnMut(Field, &mut [u8]),
+    mut fill: impl FnMut(ColumnField, &mut [u8]),
 ) -> Result<(AlignedBuf, DataFile)> {
     let mut image = AlignedBuf::try_zeroed(header.len() + layout.data_bytes)?;
     let (head, data) = image.split_at_mut(header.len());
@@ -21,7 +21,7 @@ pub(super) fn image_of(
         checksums.extend(data[column.range()].chunks(CHUNK_BYTES).map(crc32c::crc32c));
     }
     let checksums: &[u8] = bytemuck::cast_slice(&checksums);
-    data[layout.column(Field::Checksums).range()].copy_from_slice(checksums);
+    data[layout.column(ColumnField::Checksums).range()].copy_from_slice(checksums);
     let file = DataFile {
         rows: shape.rows as u64,
         tombstones: shape.tombstones as u64,

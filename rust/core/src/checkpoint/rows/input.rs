@@ -4,17 +4,17 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::format::{Column, Field, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
-use super::staged::{Extent, FileOfRows, Staged};
-use crate::checkpoint::manifest::manifests::{DataFile, Share};
+use super::format::{ColumnField, FileColumn, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
+use super::staged::{RowFileOffsets, StagedColumns, StagedRange};
+use crate::checkpoint::manifest::manifests::{DataFile, RankShare};
 use crate::checkpoint::manifest::names::CHUNK_BYTES;
-use crate::checkpoint::output::each_piece;
+use crate::checkpoint::output::for_each_piece;
 use crate::error::{Error, Result};
-use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open};
+use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, IoOpenMode};
 use crate::kernels::threads::for_each;
 use crate::memory;
 use crate::sync::lock;
-use crate::types::{Bucketing, Id};
+use crate::types::{BucketMapper, Id};
 
 /// How many bytes one read request has.
 const READ_BYTES: usize = 1 << 20;
@@ -44,7 +44,7 @@ impl GroupReader {
     pub(crate) fn open(
         engine: &dyn IoEngine,
         path: PathBuf,
-        share: &Share,
+        share: &RankShare,
         file: &DataFile,
         buckets: Range<u32>,
     ) -> Result<Self> {
@@ -62,7 +62,7 @@ impl GroupReader {
         clicks: bool,
         engine: &dyn IoEngine,
         path: PathBuf,
-        share: &Share,
+        share: &RankShare,
         file: &DataFile,
         buckets: Range<u32>,
     ) -> Result<Self> {
@@ -73,7 +73,7 @@ impl GroupReader {
         layout: Option<FileLayout>,
         engine: &dyn IoEngine,
         path: PathBuf,
-        share: &Share,
+        share: &RankShare,
         file: &DataFile,
         buckets: Range<u32>,
     ) -> Result<Self> {
@@ -82,7 +82,7 @@ impl GroupReader {
             .filter(|layout| layout.data_bytes as u64 <= file.bytes)
             .ok_or_else(|| Error::corruption(&path, 0, "the file's length", "as long as its rows", file.bytes))?;
         let row_bytes: usize =
-            layout.columns.iter().filter(|column| column.field.is_of_rows()).map(Column::bytes_per_row).sum();
+            layout.columns.iter().filter(|column| column.field.is_per_row()).map(FileColumn::bytes_per_row).sum();
         if shape.rows > 1 && shape.rows.saturating_mul(row_bytes) > GROUP_BYTES {
             return Err(Error::corruption(
                 &path,
@@ -110,7 +110,7 @@ impl GroupReader {
     }
 
     pub(super) fn reopen(&self, engine: &dyn IoEngine) -> Result<Arc<dyn IoFile>> {
-        let file = engine.open(&self.path, Open::Read)?;
+        let file = engine.open(&self.path, IoOpenMode::Read)?;
         let len = file.len()?;
         if len != self.file_bytes {
             return Err(Error::corruption(&self.path, 0, "the file's length", self.file_bytes, len));
@@ -151,7 +151,7 @@ impl GroupReader {
     }
 
     fn read_checksums(&self, file: &dyn IoFile) -> Result<Vec<u32>> {
-        let column = self.layout.column(Field::Checksums);
+        let column = self.layout.column(ColumnField::Checksums);
         let offset = (self.header_bytes + column.start) as u64;
         let mut checksums = memory::zeros("read checksums", column.shape[0])?;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut checksums);
@@ -165,7 +165,7 @@ impl GroupReader {
 
     /// Check the padding. No byte of a file may change without being noticed, and that includes bytes that hold nothing.
     fn check_padding(&self, file: &dyn IoFile) -> Result<()> {
-        let column = self.layout.column(Field::Pad);
+        let column = self.layout.column(ColumnField::Pad);
         let offset = (self.header_bytes + column.start) as u64;
         let mut bytes = vec![0; column.bytes];
         file.read_at(offset, &mut bytes)?;
@@ -176,8 +176,8 @@ impl GroupReader {
     }
 
     /// Find the rows of the wanted buckets. The column of bucket offsets is read in windows, because its length is only what a manifest says.
-    fn read_rows_of_buckets(&self, file: &Arc<dyn IoFile>, share: &Share, rows: usize) -> Result<Range<usize>> {
-        let column = self.layout.column(Field::BucketOffsets);
+    fn read_rows_of_buckets(&self, file: &Arc<dyn IoFile>, share: &RankShare, rows: usize) -> Result<Range<usize>> {
+        let column = self.layout.column(ColumnField::BucketOffsets);
         let first = self.buckets.start - share.bucket_begin..self.buckets.end - share.bucket_begin;
         let wanted = [first.start as usize, first.end as usize];
         let (mut found, mut last, mut ascending) = ([0; 2], 0, true);
@@ -208,7 +208,7 @@ impl GroupReader {
     pub(super) fn for_each_window<T: bytemuck::Pod>(
         &self,
         file: &Arc<dyn IoFile>,
-        column: &Column,
+        column: &FileColumn,
         mut take: impl FnMut(usize, &[T]) -> Result<()>,
     ) -> Result<()> {
         let checksums = self.read_checksums(&**file)?;
@@ -222,8 +222,8 @@ impl GroupReader {
     }
 
     /// The bytes of the wanted rows in each of their columns.
-    fn wanted(&self) -> Vec<(&Column, Range<usize>)> {
-        let is_wanted = |column: &&Column| column.field.is_of_rows() && (self.slots || !column.field.is_slot());
+    fn requested_ranges(&self) -> Vec<(&FileColumn, Range<usize>)> {
+        let is_wanted = |column: &&FileColumn| column.field.is_per_row() && (self.slots || !column.field.is_slot());
         self.layout
             .columns
             .iter()
@@ -237,7 +237,7 @@ impl GroupReader {
 
     /// Bytes that [`GroupReader::stage`] reads.
     pub(crate) fn staged_bytes(&self) -> usize {
-        self.extents(&self.wanted()).last().map_or(0, |extent| extent.staged_at + extent.len)
+        self.plan_reads(&self.requested_ranges()).last().map_or(0, |extent| extent.staged_at + extent.len)
     }
 
     /// Read and verify the wanted rows, into a buffer of `staging`.
@@ -245,19 +245,19 @@ impl GroupReader {
         &self,
         engine: &dyn IoEngine,
         staging: &Arc<BufPool>,
-        bucketing: Bucketing,
-    ) -> Result<Staged<'_>> {
+        bucketing: BucketMapper,
+    ) -> Result<StagedColumns<'_>> {
         let file = self.reopen(engine)?;
-        let staged = self.read_columns(staging, &file, &self.wanted(), &self.read_checksums(&*file)?)?;
-        self.check_order(staged.rows(Field::Id), bucketing)?;
+        let staged = self.read_columns(staging, &file, &self.requested_ranges(), &self.read_checksums(&*file)?)?;
+        self.check_order(staged.rows(ColumnField::Id), bucketing)?;
         Ok(staged)
     }
 
     /// What to read for byte ranges of columns, in file order: with the rest of the chunks they begin and end in, and of the blocks of
     /// direct I/O.
-    fn extents(&self, wanted: &[(&Column, Range<usize>)]) -> Vec<Extent> {
-        let mut extents: Vec<Extent> = Vec::new();
-        for (column, range) in wanted {
+    fn plan_reads(&self, requested: &[(&FileColumn, Range<usize>)]) -> Vec<StagedRange> {
+        let mut extents: Vec<StagedRange> = Vec::new();
+        for (column, range) in requested {
             let start = self.header_bytes + column.start;
             let chunks = chunks_of(range, column.bytes);
             let offset = (start + chunks.start) / ALIGNMENT * ALIGNMENT;
@@ -266,7 +266,7 @@ impl GroupReader {
                 Some(last) if offset <= last.offset + last.len => last.len = last.len.max(end - last.offset),
                 last => {
                     let staged_at = last.map_or(0, |last| last.staged_at + last.len);
-                    extents.push(Extent { offset, len: end - offset, staged_at });
+                    extents.push(StagedRange { offset, len: end - offset, staged_at });
                 }
             }
         }
@@ -278,10 +278,10 @@ impl GroupReader {
         &self,
         staging: &Arc<BufPool>,
         file: &Arc<dyn IoFile>,
-        wanted: &[(&Column, Range<usize>)],
+        requested: &[(&FileColumn, Range<usize>)],
         checksums: &[u32],
-    ) -> Result<Staged<'_>> {
-        let extents = self.extents(wanted);
+    ) -> Result<StagedColumns<'_>> {
+        let extents = self.plan_reads(requested);
         let mut buffer = staging.take_at_least(extents.last().map_or(0, |last| last.staged_at + last.len))?;
         let mut pieces = Vec::new();
         let mut rest = &mut buffer[..];
@@ -291,26 +291,31 @@ impl GroupReader {
             pieces.extend(parts.map(|(n, part)| ((extent.offset + n * READ_BYTES) as u64, part)));
             rest = later;
         }
-        each_piece(READERS, pieces, |(offset, part)| file.read_at(offset, part))?;
-        let staged = Staged {
+        for_each_piece(READERS, pieces, |(offset, part)| file.read_at(offset, part))?;
+        let staged = StagedColumns {
             layout: &self.layout,
             header_bytes: self.header_bytes,
             rows: &self.rows,
             slots: self.slots,
             buffer,
-            extents,
+            ranges: extents,
         };
-        self.verify(&staged, wanted, checksums)?;
+        self.verify(&staged, requested, checksums)?;
         Ok(staged)
     }
 
     /// Whether the chunks that byte ranges of columns are in are as they were written.
-    fn verify(&self, staged: &Staged<'_>, wanted: &[(&Column, Range<usize>)], checksums: &[u32]) -> Result<()> {
-        let chunks = wanted.iter().flat_map(|(column, range)| {
+    fn verify(
+        &self,
+        staged: &StagedColumns<'_>,
+        requested: &[(&FileColumn, Range<usize>)],
+        checksums: &[u32],
+    ) -> Result<()> {
+        let chunks = requested.iter().flat_map(|(column, range)| {
             let range = chunks_of(range, column.bytes);
             range.clone().step_by(CHUNK_BYTES).map(move |start| (*column, start..range.end.min(start + CHUNK_BYTES)))
         });
-        let chunks: Vec<(&Column, Range<usize>)> = chunks.collect();
+        let chunks: Vec<(&FileColumn, Range<usize>)> = chunks.collect();
         // Report the first one in the file, whichever thread found its own first.
         let damaged = Mutex::new(usize::MAX);
         for_each(chunks.chunks(CHUNKS_PER_TASK).enumerate(), |(task, some)| {
@@ -332,19 +337,19 @@ impl GroupReader {
     }
 
     pub(crate) fn tombstones(&self) -> u64 {
-        self.layout.column(Field::Tombstone).shape[0] as u64
+        self.layout.column(ColumnField::Tombstone).shape[0] as u64
     }
 
     /// Hand the tombstones of the wanted buckets to `sink`, window by window.
     pub(crate) fn read_tombstones(
         &self,
         engine: &dyn IoEngine,
-        bucketing: Bucketing,
+        bucketing: BucketMapper,
         sink: &mut dyn FnMut(&[Id]) -> Result<()>,
     ) -> Result<()> {
         let (all, mut last, mut wanted) = (0..bucketing.total(), None, Vec::new());
-        self.for_each_window(&self.reopen(engine)?, self.layout.column(Field::Tombstone), |begin, ids| {
-            last = self.check_sorted((Field::Tombstone, begin), ids, bucketing, &all, last)?;
+        self.for_each_window(&self.reopen(engine)?, self.layout.column(ColumnField::Tombstone), |begin, ids| {
+            last = self.check_sorted((ColumnField::Tombstone, begin), ids, bucketing, &all, last)?;
             wanted.clear();
             wanted.extend(ids.iter().filter(|&&id| self.buckets.contains(&bucketing.of(id))));
             if wanted.is_empty() { Ok(()) } else { sink(&wanted) }
@@ -352,17 +357,17 @@ impl GroupReader {
     }
 
     /// Whether the ids are those of the wanted buckets, sorted, each once.
-    fn check_order(&self, ids: &[Id], bucketing: Bucketing) -> Result<()> {
-        self.check_sorted((Field::Id, self.rows.start), ids, bucketing, &self.buckets, None).map(|_| ())
+    fn check_order(&self, ids: &[Id], bucketing: BucketMapper) -> Result<()> {
+        self.check_sorted((ColumnField::Id, self.rows.start), ids, bucketing, &self.buckets, None).map(|_| ())
     }
 
     /// Check that ids of a column, from row `first` on, are of `buckets`, sorted after `before`, and each there once. Returns the key of the
     /// last one.
     fn check_sorted(
         &self,
-        (field, first): (Field, usize),
+        (field, first): (ColumnField, usize),
         ids: &[Id],
-        bucketing: Bucketing,
+        bucketing: BucketMapper,
         buckets: &Range<u32>,
         mut before: Option<(u32, u64)>,
     ) -> Result<Option<(u32, u64)>> {
@@ -386,16 +391,16 @@ impl GroupReader {
 }
 
 impl GroupReader {
-    pub(super) fn file_of_rows(&self) -> FileOfRows {
+    pub(super) fn row_file_offsets(&self) -> RowFileOffsets {
         let start = |field| self.header_bytes + self.layout.column(field).start;
-        FileOfRows {
+        RowFileOffsets {
             path: self.path.clone(),
             bytes: self.file_bytes,
-            rows: self.layout.column(Field::Id).shape[0],
-            ids: start(Field::Id),
-            last_steps: start(Field::LastStep),
-            weights: start(Field::Vector(0)),
-            scores: start(Field::Score),
+            rows: self.layout.column(ColumnField::Id).shape[0],
+            ids: start(ColumnField::Id),
+            last_steps: start(ColumnField::LastStep),
+            weights: start(ColumnField::Vector(0)),
+            scores: start(ColumnField::Score),
         }
     }
 }

@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use super::bucket_sort::{BucketSort, IDS_MORE};
-use super::format::Field;
+use super::bucket_sort::{BucketSort, EXTRA_IDS};
+use super::format::ColumnField;
 use crate::checkpoint::manifest::names::CHUNK_BYTES;
 use crate::prefetch::{prefetch, prefetch_address};
 use crate::rows::{RowHeader, RowList};
-use crate::simd::Isa;
-use crate::types::{Bucketing, Id};
+use crate::simd::InstructionSet;
+use crate::types::{BucketMapper, Id};
 
 /// How many rows ahead memory is prefetched.
 const AHEAD: usize = 16;
@@ -19,7 +19,7 @@ const _: () = assert!(CHUNK_BYTES.is_multiple_of(BLOCK_ROWS * 8));
 
 /// Metadata of some rows, column by column, small enough for a core's innermost cache.
 #[derive(Debug)]
-pub(crate) struct Metadata {
+pub(crate) struct RowMetadataBlock {
     ids: [Id; BLOCK_ROWS],
     last_steps: [u64; BLOCK_ROWS],
     counts: [u32; BLOCK_ROWS],
@@ -28,7 +28,7 @@ pub(crate) struct Metadata {
     modified_epochs: [u32; BLOCK_ROWS],
 }
 
-impl Metadata {
+impl RowMetadataBlock {
     pub(crate) fn new() -> Self {
         Self {
             ids: [0; BLOCK_ROWS],
@@ -50,24 +50,24 @@ impl Metadata {
     }
 
     /// The first `rows` of a column. Empty where the field is no column of metadata.
-    pub(crate) fn column(&self, field: Field, rows: usize) -> &[u8] {
+    pub(crate) fn column(&self, field: ColumnField, rows: usize) -> &[u8] {
         match field {
-            Field::Id => bytemuck::cast_slice(&self.ids[..rows]),
-            Field::LastStep => bytemuck::cast_slice(&self.last_steps[..rows]),
-            Field::Count => bytemuck::cast_slice(&self.counts[..rows]),
-            Field::Score => bytemuck::cast_slice(&self.scores[..rows]),
-            Field::Scalar => bytemuck::cast_slice(&self.scalars[..rows]),
-            Field::ModifiedEpoch => bytemuck::cast_slice(&self.modified_epochs[..rows]),
-            Field::BucketOffsets | Field::Tombstone | Field::Vector(_) | Field::Checksums | Field::Pad
+            ColumnField::Id => bytemuck::cast_slice(&self.ids[..rows]),
+            ColumnField::LastStep => bytemuck::cast_slice(&self.last_steps[..rows]),
+            ColumnField::Count => bytemuck::cast_slice(&self.counts[..rows]),
+            ColumnField::Score => bytemuck::cast_slice(&self.scores[..rows]),
+            ColumnField::Scalar => bytemuck::cast_slice(&self.scalars[..rows]),
+            ColumnField::ModifiedEpoch => bytemuck::cast_slice(&self.modified_epochs[..rows]),
+            ColumnField::BucketOffsets | ColumnField::Tombstone | ColumnField::Vector(_) | ColumnField::Checksums | ColumnField::Pad
             // Of files of counts.
-            | Field::Generation | Field::Shows | Field::Clicks | Field::Age => &[],
+            | ColumnField::Generation | ColumnField::Shows | ColumnField::Clicks | ColumnField::Age => &[],
         }
     }
 }
 
 /// The order of a group. Its memory is used again for the next group.
 #[derive(Debug, Default)]
-pub(crate) struct Order {
+pub(crate) struct GroupOrder {
     /// By row of the file, the number of the row in the order in which rows came.
     pub(crate) rows: Vec<u32>,
     /// By number of a row in the order in which rows came, its row of the file: the inverse of `rows`.
@@ -75,7 +75,7 @@ pub(crate) struct Order {
     /// Where the rows of each bucket start, and the last one's end.
     pub(crate) starts: Vec<i64>,
     /// The ids in the order in which they came.
-    came: Vec<u64>,
+    arrival_ids: Vec<u64>,
     /// The bucket of each id in `came`, counted from the rank's first bucket.
     buckets: Vec<u32>,
     /// The ids sorted by bucket, in no order within a bucket. What follows the last id is room that the sort reads over.
@@ -87,16 +87,16 @@ pub(crate) struct Order {
 
 /// Why rows have no order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NoOrder {
+pub(crate) enum GroupOrderError {
     /// A row of another rank's bucket.
-    Foreign(Id, u32),
+    ForeignBucket(Id, u32),
     /// A row that is there twice.
-    Twice(Id),
+    DuplicateId(Id),
     /// This row's vector part has another length than the table's rows have.
-    Floats(Id),
+    WrongWidth(Id),
 }
 
-impl Order {
+impl GroupOrder {
     /// Bytes of memory that a row takes.
     pub(crate) const ROW_BYTES: usize = 2 * 8 + 4 * 4;
     /// Bytes of memory that a bucket takes.
@@ -109,27 +109,27 @@ impl Order {
         rows: RowList<'_>,
         floats: usize,
         owned: &Range<u32>,
-        bucketing: Bucketing,
-    ) -> Result<(), NoOrder> {
+        bucketing: BucketMapper,
+    ) -> Result<(), GroupOrderError> {
         let n = rows.len();
         if n > 0 && rows.floats() != floats {
-            return Err(NoOrder::Floats(rows.get(0).header.id));
+            return Err(GroupOrderError::WrongWidth(rows.get(0).header.id));
         }
-        self.came.resize(n, 0);
+        self.arrival_ids.resize(n, 0);
         self.buckets.resize(n, 0);
-        self.ids.resize(n + IDS_MORE, 0);
+        self.ids.resize(n + EXTRA_IDS, 0);
         self.numbers.resize(n, 0);
         self.rows.resize(n, 0);
         self.file_rows.resize(n, 0);
         self.ends.clear();
         self.ends.resize(owned.len(), 0);
         let ends = &mut self.ends[..];
-        for ((row, came), in_bucket) in rows.iter().zip(&mut self.came).zip(&mut self.buckets) {
+        for ((row, came), in_bucket) in rows.iter().zip(&mut self.arrival_ids).zip(&mut self.buckets) {
             let id = row.header.id;
             // A bucket below the first wraps to a number past all of them.
             let bucket = bucketing.of(id).wrapping_sub(owned.start);
             let Some(count) = ends.get_mut(bucket as usize) else {
-                return Err(NoOrder::Foreign(id, bucket.wrapping_add(owned.start)));
+                return Err(GroupOrderError::ForeignBucket(id, bucket.wrapping_add(owned.start)));
             };
             *count += 1;
             (*came, *in_bucket) = (id as u64, bucket);
@@ -143,7 +143,7 @@ impl Order {
         }
         self.starts.push(i64::from(row));
         let (ids, numbers) = (&mut self.ids[..], &mut self.numbers[..]);
-        for ((number, &id), &bucket) in (0..n).zip(&self.came).zip(&self.buckets) {
+        for ((number, &id), &bucket) in (0..n).zip(&self.arrival_ids).zip(&self.buckets) {
             // Near where a later row goes.
             let later = ends[self.buckets[(number + AHEAD).min(n - 1)] as usize] as usize;
             prefetch(ids, later);
@@ -155,12 +155,12 @@ impl Order {
         }
         let (starts, ids, numbers) = (&self.starts[..], &self.ids[..], &self.numbers[..]);
         let (file_rows, rows) = (&mut self.file_rows[..], &mut self.rows[..]);
-        let twice = BucketSort { starts, ids, numbers, file_rows, rows }.run_on(Isa::best());
-        twice.map_or(Ok(()), |id| Err(NoOrder::Twice(id)))
+        let twice = BucketSort { starts, ids, numbers, file_rows, rows }.run_on(InstructionSet::best());
+        twice.map_or(Ok(()), |id| Err(GroupOrderError::DuplicateId(id)))
     }
 
     /// Gather the metadata of rows of the file from row `first` on. Returns how many rows these are.
-    pub(crate) fn metadata(&self, rows: RowList<'_>, first: usize, to: &mut Metadata) -> usize {
+    pub(crate) fn metadata(&self, rows: RowList<'_>, first: usize, to: &mut RowMetadataBlock) -> usize {
         let count = BLOCK_ROWS.min(self.rows.len() - first);
         for (at, &row) in self.rows[first..][..count].iter().enumerate() {
             if let Some(&later) = self.rows.get(first + at + AHEAD) {
@@ -174,7 +174,7 @@ impl Order {
 
 #[cfg(test)]
 mod tests {
-    use super::super::bucket_sort::COUNTED;
+    use super::super::bucket_sort::MAX_COUNTED_ROWS;
     use super::*;
 
     fn header(id: Id) -> RowHeader {
@@ -184,14 +184,14 @@ mod tests {
     }
 
     /// Ids and bucket starts in order, once whatever else is ordered with them is as it should be.
-    fn order_of(ids: &[Id], owned: Range<u32>, total: u32) -> Result<(Vec<Id>, Vec<i64>), NoOrder> {
+    fn order_of(ids: &[Id], owned: Range<u32>, total: u32) -> Result<(Vec<Id>, Vec<i64>), GroupOrderError> {
         let headers: Vec<RowHeader> = ids.iter().map(|&id| header(id)).collect();
         let rows = RowList::block(&headers, &[], 0);
-        let mut order = Order::default();
-        let (mut block, mut found) = (Metadata::new(), Vec::new());
+        let mut order = GroupOrder::default();
+        let (mut block, mut found) = (RowMetadataBlock::new(), Vec::new());
         // What it was used for before changes nothing.
         for n in [rows.len() / 2, rows.len()] {
-            order.make(rows.range(0..n), 0, &owned, Bucketing::new(total))?;
+            order.make(rows.range(0..n), 0, &owned, BucketMapper::new(total))?;
             found.clear();
             while found.len() < n {
                 let first = found.len();
@@ -221,7 +221,7 @@ mod tests {
             let ids: Vec<Id> = (0..rows).map(|n| crate::types::hash_id(n) as Id).collect();
             let (found, starts) = order_of(&ids, 0..total, total).unwrap();
             let mut expected = ids.clone();
-            let bucketing = Bucketing::new(total);
+            let bucketing = BucketMapper::new(total);
             expected.sort_unstable_by_key(|&id| (bucketing.of(id), id as u64));
             assert_eq!(found, expected, "{rows} rows in {total} buckets");
             for (bucket, bounds) in (0..).zip(starts.windows(2)) {
@@ -233,19 +233,22 @@ mod tests {
 
     #[test]
     fn rows_of_other_buckets_and_rows_given_twice_have_no_order() {
-        let bucketing = Bucketing::new(10);
+        let bucketing = BucketMapper::new(10);
         let [first, second, third] = [0, 1, 2].map(|bucket| (0..1000).find(|&id| bucketing.of(id) == bucket).unwrap());
-        assert_eq!(order_of(&[first, second, third], 0..2, 10), Err(NoOrder::Foreign(third, 2)));
-        assert_eq!(order_of(&[third, second], 2..3, 10), Err(NoOrder::Foreign(second, 1)));
-        for rows in [2, 100, COUNTED as Id, 1000] {
+        assert_eq!(order_of(&[first, second, third], 0..2, 10), Err(GroupOrderError::ForeignBucket(third, 2)));
+        assert_eq!(order_of(&[third, second], 2..3, 10), Err(GroupOrderError::ForeignBucket(second, 1)));
+        for rows in [2, 100, MAX_COUNTED_ROWS as Id, 1000] {
             let mut ids: Vec<Id> = (0..rows).map(|n| n * 7 - 3).collect();
             ids.push(ids[rows as usize / 2]);
             let id = ids[rows as usize];
-            assert_eq!(order_of(&ids, 0..1, 1), Err(NoOrder::Twice(id)), "{rows} rows");
+            assert_eq!(order_of(&ids, 0..1, 1), Err(GroupOrderError::DuplicateId(id)), "{rows} rows");
         }
-        assert_eq!(order_of(&[-1, 5, -1], 0..1, 1), Err(NoOrder::Twice(-1)));
+        assert_eq!(order_of(&[-1, 5, -1], 0..1, 1), Err(GroupOrderError::DuplicateId(-1)));
         let headers = [header(7)];
         let row = RowList::block(&headers, &[], 0);
-        assert_eq!(Order::default().make(row, 1, &(0..1), Bucketing::new(1)), Err(NoOrder::Floats(7)));
+        assert_eq!(
+            GroupOrder::default().make(row, 1, &(0..1), BucketMapper::new(1)),
+            Err(GroupOrderError::WrongWidth(7))
+        );
     }
 }

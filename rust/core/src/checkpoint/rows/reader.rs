@@ -11,25 +11,27 @@ use super::format::{GROUP_BYTES, group_rows};
 use super::input::GroupReader;
 use super::segment_rows::read_segments;
 use super::source::RowSink;
-use super::staged::{FileOfRows, Staged};
+use super::staged::{RowFileOffsets, StagedColumns};
 use crate::cache::{PickedRows, RowColumns};
-use crate::checkpoint::directory::Directory;
-use crate::checkpoint::extents::reader::ExtentReader;
+use crate::checkpoint::directory::CheckpointDirectory;
+use crate::checkpoint::extents::reader::DenseReader;
 use crate::checkpoint::manifest::dense::{DENSE_FILE, DenseEntry};
 use crate::checkpoint::manifest::holds::hold_to_read;
 use crate::checkpoint::manifest::json::inconsistent;
-use crate::checkpoint::manifest::latest::Latest;
-use crate::checkpoint::manifest::manifests::{DataFile, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec};
+use crate::checkpoint::manifest::latest::LatestCheckpoint;
+use crate::checkpoint::manifest::manifests::{
+    CheckpointId, CheckpointManifest, DataFile, RankManifest, RankShare, TableEntry, TableSpec,
+};
 use crate::checkpoint::manifest::names::{MANIFEST_FILE, counts_file, data_file, table_dir};
 use crate::checkpoint::manifest::read::{read_digested, read_manifest, read_ranks};
-use crate::checkpoint::output::each_piece;
+use crate::checkpoint::output::for_each_piece;
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, DirLock, IoEngine};
-use crate::memory::{self, room_for_threads};
-use crate::process::Behind;
+use crate::memory::{self, can_start_threads};
+use crate::process::BackgroundFlag;
 use crate::rows::RowHeader;
-use crate::ssd::SegmentFiles;
+use crate::ssd::LinkedSegments;
 use crate::sync::lock;
 use crate::types::Id;
 
@@ -42,23 +44,23 @@ const EMIT_BYTES: usize = 4 << 20;
 
 /// A checkpoint whose manifests are checked.
 #[derive(Debug)]
-pub struct Checkpoint {
-    directory: Directory,
-    identity: Parent,
-    manifest: Manifest,
+pub struct OpenCheckpoint {
+    directory: CheckpointDirectory,
+    identity: CheckpointId,
+    manifest: CheckpointManifest,
     pub(crate) ranks: Vec<RankManifest>,
     /// While this is held no save removes the directory.
     hold: Mutex<Option<DirLock>>,
 }
 
-impl Checkpoint {
+impl OpenCheckpoint {
     /// Read and check the manifests of the checkpoint that `latest` names in `root`, which no save removes until this is dropped or
-    /// [`Checkpoint::let_go`] is called.
+    /// [`Checkpoint::release`] is called.
     ///
     /// Errors: `Corruption` (missing, damaged, or manifests that contradict each other), `Unsupported` (a newer format), `Storage`,
     /// `InUse` (a save is removing it). A save may have replaced the checkpoint since `latest` was read: then read that again.
-    pub fn open(root: &Directory, latest: Latest) -> Result<Self> {
-        let directory = root.below(latest.name);
+    pub fn open(root: &CheckpointDirectory, latest: LatestCheckpoint) -> Result<Self> {
+        let directory = root.subdirectory(latest.name);
         let missing = || {
             let what = format!("LATEST of {}", root.path().display());
             Error::corruption(root.path(), 0, &what, "the name of a checkpoint that is there", latest.name)
@@ -81,22 +83,22 @@ impl Checkpoint {
     }
 
     /// Let saves remove the checkpoint. Nothing more may be read of it, unless one that builds on it is held.
-    pub fn let_go(&self) {
+    pub fn release(&self) {
         drop(lock(&self.hold).take());
     }
 
     /// What a delta that builds on it names as its parent.
-    pub fn identity(&self) -> Parent {
+    pub fn identity(&self) -> CheckpointId {
         self.identity.clone()
     }
 
     /// Its directory.
-    pub(crate) fn directory(&self) -> &Directory {
+    pub(crate) fn directory(&self) -> &CheckpointDirectory {
         &self.directory
     }
 
     /// The coordinator's manifest.
-    pub fn manifest(&self) -> &Manifest {
+    pub fn manifest(&self) -> &CheckpointManifest {
         &self.manifest
     }
 
@@ -142,9 +144,9 @@ impl Checkpoint {
     }
 
     /// Get ready to read extents of any rank.
-    pub fn extent_reader(&self) -> ExtentReader {
+    pub fn dense_reader(&self) -> DenseReader {
         let shares = self.ranks.iter().map(|rank| rank.dense.as_ref());
-        ExtentReader::new(&self.directory, shares)
+        DenseReader::new(&self.directory, shares)
     }
 
     /// Check the headers and sizes of the files that hold rows of `buckets`, and get ready to read them.
@@ -188,17 +190,17 @@ impl Checkpoint {
         })
     }
 
-    fn open_counts(&self, (path, share, file, owned): WantedFile<'_>) -> Result<CountsReader> {
+    fn open_counts(&self, (path, share, file, owned): DataFileRequest<'_>) -> Result<CountsReader> {
         let clicks = share.counts.as_ref().is_some_and(|counts| counts.clicks);
         let group = GroupReader::open_counts(clicks, self.directory.engine(), path, share, file, owned)?;
         Ok(CountsReader::new(group, share.bucket_begin, clicks))
     }
 
     /// Check several files at once: each is a few small reads.
-    fn open_groups(&self, wanted: Vec<WantedFile<'_>>) -> Result<Vec<GroupReader>> {
-        let mut groups: Vec<Option<GroupReader>> = wanted.iter().map(|_| None).collect();
-        let pieces = groups.iter_mut().zip(wanted).collect();
-        each_piece(HEADERS, pieces, |(group, (path, share, file, owned))| {
+    fn open_groups(&self, requested: Vec<DataFileRequest<'_>>) -> Result<Vec<GroupReader>> {
+        let mut groups: Vec<Option<GroupReader>> = requested.iter().map(|_| None).collect();
+        let pieces = groups.iter_mut().zip(requested).collect();
+        for_each_piece(HEADERS, pieces, |(group, (path, share, file, owned))| {
             *group = Some(GroupReader::open(self.directory.engine(), path, share, file, owned)?);
             Ok(())
         })?;
@@ -207,7 +209,7 @@ impl Checkpoint {
 }
 
 /// A file: its path, its rank's share of the table, what the manifest says of it, and the buckets wanted.
-type WantedFile<'a> = (PathBuf, &'a Share, &'a DataFile, Range<u32>);
+type DataFileRequest<'a> = (PathBuf, &'a RankShare, &'a DataFile, Range<u32>);
 
 /// Reads the rows of some buckets of one table.
 #[derive(Debug)]
@@ -220,7 +222,7 @@ pub struct TableReader {
     /// The files of counts with ids of the buckets, in the order in which they were written.
     counts: Vec<CountsReader>,
     /// Segments with rows of the buckets, and of others.
-    segments: Vec<SegmentFiles>,
+    segments: Vec<LinkedSegments>,
     /// Whether the optimizer's slots are handed over.
     slots: bool,
 }
@@ -253,16 +255,16 @@ impl TableReader {
     /// are not in the order of buckets.
     pub fn rows(&self) -> u64 {
         let in_files: u64 = self.groups.iter().map(|group| group.rows.len() as u64).sum();
-        in_files + self.segments.iter().map(SegmentFiles::rows).sum::<u64>()
+        in_files + self.segments.iter().map(LinkedSegments::rows).sum::<u64>()
     }
 
     /// The files with rows, in the order in which [`TableReader::read_columns`] hands their rows over where all buckets are read.
-    pub(crate) fn files_of_rows(&self) -> Vec<FileOfRows> {
-        self.groups.iter().filter(|group| !group.rows.is_empty()).map(GroupReader::file_of_rows).collect()
+    pub(crate) fn row_file_offsets(&self) -> Vec<RowFileOffsets> {
+        self.groups.iter().filter(|group| !group.rows.is_empty()).map(GroupReader::row_file_offsets).collect()
     }
 
     /// No fewer rows than any file of the table has, also in later checkpoints.
-    pub(crate) fn most_rows_of_a_file(&self) -> usize {
+    pub(crate) fn max_rows_per_file(&self) -> usize {
         let here = self.groups.iter().map(|group| group.rows.len()).max().unwrap_or(0);
         here.max(group_rows(self.optimizer, self.spec.dim as usize, self.spec.precision, GROUP_BYTES))
     }
@@ -320,11 +322,11 @@ impl TableReader {
         let largest = groups.iter().map(|group| group.staged_bytes()).max().unwrap_or(0);
         let staging = Arc::new(BufPool::new(largest, AHEAD + 1));
         let dim = self.spec.dim as usize;
-        let mut hand_over = |staged: Staged<'_>| {
-            let served = self.spec.precision.map(|precision| staged.served(precision, dim)).transpose()?;
+        let mut hand_over = |staged: StagedColumns<'_>| {
+            let served = self.spec.precision.map(|precision| staged.decode(precision, dim)).transpose()?;
             sink(&staged.columns(self.optimizer.layout(dim), served.as_ref()))
         };
-        let has_room = groups.len() > 1 && room_for_threads();
+        let has_room = groups.len() > 1 && can_start_threads();
         std::thread::scope(|scope| {
             // Thread n mod AHEAD reads group n, so that groups come in order.
             let mut ahead = Vec::new();
@@ -332,9 +334,9 @@ impl TableReader {
                 // A thread keeps its group until the caller asks for it.
                 let (send, receive) = mpsc::sync_channel(0);
                 let mine = groups.iter().skip(number).step_by(AHEAD);
-                let (staging, behind) = (&staging, Behind::here());
+                let (staging, behind) = (&staging, BackgroundFlag::of_this_thread());
                 let read = move || {
-                    behind.hand_on();
+                    behind.apply();
                     for group in mine {
                         // After an error of the sink nobody receives this.
                         if send.send(self.stage(group, staging)).is_err() {
@@ -355,7 +357,7 @@ impl TableReader {
         })
     }
 
-    fn stage<'g>(&self, group: &'g GroupReader, staging: &Arc<BufPool>) -> Result<Staged<'g>> {
+    fn stage<'g>(&self, group: &'g GroupReader, staging: &Arc<BufPool>) -> Result<StagedColumns<'g>> {
         group.stage(&*self.engine, staging, self.spec.bucketing())
     }
 

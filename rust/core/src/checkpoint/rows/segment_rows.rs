@@ -5,12 +5,12 @@ use std::ops::Range;
 use crate::cache::RowColumns;
 use crate::error::Result;
 use crate::rows::RowRef;
-use crate::ssd::SegmentFiles;
-use crate::types::{Bucketing, Id};
+use crate::ssd::LinkedSegments;
+use crate::types::{BucketMapper, Id};
 
 /// Rows on their way into columns.
 #[derive(Debug, Default)]
-struct Gathered {
+struct SegmentColumns {
     ids: Vec<Id>,
     last_steps: Vec<u64>,
     counts: Vec<u32>,
@@ -20,7 +20,7 @@ struct Gathered {
     parts: Vec<Vec<f32>>,
 }
 
-impl Gathered {
+impl SegmentColumns {
     fn push(&mut self, row: RowRef<'_>) {
         let header = row.header;
         self.ids.push(header.id);
@@ -54,15 +54,15 @@ impl Gathered {
 
 /// Hand the rows of `buckets` that lie in segments to `sink`, as columns of about `bytes`.
 pub(crate) fn read_segments(
-    files: &SegmentFiles,
+    files: &LinkedSegments,
     buckets: &Range<u32>,
-    bucketing: Bucketing,
+    bucketing: BucketMapper,
     bytes: usize,
     sink: &mut dyn FnMut(&RowColumns<'_>) -> Result<()>,
 ) -> Result<()> {
     let layout = files.layout();
     let most = (bytes / (layout.floats() * 4 + 32)).max(1);
-    let mut gathered = Gathered { parts: vec![Vec::new(); 1 + layout.vector_slots], ..Gathered::default() };
+    let mut gathered = SegmentColumns { parts: vec![Vec::new(); 1 + layout.vector_slots], ..SegmentColumns::default() };
     files.read(&mut |row| {
         if buckets.contains(&bucketing.of(row.header.id)) {
             gathered.push(row);

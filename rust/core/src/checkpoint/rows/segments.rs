@@ -2,18 +2,23 @@
 
 use std::ops::Range;
 
-use super::reader::Checkpoint;
-use crate::checkpoint::manifest::manifests::{RankManifest, Share};
+use super::reader::OpenCheckpoint;
+use crate::checkpoint::manifest::manifests::{RankManifest, RankShare};
 use crate::checkpoint::manifest::names::{rank_file, segment_file, table_dir};
 use crate::error::{Error, Kind, Result};
-use crate::ssd::{Identity, SegmentFiles, SegmentSet};
+use crate::ssd::{LinkedSegments, SegmentSet, ShardIdentity};
 
-impl Checkpoint {
+impl OpenCheckpoint {
     /// The segments that a rank's share of a table consists of, checked as far as their footers go.
-    pub(crate) fn segment_files(&self, rank: &RankManifest, share: &Share, set: &SegmentSet) -> Result<SegmentFiles> {
+    pub(crate) fn segment_files(
+        &self,
+        rank: &RankManifest,
+        share: &RankShare,
+        set: &SegmentSet,
+    ) -> Result<LinkedSegments> {
         let spec = &share.spec;
         let layout = spec.optimizer_kind()?.layout(spec.dim as usize);
-        let identity = Identity {
+        let identity = ShardIdentity {
             table: spec.table.clone(),
             key: spec.key,
             dim: u64::from(spec.dim),
@@ -25,7 +30,7 @@ impl Checkpoint {
             bucket_end: share.bucket_end,
         };
         let dir = self.directory().join(table_dir(&spec.module, &spec.table));
-        SegmentFiles::open(
+        LinkedSegments::open(
             self.directory().shared_engine(),
             (identity, layout),
             set,
@@ -36,8 +41,8 @@ impl Checkpoint {
 
     /// The segments that a table with exactly these buckets can be opened from. `None` where the rows of the buckets are in data files.
     ///
-    /// Errors: `Mismatch` where segments hold the rows of other buckets too, or some only; `Corruption` as [`SegmentFiles::open`].
-    pub fn segments_of(&self, module: &str, table: &str, buckets: &Range<u32>) -> Result<Option<SegmentFiles>> {
+    /// Errors: `Mismatch` where segments hold the rows of other buckets too, or some only; `Corruption` as [`LinkedSegments::open`].
+    pub fn segments_of(&self, module: &str, table: &str, buckets: &Range<u32>) -> Result<Option<LinkedSegments>> {
         let mut found = None;
         for rank in &self.ranks {
             for share in rank.tables.iter().filter(|share| share.spec.module == module && share.spec.table == table) {
@@ -55,14 +60,14 @@ impl Checkpoint {
         found.map(|(rank, share, set)| self.segment_files(rank, share, set)).transpose()
     }
 
-    /// The error of a load that cannot use the segments of a linked checkpoint; `what` says why.
-    pub fn only_for_same_ranks(&self, what: &str) -> Error {
+    /// The error of a load that cannot use the segments of a linked checkpoint; `reason` says why.
+    pub fn only_for_same_ranks(&self, reason: &str) -> Error {
         let (dir, world) = (self.directory().path(), self.ranks.len());
         let root = dir.parent().unwrap_or(dir).display();
         Error::new(
             Kind::Mismatch,
             format!(
-                "{} is a linked checkpoint of {world} ranks, for a restart of the same ranks, and {what}: make it one that \
+                "{} is a linked checkpoint of {world} ranks, for a restart of the same ranks, and {reason}: make it one that \
                  any ranks load by `embcache compact {root}`, or another directory of it by `embcache reshard`",
                 dir.display()
             ),

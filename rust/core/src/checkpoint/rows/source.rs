@@ -1,6 +1,6 @@
 //! The rows that a save writes, wherever they come from.
 
-use crate::cache::{Gather, GroupSink};
+use crate::cache::{GroupGatherer, GroupSink};
 use crate::error::Result;
 
 /// Takes rows: headers `[n]` and their vector parts `[n × V]`, one behind the other.
@@ -14,7 +14,7 @@ pub trait RowSource {
     /// Hand the rows over in groups, each of which becomes a file. A source whose rows lie in memory hands them over where they lie. The
     /// chunks of other sources are gathered into groups.
     fn for_each_group(&mut self, sink: &mut dyn GroupSink) -> Result<()> {
-        let mut gather = Gather::new(sink);
+        let mut gather = GroupGatherer::new(sink);
         self.for_each_chunk(&mut |headers, vectors| gather.add(headers, vectors))?;
         gather.finish()
     }

@@ -6,16 +6,16 @@ use crate::rows::RowList;
 
 /// Turns the checksum of some bytes into that of the same bytes with `n` zeros behind them, for a fixed `n`. CRC-32C is linear, so this makes
 /// the checksum of two rows from those of each.
-pub(crate) struct Shift([[u32; 256]; 4]);
+pub(crate) struct ChecksumShift([[u32; 256]; 4]);
 
-impl std::fmt::Debug for Shift {
+impl std::fmt::Debug for ChecksumShift {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Shift").finish()
+        f.debug_tuple("ChecksumShift").finish()
     }
 }
 
-impl Shift {
-    pub(crate) fn by(bytes: usize) -> Self {
+impl ChecksumShift {
+    pub(crate) fn for_bytes(bytes: usize) -> Self {
         let of_bit: [u32; 32] = std::array::from_fn(|bit| crc32c::crc32c_combine(1 << bit, 0, bytes));
         let of_byte = |index: usize, byte: usize| {
             (0..8).filter(|bit| (byte >> bit) & 1 == 1).fold(0, |sum, bit| sum ^ of_bit[index * 8 + bit])
@@ -75,7 +75,7 @@ mod x86 {
     };
     use std::ptr;
 
-    use crate::kernels::threads::{Disjoint, for_each_on_half};
+    use crate::kernels::threads::{DisjointPtr, for_each_on_half};
     use crate::prefetch::prefetch_range;
     use crate::rows::RowList;
 
@@ -85,11 +85,11 @@ mod x86 {
     const ROWS_PER_TASK: usize = 2048;
     /// How many rows are copied side by side. Each step of a row's checksum waits for the step before; steps of several rows overlap. The rows
     /// come from different stretches of memory, because a processor reads ahead within a page, and so in several pages at once.
-    const ABREAST: usize = 4;
+    const INTERLEAVED_ROWS: usize = 4;
     /// How many rows ahead a copy prefetches memory.
     const AHEAD: usize = 8;
 
-    /// Whether the processor has what [`Folding`] needs.
+    /// Whether the processor has what [`FoldingCopyKernel`] needs.
     pub(crate) fn can_fold() -> bool {
         is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("vpclmulqdq")
     }
@@ -115,9 +115,9 @@ mod x86 {
         assert!(rows.floats() >= columns.len() * dim, "rows as wide as all columns");
         assert!(!folding || can_fold(), "a processor that folds");
         let all = rows.len();
-        let columns: Vec<Disjoint<u8>> = columns.iter_mut().map(|column| Disjoint(column.as_mut_ptr())).collect();
-        let sums: Vec<Disjoint<u32>> = sums.iter_mut().map(|sums| Disjoint(sums.as_mut_ptr())).collect();
-        let to = Target { all, dim, columns: &columns, sums: &sums };
+        let columns: Vec<DisjointPtr<u8>> = columns.iter_mut().map(|column| DisjointPtr(column.as_mut_ptr())).collect();
+        let sums: Vec<DisjointPtr<u32>> = sums.iter_mut().map(|sums| DisjointPtr(sums.as_mut_ptr())).collect();
+        let to = ScatterTarget { all, dim, columns: &columns, sums: &sums };
         for_each_on_half((0..all).step_by(ROWS_PER_TASK), |begin| {
             // At the end of these rows the following ones are prefetched.
             let later = rows.range(begin..all.min(begin + ROWS_PER_TASK + AHEAD));
@@ -130,11 +130,11 @@ mod x86 {
     }
 
     /// A line.
-    type Line = [u8; LINE * 4];
+    type StreamLine = [u8; LINE * 4];
 
     /// # Safety
     /// The first is aligned to lines.
-    unsafe fn each_line(to: &mut [Line], from: &[Line]) {
+    unsafe fn stream_lines_sse(to: &mut [StreamLine], from: &[StreamLine]) {
         for (to, from) in to.iter_mut().zip(from) {
             let (to, from): (*mut f32, *const f32) = (to.as_mut_ptr().cast(), from.as_ptr().cast());
             for at in (0..LINE).step_by(4) {
@@ -147,7 +147,7 @@ mod x86 {
     /// # Safety
     /// AVX-512 F is there, and the first is aligned to lines.
     #[target_feature(enable = "avx512f")]
-    unsafe fn wide_lines(to: &mut [Line], from: &[Line]) {
+    unsafe fn stream_lines_avx512(to: &mut [StreamLine], from: &[StreamLine]) {
         for (to, from) in to.iter_mut().zip(from) {
             // SAFETY: both are of a line, the first aligned to one.
             unsafe { _mm512_stream_ps(to.as_mut_ptr().cast(), _mm512_loadu_ps(from.as_ptr().cast())) };
@@ -162,13 +162,13 @@ mod x86 {
         head.copy_from_slice(head_from);
         let (lines, tail) = lines.as_chunks_mut::<{ LINE * 4 }>();
         let (lines_from, tail_from) = lines_from.as_chunks();
-        // SAFETY: every processor of this architecture has SSE, which `each_line` needs, and `wide_lines` is called only where AVX-512 F was
+        // SAFETY: every processor of this architecture has SSE, which `stream_lines_sse` needs, and `stream_lines_avx512` is called only where AVX-512 F was
         // found. Lines of `to` begin at its first aligned byte.
         unsafe {
             if is_x86_feature_detected!("avx512f") {
-                wide_lines(lines, lines_from);
+                stream_lines_avx512(lines, lines_from);
             } else {
-                each_line(lines, lines_from);
+                stream_lines_sse(lines, lines_from);
             }
         }
         tail.copy_from_slice(tail_from);
@@ -177,20 +177,20 @@ mod x86 {
     }
 
     /// Columns that start at lines and have room for `all` rows of `dim` floats, and checksums of as many, or none.
-    struct Target<'a> {
+    struct ScatterTarget<'a> {
         all: usize,
         dim: usize,
-        columns: &'a [Disjoint<u8>],
-        sums: &'a [Disjoint<u32>],
+        columns: &'a [DisjointPtr<u8>],
+        sums: &'a [DisjointPtr<u32>],
     }
 
-    impl Target<'_> {
+    impl ScatterTarget<'_> {
         /// # Safety
         /// Nobody else uses the rows' file rows.
         #[target_feature(enable = "sse4.2")]
         unsafe fn copy(&self, rows: RowList<'_>, file_rows: &[u32]) {
-            // SAFETY: the caller promises that nobody else uses these file rows, and this function is compiled for the instructions of `Words`.
-            unsafe { self.each::<Words>(rows, file_rows) }
+            // SAFETY: the caller promises that nobody else uses these file rows, and this function is compiled for the instructions of `WordCopyKernel`.
+            unsafe { self.copy_each::<WordCopyKernel>(rows, file_rows) }
         }
 
         /// # Safety
@@ -198,8 +198,8 @@ mod x86 {
         #[target_feature(enable = "sse4.2,avx512f,vpclmulqdq")]
         unsafe fn copy_folding(&self, rows: RowList<'_>, file_rows: &[u32]) {
             // SAFETY: the caller promises that nobody else uses these file rows, and this function is compiled for the instructions of
-            // `Folding`.
-            unsafe { self.each::<Folding>(rows, file_rows) }
+            // `FoldingCopyKernel`.
+            unsafe { self.copy_each::<FoldingCopyKernel>(rows, file_rows) }
         }
 
         /// The first of `rows`, as many as there are file rows.
@@ -208,16 +208,16 @@ mod x86 {
         /// Nobody else uses the rows' file rows, and the instructions are there.
         #[allow(clippy::inline_always)] // Compiled for the instruction set of who calls it.
         #[inline(always)]
-        unsafe fn each<C: Copying>(&self, rows: RowList<'_>, file_rows: &[u32]) {
-            let stretch = file_rows.len() / ABREAST;
+        unsafe fn copy_each<C: RowCopyKernel>(&self, rows: RowList<'_>, file_rows: &[u32]) {
+            let stretch = file_rows.len() / INTERLEAVED_ROWS;
             for begin in 0..stretch {
                 // SAFETY: the caller promises that nobody else uses the file rows and that the processor has the instructions. `begin` and the
                 // rows at each multiple of `stretch` behind it are among the rows.
-                unsafe { self.some::<C, ABREAST>(rows, file_rows, begin, stretch) };
+                unsafe { self.copy_interleaved::<C, INTERLEAVED_ROWS>(rows, file_rows, begin, stretch) };
             }
-            for begin in stretch * ABREAST..file_rows.len() {
+            for begin in stretch * INTERLEAVED_ROWS..file_rows.len() {
                 // SAFETY: the caller promises that nobody else uses the file rows and that the processor has the instructions. `begin` is a row.
-                unsafe { self.some::<C, 1>(rows, file_rows, begin, 0) };
+                unsafe { self.copy_interleaved::<C, 1>(rows, file_rows, begin, 0) };
             }
             // SAFETY: every processor with SSE 4.2 has it. What was written past the caches is seen before anything that comes after.
             unsafe { _mm_sfence() };
@@ -229,7 +229,7 @@ mod x86 {
         /// Nobody else uses the rows' file rows, and the instructions are there.
         #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the instruction set of who calls it; plain loops over rows.
         #[inline(always)]
-        unsafe fn some<C: Copying, const N: usize>(
+        unsafe fn copy_interleaved<C: RowCopyKernel, const N: usize>(
             &self,
             rows: RowList<'_>,
             file_rows: &[u32],
@@ -269,8 +269,8 @@ mod x86 {
     }
 
     /// A way to copy rows past the caches.
-    trait Copying {
-        /// `N` rows of `dim` floats; their checksums where those are `wanted`.
+    trait RowCopyKernel {
+        /// `N` rows of `dim` floats; their checksums where those are `with_checksums`.
         ///
         /// # Safety
         /// The instructions are there, whole lines of so many floats at the first addresses, and room for them at the others, which are
@@ -279,9 +279,9 @@ mod x86 {
     }
 
     /// With SSE 4.2, a checksum by words.
-    struct Words;
+    struct WordCopyKernel;
 
-    impl Copying for Words {
+    impl RowCopyKernel for WordCopyKernel {
         #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the caller's instructions; plain loops.
         #[inline(always)]
         unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, wanted: bool) -> [u32; N] {
@@ -311,18 +311,35 @@ mod x86 {
 
     /// With AVX-512 F and VPCLMULQDQ, by lines: what was read of a row is folded onto its next line by a product of polynomials (Gopal
     /// et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction, 2009).
-    struct Folding;
+    struct FoldingCopyKernel;
 
-    impl Copying for Folding {
+    impl RowCopyKernel for FoldingCopyKernel {
         #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the caller's instructions; plain loops.
         #[inline(always)]
         unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, _: bool) -> [u32; N] {
             // SAFETY: the caller promises the instructions, whole lines of `dim` floats at each source, and aligned room for them at each target.
             unsafe {
-                let onto_next = _mm512_set_epi64(FAR[1], FAR[0], FAR[1], FAR[0], FAR[1], FAR[0], FAR[1], FAR[0]);
+                let onto_next = _mm512_set_epi64(
+                    LINE_FACTORS[1],
+                    LINE_FACTORS[0],
+                    LINE_FACTORS[1],
+                    LINE_FACTORS[0],
+                    LINE_FACTORS[1],
+                    LINE_FACTORS[0],
+                    LINE_FACTORS[1],
+                    LINE_FACTORS[0],
+                );
                 // The last of a line's four parts stays as it is.
-                let onto_last =
-                    _mm512_set_epi64(0, 0, NEAR[2][1], NEAR[2][0], NEAR[1][1], NEAR[1][0], NEAR[0][1], NEAR[0][0]);
+                let onto_last = _mm512_set_epi64(
+                    0,
+                    0,
+                    PART_FACTORS[2][1],
+                    PART_FACTORS[2][0],
+                    PART_FACTORS[1][1],
+                    PART_FACTORS[1][0],
+                    PART_FACTORS[0][1],
+                    PART_FACTORS[0][0],
+                );
                 let mut folded = [_mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)); N];
                 for n in 0..N {
                     let line = _mm512_loadu_si512(from[n].cast());
@@ -367,9 +384,9 @@ mod x86 {
     }
 
     /// Factors that move 128 bits over a line of 512 bits.
-    const FAR: [i64; 2] = factors(512);
+    const LINE_FACTORS: [i64; 2] = factors(512);
     /// Factors that move the first three parts of a line, of 128 bits each, onto its last part.
-    const NEAR: [[i64; 2]; 3] = [factors(384), factors(256), factors(128)];
+    const PART_FACTORS: [[i64; 2]; 3] = [factors(384), factors(256), factors(128)];
 
     /// What moves the first and the second half of 128 bits over `bits` more, modulo the polynomial.
     const fn factors(bits: u32) -> [i64; 2] {
@@ -436,7 +453,7 @@ mod tests {
                     assert_eq!(sums[part][file_row], crc32c::crc32c(found));
                 }
             }
-            let shift = Shift::by(dim * 4);
+            let shift = ChecksumShift::for_bytes(dim * 4);
             for (from, to) in [(0, 0), (3, 4), (0, 128), (17, count)] {
                 let expected = crc32c::crc32c(&columns[0][from * dim * 4..to * dim * 4]);
                 assert_eq!(shift.join(&sums[0][from..to]), expected, "rows {from}..{to} of {dim}");

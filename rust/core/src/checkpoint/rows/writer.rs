@@ -4,36 +4,36 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use super::format::GROUP_BYTES;
-use super::group::GroupFormat;
+use super::group::GroupEncoder;
 use super::source::RowSource;
 use crate::cache::GroupSink;
-use crate::checkpoint::directory::Directory;
+use crate::checkpoint::directory::CheckpointDirectory;
 use crate::checkpoint::manifest::dense::DenseShare;
 use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::latest::CheckpointName;
-use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, RankManifest, Share, TableSpec, render};
+use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, RankManifest, RankShare, TableSpec, render};
 use crate::checkpoint::manifest::names::{counts_file, data_file, rank_file, segment_file, table_dir};
-use crate::checkpoint::output::{Output, Waiting, each_piece, write_file};
+use crate::checkpoint::output::{BackgroundFileWriter, ImageQueue, for_each_piece, write_file};
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, write_whole};
-use crate::lifecycle::{StepClock, Sweep};
+use crate::lifecycle::{ExpirySweep, StepClock};
 use crate::rows::RowList;
 use crate::ssd::SegmentSet;
 
 /// Where the system has no memory for a group, groups are made smaller, down to this many bytes.
-const FEWEST_ROWS: usize = 256;
+const MIN_GROUP_ROWS: usize = 256;
 /// Rows whose number is known are divided into several files, as long as no file is smaller than this.
-const FILES_SIDE_BY_SIDE: usize = 6;
+const PARALLEL_FILES: usize = 6;
 const SMALL_FILE_BYTES: usize = 2 << 20;
 /// How many threads make names durable. A file system often does for all of them what it does for one.
-const SYNCS: usize = 4;
+const SYNC_THREADS: usize = 4;
 
 /// Writes one rank's tables into a checkpoint that [`crate::checkpoint::Save::begin`] made.
 ///
 /// It holds the files of six groups at most: one is filled while the others are written (96 MiB with the default size).
 #[derive(Debug)]
 pub struct RankWriter {
-    directory: Directory,
+    directory: CheckpointDirectory,
     group_bytes: usize,
     manifest: RankManifest,
     /// Whether counts of ids that wait for rows are written.
@@ -42,16 +42,16 @@ pub struct RankWriter {
 
 impl RankWriter {
     /// The part of `rank` (of `world`) in the checkpoint `name` in `root`.
-    pub fn new(root: &Directory, name: CheckpointName, rank: u32, world: u32) -> Result<Self> {
+    pub fn new(root: &CheckpointDirectory, name: CheckpointName, rank: u32, world: u32) -> Result<Self> {
         root.check_to_save()?;
         if rank >= world {
             return Err(Error::new(Kind::Input, format!("rank {rank} is not within a world of {world}")));
         }
-        Ok(Self::in_dir(root.below(name), name.to_string(), rank, world))
+        Ok(Self::in_dir(root.subdirectory(name), name.to_string(), rank, world))
     }
 
     /// The part of `rank` (of `world`) in `directory`, that of a checkpoint or of a part of one, which is called `name`.
-    pub(crate) fn in_dir(directory: Directory, name: String, rank: u32, world: u32) -> Self {
+    pub(crate) fn in_dir(directory: CheckpointDirectory, name: String, rank: u32, world: u32) -> Self {
         Self { directory, group_bytes: GROUP_BYTES, manifest: RankManifest::new(name, rank, world), counts: true }
     }
 
@@ -84,18 +84,26 @@ impl RankWriter {
         let optimizer = spec.optimizer_kind()?;
         let dir = self.begin_table(&spec, &buckets)?;
         let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
-        let format = GroupFormat::new(&spec, optimizer, buckets.clone(), self.group_bytes);
+        let format = GroupEncoder::new(&spec, optimizer, buckets.clone(), self.group_bytes);
         let (most, small) = (format.capacity, format.rows_of(SMALL_FILE_BYTES));
-        let waiting = Waiting::default();
+        let waiting = ImageQueue::default();
         let files = std::thread::scope(|scope| {
-            let output = Output::new(scope, self.directory.engine(), &waiting);
-            let mut files =
-                Files { output, small, most, at_once: most, image_bytes: None, format, path, made: Vec::new() };
+            let output = BackgroundFileWriter::new(scope, self.directory.engine(), &waiting);
+            let mut files = RowFileWriter {
+                output,
+                small_group_rows: small,
+                max_group_rows: most,
+                next_group_rows: most,
+                image_bytes: None,
+                format,
+                path,
+                written_files: Vec::new(),
+            };
             rows.for_each_group(&mut files)?;
-            files.output.finish().map(|()| files.made)
+            files.output.finish().map(|()| files.written_files)
         })?;
         let total_rows = files.iter().map(|file| file.rows).sum();
-        self.manifest.tables.push(Share {
+        self.manifest.tables.push(RankShare {
             spec,
             bucket_begin: buckets.start,
             bucket_end: buckets.end,
@@ -118,7 +126,7 @@ impl RankWriter {
                 format!("table {:?}: buckets {buckets:?} are not within 0..{}", spec.table, spec.total_num_buckets),
             ));
         }
-        let same = |share: &&Share| share.spec.module == spec.module && share.spec.table == spec.table;
+        let same = |share: &&RankShare| share.spec.module == spec.module && share.spec.table == spec.table;
         if self.manifest.tables.iter().find(same).is_some() {
             return Err(Error::new(
                 Kind::Input,
@@ -142,7 +150,7 @@ impl RankWriter {
         let dir = self.begin_table(&spec, &buckets)?;
         let (rank, world) = (self.manifest.rank, self.manifest.world);
         let linked = link(self.directory.engine(), &|serial| dir.join(segment_file(rank, world, serial)))?;
-        self.manifest.tables.push(Share {
+        self.manifest.tables.push(RankShare {
             spec,
             bucket_begin: buckets.start,
             bucket_end: buckets.end,
@@ -192,7 +200,7 @@ impl RankWriter {
 
     /// Say of the share that was written last how many rows it has, with those that are in none of its files, and what took rows of its
     /// parent.
-    pub(crate) fn set_changes(&mut self, rows: u64, sweeps: &[Sweep]) {
+    pub(crate) fn set_changes(&mut self, rows: u64, sweeps: &[ExpirySweep]) {
         let share = self.manifest.tables.last_mut().expect("a table was written");
         share.total_rows = rows;
         sweeps.clone_into(&mut share.sweeps);
@@ -209,9 +217,9 @@ impl RankWriter {
         // It needs no temporary name: no load uses it before the coordinator's manifest has its checksum.
         let manifest = self.directory.join(rank_file(self.manifest.rank, self.manifest.world));
         let manifest = write_whole(engine, &manifest, &bytes)?;
-        let table = |share: &Share| self.directory.join(table_dir(&share.spec.module, &share.spec.table));
+        let table = |share: &RankShare| self.directory.join(table_dir(&share.spec.module, &share.spec.table));
         let dirs = self.manifest.tables.iter().map(table).chain([self.directory.path().to_owned()]).map(Some);
-        each_piece(SYNCS, [None].into_iter().chain(dirs).collect(), |dir: Option<PathBuf>| match dir {
+        for_each_piece(SYNC_THREADS, [None].into_iter().chain(dirs).collect(), |dir: Option<PathBuf>| match dir {
             None => manifest.sync(),
             Some(dir) => engine.sync_dir(&dir),
         })?;
@@ -220,55 +228,55 @@ impl RankWriter {
 }
 
 /// The files of one rank's part of a table.
-struct Files<'a, 's, P> {
-    format: GroupFormat<'a>,
-    output: Output<'s>,
+struct RowFileWriter<'a, 's, P> {
+    format: GroupEncoder<'a>,
+    output: BackgroundFileWriter<'s>,
     path: P,
     /// How many rows a small group has.
-    small: usize,
+    small_group_rows: usize,
     /// The most rows of a group. These are fewer than the format allows where the system has no memory for those.
-    most: usize,
+    max_group_rows: usize,
     /// The most rows of the next group.
-    at_once: usize,
+    next_group_rows: usize,
     /// Bytes of a file with `at_once` rows, once they were asked for.
     image_bytes: Option<usize>,
-    made: Vec<DataFile>,
+    written_files: Vec<DataFile>,
 }
 
-impl<P> Files<'_, '_, P> {
+impl<P> RowFileWriter<'_, '_, P> {
     fn image_bytes(&mut self) -> Result<usize> {
-        let bytes = self.image_bytes.map_or_else(|| self.format.file_bytes(self.at_once), Ok)?;
+        let bytes = self.image_bytes.map_or_else(|| self.format.file_bytes(self.next_group_rows), Ok)?;
         self.image_bytes = Some(bytes);
         Ok(bytes)
     }
 
     /// Make smaller groups from now on. Returns the error where they are small already.
     fn shrink(&mut self, refused: Error) -> Result<()> {
-        if refused.kind() != Kind::Memory || self.at_once <= FEWEST_ROWS {
+        if refused.kind() != Kind::Memory || self.next_group_rows <= MIN_GROUP_ROWS {
             return Err(refused);
         }
-        self.at_once /= 2;
-        self.most = self.at_once;
+        self.next_group_rows /= 2;
+        self.max_group_rows = self.next_group_rows;
         self.image_bytes = None;
         Ok(())
     }
 }
 
-impl<P: Fn(usize) -> PathBuf> GroupSink for Files<'_, '_, P> {
+impl<P: Fn(usize) -> PathBuf> GroupSink for RowFileWriter<'_, '_, P> {
     fn vector_floats(&self) -> usize {
         self.format.vector_floats
     }
 
-    fn expect(&mut self, rows: usize) {
-        self.at_once = rows.div_ceil(FILES_SIDE_BY_SIDE).max(self.small).min(self.most);
+    fn expect_rows(&mut self, rows: usize) {
+        self.next_group_rows = rows.div_ceil(PARALLEL_FILES).max(self.small_group_rows).min(self.max_group_rows);
         self.image_bytes = None;
     }
 
-    fn room(&mut self) -> Result<usize> {
+    fn wait_for_space(&mut self) -> Result<usize> {
         loop {
             let bytes = self.image_bytes()?;
             match self.output.wait_for_buffer(bytes) {
-                Ok(()) => return Ok(self.at_once),
+                Ok(()) => return Ok(self.next_group_rows),
                 Err(refused) => self.shrink(refused)?,
             }
         }
@@ -277,7 +285,7 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for Files<'_, '_, P> {
     fn take(&mut self, rows: RowList<'_>) -> Result<()> {
         let mut begin = 0;
         while begin < rows.len() {
-            let part = rows.range(begin..rows.len().min(begin + self.at_once));
+            let part = rows.range(begin..rows.len().min(begin + self.next_group_rows));
             let bytes = self.image_bytes()?;
             let made = self.output.buffer(bytes).and_then(|mut image| match self.format.write(part, &mut image) {
                 Ok(file) => Ok((image, file)),
@@ -288,8 +296,8 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for Files<'_, '_, P> {
             });
             match made {
                 Ok((image, file)) => {
-                    self.output.write((self.path)(self.made.len()), image, file.bytes as usize)?;
-                    self.made.push(file);
+                    self.output.write((self.path)(self.written_files.len()), image, file.bytes as usize)?;
+                    self.written_files.push(file);
                     begin += part.len();
                 }
                 // Try a smaller group.

@@ -3,9 +3,9 @@
 use std::hint::select_unpredictable;
 
 use super::super::hash::IdHash;
-use super::{Line, following, home};
+use super::{IndexLine, following, home};
 use crate::prefetch::prefetch;
-use crate::simd::Isa;
+use crate::simd::InstructionSet;
 use crate::types::{CacheSlot, Id};
 
 /// [`slots_ahead`] prefetches the line of an id this many ids before its turn.
@@ -21,19 +21,19 @@ const PAST_AGAIN: usize = 6;
 
 /// Write the slot of `ids[i]` to `slots[i]`, or `NO_SLOT` where the lines, of which there is one at least, lack the id. Lines are prefetched.
 /// They may come from a file. Whatever they hold, this ends where one of them says that no id has passed it.
-pub(crate) fn slots_of(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
-    match Isa::best() {
-        // SAFETY: `Isa::best` found that the processor has AVX-512 F.
+pub(crate) fn slots_of(hash: IdHash, lines: &[IndexLine], ids: &[Id], slots: &mut [CacheSlot]) {
+    match InstructionSet::best() {
+        // SAFETY: `InstructionSet::best` found that the processor has AVX-512 F.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { slots_at_once(hash, lines, ids, slots) },
-        _ => slots_ahead(hash, lines, ids, slots, Line::tag),
+        InstructionSet::Avx512 => unsafe { slots_at_once(hash, lines, ids, slots) },
+        _ => slots_ahead(hash, lines, ids, slots, IndexLine::tag),
     }
 }
 
 /// Does what [`slots_ahead`] does, with AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn slots_at_once(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
+fn slots_at_once(hash: IdHash, lines: &[IndexLine], ids: &[Id], slots: &mut [CacheSlot]) {
     slots_ahead(hash, lines, ids, slots, |line, id| line.tag_at_once(id));
 }
 
@@ -42,10 +42,10 @@ fn slots_at_once(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlo
 #[allow(clippy::inline_always)] // The caller is compiled for a certain instruction set, and this with it.
 pub(super) fn slots_ahead(
     hash: IdHash,
-    lines: &[Line],
+    lines: &[IndexLine],
     ids: &[Id],
     slots: &mut [CacheSlot],
-    tag_of: impl Fn(&Line, Id) -> u32,
+    tag_of: impl Fn(&IndexLine, Id) -> u32,
 ) {
     let mut homes = [0; AHEAD];
     for (id, ahead) in ids.iter().zip(&mut homes) {
@@ -82,7 +82,13 @@ pub(super) fn slots_ahead(
 /// Look for the first `count` of the ids at some positions, each in one line. Those that may be in the next line go behind the others, which
 /// were asked for earlier, and all move to the front. Returns how many there are now.
 #[inline(never)]
-fn slots_past(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], past: &mut [(usize, usize)], count: usize) -> usize {
+fn slots_past(
+    lines: &[IndexLine],
+    ids: &[Id],
+    slots: &mut [CacheSlot],
+    past: &mut [(usize, usize)],
+    count: usize,
+) -> usize {
     let mut further = 0;
     for at in 0..count {
         if let Some((_, later)) = past.get(at + PAST_AGAIN) {

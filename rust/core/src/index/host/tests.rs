@@ -6,7 +6,7 @@ use super::ahead::slots_ahead;
 use super::*;
 
 /// Every id must be in its home line, or behind full lines, each of which counts it.
-fn check_structure(index: &HostIndex) {
+fn check_structure(index: &SlotIndex) {
     let lines = index.lines();
     let mut len = 0;
     let mut passed = vec![0; lines.len()];
@@ -32,7 +32,7 @@ fn check_structure(index: &HostIndex) {
 
 #[test]
 fn ids_like_any_sentinel_are_ids() {
-    let mut index = HostIndex::new(4);
+    let mut index = SlotIndex::new(4);
     let ids = [0, -1, i64::MIN, i64::MAX];
     let mut slots = [7; 4];
     index.get_batch(&ids, &mut slots);
@@ -51,11 +51,11 @@ fn ids_like_any_sentinel_are_ids() {
 
 #[test]
 fn the_index_takes_its_capacity_in_the_bytes_it_says_and_goes_on_past_it() {
-    let mut index = HostIndex::new(10_000);
+    let mut index = SlotIndex::new(10_000);
     for id in 0..10_000 {
         index.insert(id * 3, id as u32);
     }
-    assert!(index.bytes() <= 10_000 * HostIndex::bytes_per_entry());
+    assert!(index.bytes() <= 10_000 * SlotIndex::bytes_per_entry());
     for id in 10_000..20_000 {
         assert!(index.insert_new(id * 3, id as u32) && !index.insert_new(id * 3, 1));
     }
@@ -66,7 +66,7 @@ fn the_index_takes_its_capacity_in_the_bytes_it_says_and_goes_on_past_it() {
 #[test]
 fn many_ids_are_added_in_order_up_to_the_first_that_is_there() {
     for capacity in [7, 300, 5000] {
-        let mut index = HostIndex::new(capacity);
+        let mut index = SlotIndex::new(capacity);
         let ids: Vec<Id> = (0..capacity as Id).map(|n| n * 7 - 40).collect();
         let slots: Vec<u32> = (0..ids.len() as u32).collect();
         assert_eq!(index.insert_new_batch(&ids[..ids.len() / 2], &slots[..ids.len() / 2]), ids.len() / 2);
@@ -87,7 +87,7 @@ fn many_ids_are_added_in_order_up_to_the_first_that_is_there() {
 
 #[test]
 fn a_line_says_the_same_of_an_id_whatever_looks() {
-    let mut line: Line = bytemuck::Zeroable::zeroed();
+    let mut line: IndexLine = bytemuck::Zeroable::zeroed();
     for len in 0..=WIDTH {
         // An id that was removed may be left in a free entry, and the count of ids that went past may look like half of one.
         line.ids[len..].fill(77);
@@ -105,7 +105,7 @@ fn a_line_says_the_same_of_an_id_whatever_looks() {
 }
 
 /// The number of lines that ids lie past their homes: the sum, and the maximum.
-fn steps_past_homes(index: &HostIndex) -> (usize, usize) {
+fn steps_past_homes(index: &SlotIndex) -> (usize, usize) {
     let lines = index.lines();
     let steps = lines.iter().enumerate().flat_map(|(at, line)| {
         line.ids[..line.len()].iter().map(move |&id| distance(home(index.hash, lines.len(), id), at, lines.len()))
@@ -125,7 +125,7 @@ fn ids_at_any_stride_lie_three_lines_past_their_homes_on_average_at_most() {
     for stride in fibonacci.chain(powers).chain(others) {
         for seed in [0x1234_5678_9abc_def1, 0xd1b5_4a32_d192_ed03, 0x9e37_79b9_7f4a_7c15] {
             // This makes the index as full as it gets.
-            let mut index = HostIndex { hash: IdHash::new(seed), ..HostIndex::new(IDS as usize) };
+            let mut index = SlotIndex { hash: IdHash::new(seed), ..SlotIndex::new(IDS as usize) };
             for n in 0..IDS {
                 index.insert_new(n.wrapping_mul(stride) as Id, n as u32);
             }
@@ -137,7 +137,7 @@ fn ids_at_any_stride_lie_three_lines_past_their_homes_on_average_at_most() {
 
 #[test]
 fn ids_chosen_against_one_index_do_not_meet_in_another() {
-    let (mut one, mut other) = (HostIndex::new(4000), HostIndex::new(4000));
+    let (mut one, mut other) = (SlotIndex::new(4000), SlotIndex::new(4000));
     one.reserve(4000).expect("memory");
     other.reserve(4000).expect("memory");
     let lines = one.lines;
@@ -152,7 +152,7 @@ fn ids_chosen_against_one_index_do_not_meet_in_another() {
 
 #[test]
 fn a_batch_of_ids_that_all_lie_far_past_their_homes_is_found() {
-    let mut index = HostIndex::new(4000);
+    let mut index = SlotIndex::new(4000);
     index.reserve(4000).expect("memory");
     let (lines, hash) = (index.lines, index.hash);
     let mut chosen = (0..).filter(|&id| home(hash, lines, id) < 8);
@@ -168,7 +168,7 @@ fn a_batch_of_ids_that_all_lie_far_past_their_homes_is_found() {
     let mut slots = vec![0; ids.len()];
     index.get_batch(&ids, &mut slots);
     assert_eq!(slots, expected);
-    slots_ahead(index.hash, index.lines(), &ids, &mut slots, Line::tag);
+    slots_ahead(index.hash, index.lines(), &ids, &mut slots, IndexLine::tag);
     assert_eq!(slots, expected);
     index.remove_batch(&present[..1000]);
     check_structure(&index);
@@ -178,7 +178,7 @@ fn a_batch_of_ids_that_all_lie_far_past_their_homes_is_found() {
 
 #[test]
 fn removal_around_the_end_leaves_no_gap() {
-    let mut index = HostIndex::new(0);
+    let mut index = SlotIndex::new(0);
     index.grow(index.limit + 1).expect("memory");
     let (lines, hash) = (index.lines, index.hash);
     let last: Vec<Id> = (0..100_000).filter(|&id| home(hash, lines, id) >= lines - 2).take(40).collect();
@@ -202,7 +202,7 @@ proptest! {
         capacity in 0_usize..600,
         steps in prop::collection::vec((0_u8..5, prop_oneof![-500_i64..500, Just(i64::MIN), Just(i64::MAX)]), 1..3000),
     ) {
-        let mut index = HostIndex::new(capacity);
+        let mut index = SlotIndex::new(capacity);
         let mut model = BTreeMap::new();
         for (slot, (step, id)) in steps.into_iter().enumerate() {
             let slot = slot as u32;
@@ -224,7 +224,7 @@ proptest! {
         }
         let mut one_by_one = vec![0; ids.len()];
         if !index.is_empty() {
-            slots_ahead(index.hash, index.lines(), &ids, &mut one_by_one, Line::tag);
+            slots_ahead(index.hash, index.lines(), &ids, &mut one_by_one, IndexLine::tag);
             prop_assert_eq!(slots, one_by_one, "every instruction set finds the same slots");
         }
         let gone: Vec<Id> = ids.iter().copied().filter(|id| id % 3 == 0).collect();

@@ -11,8 +11,10 @@ use std::time::SystemTime;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::error::{Error, Kind, Result};
-use crate::io::cover::{Cover, Step};
-use crate::io::{ALIGNMENT, Access, BufPool, FileMapping, IoFile, Open, check_aligned, open_error, short_file};
+use crate::io::cover::{SectorRead, SectorReadStep};
+use crate::io::{
+    ALIGNMENT, BufPool, FileMapping, IoFile, IoOpenMode, MappingAccess, check_aligned, open_error, short_file_error,
+};
 
 /// Mode of the files that are made, less the bits of the process's umask.
 const FILE_MODE: u32 = 0o640;
@@ -101,7 +103,7 @@ fn set_blocking(file: &File) -> io::Result<()> {
 
 /// Turn `O_DIRECT` on where the file system takes it. The result is the alignment in bytes that reads and writes need then.
 #[cfg(target_os = "linux")]
-fn turn_direct(file: &File) -> Option<usize> {
+fn enable_direct(file: &File) -> Option<usize> {
     use rustix::fs::{AtFlags, StatxFlags, statx};
     // Kernels before 6.1 do not tell the alignment. Every device takes multiples of a page.
     let align = match statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
@@ -139,31 +141,31 @@ fn preallocate(_file: &File, _bytes: u64) -> io::Result<()> {
 
 impl DiskFile {
     /// Open or make a regular file. A symbolic link is `Kind::Path`, anything else that is no regular file `Kind::Corruption`.
-    pub(super) fn open(path: &Path, how: Open, settings: &FileSettings) -> Result<Self> {
+    pub(super) fn open(path: &Path, mode: IoOpenMode, settings: &FileSettings) -> Result<Self> {
         let mut options = File::options();
         options.read(true).custom_flags(libc::O_NOFOLLOW);
-        let what = match how {
+        let what = match mode {
             // Without O_NONBLOCK, opening a pipe that lies in the file's place would wait until somebody writes to it.
-            Open::Read => {
+            IoOpenMode::Read => {
                 options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
                 "open"
             }
-            Open::Write => {
+            IoOpenMode::Write => {
                 options.write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
                 "open"
             }
-            Open::Create { .. } => {
+            IoOpenMode::Create { .. } => {
                 options.write(true).create_new(true).mode(FILE_MODE);
                 "make"
             }
         };
         let file = uninterrupted(|| options.open(path)).map_err(|e| open_error(what, path, &e))?;
-        if !matches!(how, Open::Create { .. }) {
+        if !matches!(mode, IoOpenMode::Create { .. }) {
             check_regular(path, &file)?;
             set_blocking(&file).map_err(|e| open_error(what, path, &e))?;
         }
-        let align = if settings.direct { turn_direct(&file) } else { None };
-        if let Open::Create { preallocate: bytes } = how
+        let align = if settings.direct { enable_direct(&file) } else { None };
+        if let IoOpenMode::Create { preallocate: bytes } = mode
             && bytes > 0
             && let Err(e) = preallocate(&file, bytes)
         {
@@ -192,7 +194,7 @@ impl DiskFile {
     }
 
     /// Whether `process` opened this file. A batch asks for its own process id once, and compares it with each file's here.
-    pub(crate) fn is_of(&self, process: u32) -> bool {
+    pub(crate) fn is_opened_by(&self, process: u32) -> bool {
         self.process == process
     }
 
@@ -201,27 +203,27 @@ impl DiskFile {
     }
 
     /// Read the sectors of a cover into `buffer`, whose start is aligned and which holds at least the cover's span.
-    pub(crate) fn read_cover(&self, cover: &mut Cover, buffer: &mut [u8]) -> Result<()> {
+    pub(crate) fn read_sectors(&self, cover: &mut SectorRead, buffer: &mut [u8]) -> Result<()> {
         if cover.len == 0 {
             return Ok(());
         }
         loop {
-            let end = cover.span.min(cover.got + self.call_bytes);
-            let part = &mut buffer[cover.got..end];
-            let count = uninterrupted(|| self.file.read_at(part, cover.start + cover.got as u64))
+            let end = cover.span.min(cover.bytes_read + self.call_bytes);
+            let part = &mut buffer[cover.bytes_read..end];
+            let count = uninterrupted(|| self.file.read_at(part, cover.start + cover.bytes_read as u64))
                 .map_err(|e| Error::io("read", &self.path, &e))?;
             match cover.advance(count) {
-                Step::Done => return Ok(()),
-                Step::More => {}
-                Step::Short => return Err(self.short(cover)),
+                SectorReadStep::Done => return Ok(()),
+                SectorReadStep::More => {}
+                SectorReadStep::Short => return Err(self.short_read_error(cover)),
             }
         }
     }
 
     /// The error of a read that reaches past the file's end.
-    pub(crate) fn short(&self, cover: &Cover) -> Error {
+    pub(crate) fn short_read_error(&self, cover: &SectorRead) -> Error {
         let wanted_end = cover.start + (cover.skip + cover.len) as u64;
-        self.len().map_or_else(|e| e, |len| short_file(&self.path, wanted_end, len))
+        self.len().map_or_else(|e| e, |len| short_file_error(&self.path, wanted_end, len))
     }
 
     fn write_all(&self, offset: u64, data: &[u8]) -> io::Result<()> {
@@ -276,9 +278,9 @@ impl IoFile for DiskFile {
 
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.check_process()?;
-        let mut cover = Cover::new(offset, into.len(), self.align);
+        let mut cover = SectorRead::new(offset, into.len(), self.align);
         if cover.skip == 0 && cover.span == into.len() && into.as_ptr().addr().is_multiple_of(self.align) {
-            return self.read_cover(&mut cover, into);
+            return self.read_sectors(&mut cover, into);
         }
         let mut bounce = self.bounce.take()?;
         let mut done = 0;
@@ -287,8 +289,8 @@ impl IoFile for DiskFile {
             let room = bounce.len() - (at % self.align as u64) as usize;
             let part = &mut into[done..];
             let part_len = part.len().min(room);
-            let mut cover = Cover::new(at, part_len, self.align);
-            self.read_cover(&mut cover, &mut bounce)?;
+            let mut cover = SectorRead::new(at, part_len, self.align);
+            self.read_sectors(&mut cover, &mut bounce)?;
             part[..part_len].copy_from_slice(&bounce[cover.skip..cover.skip + part_len]);
             done += part_len;
         }
@@ -315,7 +317,7 @@ impl IoFile for DiskFile {
         inspected.map_err(|e| Error::io("inspect", &self.path, &e))
     }
 
-    fn map(&self, access: Access) -> Result<FileMapping> {
+    fn map(&self, access: MappingAccess) -> Result<FileMapping> {
         self.check_process()?;
         FileMapping::of_file(&self.path, &self.file, self.len()? as usize, access)
     }

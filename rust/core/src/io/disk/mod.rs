@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::fs::{AtFlags, CWD, linkat};
 use rustix::io::Errno;
 
-use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, found};
+use super::{DirLock, DirLockPurpose, IoEngine, IoFile, IoOpenMode, IoReadRequest, ReadSink, exists_result};
 use crate::error::{Error, Kind, Result};
 pub(super) use file::{DiskFile, check_regular};
 use file::{FileSettings, check_process, uninterrupted};
@@ -30,7 +30,7 @@ pub trait BatchReader: Send + Sync + fmt::Debug {
     /// The engine's name without `+direct`.
     fn name(&self) -> &'static str;
     /// See [`IoEngine::read_batch`].
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>);
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>);
 }
 
 /// Files on disk. They are opened with `O_DIRECT` where the file system takes it, and `R` reads their batches.
@@ -41,12 +41,12 @@ pub struct DiskEngine<R> {
     reader: R,
     files: FileSettings,
     /// Whether some file had to be opened without `O_DIRECT` although the engine asked for it.
-    refused: AtomicBool,
+    direct_refused: AtomicBool,
 }
 
 impl<R: BatchReader> DiskEngine<R> {
     pub(super) fn with_reader(reader: R, direct: bool) -> Self {
-        Self { reader, files: FileSettings::new(direct), refused: AtomicBool::new(false) }
+        Self { reader, files: FileSettings::new(direct), direct_refused: AtomicBool::new(false) }
     }
 
     /// Ask for at most `bytes` in one system call, so that tests see longer reads and writes continued.
@@ -63,20 +63,20 @@ impl<R: BatchReader> DiskEngine<R> {
 
 impl<R: BatchReader> IoEngine for DiskEngine<R> {
     fn name(&self) -> String {
-        let direct = self.files.direct && !self.refused.load(Ordering::Relaxed);
+        let direct = self.files.direct && !self.direct_refused.load(Ordering::Relaxed);
         format!("{}{}", self.reader.name(), if direct { "+direct" } else { "" })
     }
 
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+    fn open(&self, path: &Path, mode: IoOpenMode) -> Result<Arc<dyn IoFile>> {
         self.check_process()?;
-        let file = DiskFile::open(path, how, &self.files)?;
+        let file = DiskFile::open(path, mode, &self.files)?;
         if self.files.direct && !file.is_direct() {
-            self.refused.store(true, Ordering::Relaxed);
+            self.direct_refused.store(true, Ordering::Relaxed);
         }
         Ok(Arc::new(file))
     }
 
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         if let Err(error) = self.check_process() {
             (0..reads.len()).for_each(|position| sink(position, Err(error.clone()), Duration::ZERO));
             return;
@@ -103,7 +103,7 @@ impl<R: BatchReader> IoEngine for DiskEngine<R> {
     }
 
     fn exists(&self, path: &Path) -> Result<bool> {
-        found(path, uninterrupted(|| path.symlink_metadata()))
+        exists_result(path, uninterrupted(|| path.symlink_metadata()))
     }
 
     fn check_private(&self, path: &Path, allowed_mode: u32) -> Result<()> {
@@ -173,8 +173,8 @@ impl<R: BatchReader> IoEngine for DiskEngine<R> {
         DirLock::acquire_file(path, path)
     }
 
-    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
+    fn lock_dir_for(&self, path: &Path, purpose: DirLockPurpose) -> Result<DirLock> {
         self.check_process()?;
-        DirLock::hold(path, how)
+        DirLock::acquire_for(path, purpose)
     }
 }

@@ -9,7 +9,7 @@ fn pattern(len: usize) -> AlignedBuf {
 
 fn continued<R: BatchReader>(engine: &DiskEngine<R>) {
     let dir = tempfile::tempdir().unwrap();
-    let file = engine.open(&dir.path().join("a"), Open::Create { preallocate: 1 << 20 }).unwrap();
+    let file = engine.open(&dir.path().join("a"), IoOpenMode::Create { preallocate: 1 << 20 }).unwrap();
     let data = pattern(40 * ALIGNMENT);
     file.write_at(0, &data).unwrap();
     let places = [(0, data.len()), (1, 3 * ALIGNMENT), (5000, 20_000), (data.len() as u64 - 1, 1)];
@@ -18,7 +18,8 @@ fn continued<R: BatchReader>(engine: &DiskEngine<R>) {
         file.read_at(offset, &mut found).unwrap();
         assert!(found == data[offset as usize..][..len], "{len} bytes at {offset}");
     }
-    let reads: Vec<Read> = places.iter().map(|&(offset, len)| Read { file: file.clone(), offset, len }).collect();
+    let reads: Vec<IoReadRequest> =
+        places.iter().map(|&(offset, len)| IoReadRequest { file: file.clone(), offset, len }).collect();
     let mut seen = 0;
     engine.read_batch(&reads, &mut |position, outcome, _| {
         let (offset, len) = places[position];
@@ -40,7 +41,7 @@ fn writes_and_reads_that_the_system_cuts_short_are_continued() {
 }
 
 #[test]
-fn what_is_no_regular_file_is_refused_at_once() {
+fn non_regular_file_is_refused_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let (pipe, inner, file) = (dir.path().join("pipe"), dir.path().join("inner"), dir.path().join("file"));
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
@@ -49,7 +50,7 @@ fn what_is_no_regular_file_is_refused_at_once() {
     for direct in [false, true] {
         let engine = PsyncEngine::new(direct);
         for (path, found) in [(&pipe, "a pipe"), (&inner, "a directory")] {
-            let error = engine.open(path, Open::Read).unwrap_err();
+            let error = engine.open(path, IoOpenMode::Read).unwrap_err();
             let expected = format!(
                 "{} is damaged at byte 0: what is there should be a regular file and is {found}",
                 path.display()
@@ -60,24 +61,24 @@ fn what_is_no_regular_file_is_refused_at_once() {
         std::fs::create_dir_all(&locked).unwrap();
         rustix::fs::mknodat(rustix::fs::CWD, locked.join("lock"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
         assert_eq!(engine.lock_dir(&locked).unwrap_err().kind(), Kind::Corruption);
-        let flags = rustix::fs::fcntl_getfl(DiskFile::open(&file, Open::Read, &engine.files).unwrap()).unwrap();
+        let flags = rustix::fs::fcntl_getfl(DiskFile::open(&file, IoOpenMode::Read, &engine.files).unwrap()).unwrap();
         assert!(!flags.contains(rustix::fs::OFlags::NONBLOCK), "{flags:?}");
     }
 }
 
 #[test]
-fn an_engine_of_another_process_is_refused_with_what_to_do() {
+fn engine_of_another_process_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let mut engine = PsyncEngine::default();
     engine.files.process = 1;
-    let file = DiskFile::open(&dir.path().join("a"), Open::Create { preallocate: 0 }, &engine.files).unwrap();
+    let file = DiskFile::open(&dir.path().join("a"), IoOpenMode::Create { preallocate: 0 }, &engine.files).unwrap();
     let file: Arc<dyn IoFile> = Arc::new(file);
     let kind = |e: Error| e.kind();
-    assert_eq!(engine.open(dir.path(), Open::Read).map_err(kind).unwrap_err(), Kind::State);
+    assert_eq!(engine.open(dir.path(), IoOpenMode::Read).map_err(kind).unwrap_err(), Kind::State);
     assert_eq!(file.write_at(0, &[]).map_err(kind), Err(Kind::State));
     assert_eq!(file.sync().map_err(kind), Err(Kind::State));
     let mut errors = Vec::new();
-    let read = Read { file, offset: 0, len: 1 };
+    let read = IoReadRequest { file, offset: 0, len: 1 };
     engine.read_batch(&[read.clone(), read], &mut |_, outcome, _| errors.push(outcome.unwrap_err().kind()));
     assert_eq!(errors, [Kind::State, Kind::State]);
 }

@@ -10,10 +10,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, lock, short_file};
+use super::{
+    DirLock, DirLockPurpose, IoEngine, IoFile, IoOpenMode, IoReadRequest, ReadSink, check_aligned, lock,
+    short_file_error,
+};
 use crate::error::{Error, Result};
 use crate::sync::lock as locked;
-use tree::{Change, Content, Edit, Entries, Node, SECTOR, Tree, errno, is_root, normal, write_into};
+use tree::{
+    EntryChange, FileEdit, MemoryContent, MemoryEntries, MemoryNode, MemoryTree, SECTOR, errno, is_root, normalize,
+    write_into,
+};
 
 #[cfg(test)]
 mod tests;
@@ -22,45 +28,45 @@ mod tree;
 /// A file system in RAM. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryEngine {
-    tree: Arc<Mutex<Tree>>,
+    tree: Arc<Mutex<MemoryTree>>,
 }
 
 #[derive(Debug)]
 struct MemoryFile {
     path: PathBuf,
-    tree: Arc<Mutex<Tree>>,
-    content: Arc<Mutex<Content>>,
+    tree: Arc<Mutex<MemoryTree>>,
+    content: Arc<Mutex<MemoryContent>>,
     writable: bool,
 }
 
-struct Held {
-    tree: Arc<Mutex<Tree>>,
+struct MemoryFileLock {
+    tree: Arc<Mutex<MemoryTree>>,
     dir: PathBuf,
 }
 
-impl Drop for Held {
+impl Drop for MemoryFileLock {
     fn drop(&mut self) {
-        locked(&self.tree).held.remove(&self.dir);
+        locked(&self.tree).locked.remove(&self.dir);
     }
 }
 
-/// A directory that is held by [`IoEngine::hold_dir`].
-struct HeldDir {
-    tree: Arc<Mutex<Tree>>,
+/// A directory that is held by [`IoEngine::lock_dir_for`].
+struct MemoryDirLock {
+    tree: Arc<Mutex<MemoryTree>>,
     dir: PathBuf,
-    how: Hold,
+    how: DirLockPurpose,
 }
 
-impl Drop for HeldDir {
+impl Drop for MemoryDirLock {
     fn drop(&mut self) {
         let mut tree = locked(&self.tree);
         match self.how {
-            Hold::ToRemove | Hold::ToChange | Hold::ToOpen => {
-                tree.held_alone.remove(&self.dir);
+            DirLockPurpose::ToRemove | DirLockPurpose::ToChange | DirLockPurpose::ToOpen => {
+                tree.exclusive_locks.remove(&self.dir);
             }
-            Hold::ToRead => {
-                if let Some(index) = tree.reading.iter().position(|dir| *dir == self.dir) {
-                    tree.reading.swap_remove(index);
+            DirLockPurpose::ToRead => {
+                if let Some(index) = tree.shared_locks.iter().position(|dir| *dir == self.dir) {
+                    tree.shared_locks.swap_remove(index);
                 }
             }
         }
@@ -79,7 +85,7 @@ impl MemoryEngine {
     /// first few are kept, in their order. Of the unsynced writes any sectors are kept. `seed` decides which.
     #[must_use]
     pub fn crash_torn(&self, seed: u64) -> Self {
-        let mut draw = Draw(seed);
+        let mut draw = SplitMixRng(seed);
         let tree = locked(&self.tree);
         let mut entries = tree.durable.clone();
         let kept = draw.below(tree.unsynced.len() + 1);
@@ -88,9 +94,9 @@ impl MemoryEngine {
             let mut bytes = content.durable.clone();
             for edit in &content.unsynced {
                 match edit {
-                    Edit::Len(_) if draw.below(2) == 0 => {}
-                    Edit::Len(_) => edit.apply(&mut bytes),
-                    Edit::Write { offset, data } => {
+                    FileEdit::Len(_) if draw.below(2) == 0 => {}
+                    FileEdit::Len(_) => edit.apply(&mut bytes),
+                    FileEdit::Write { offset, data } => {
                         for (sector, part) in data.chunks(SECTOR).enumerate() {
                             if draw.below(2) == 1 {
                                 write_into(&mut bytes, offset + sector * SECTOR, part);
@@ -116,44 +122,51 @@ impl MemoryEngine {
             .live
             .values()
             .map(|node| match node {
-                Node::Dir => 0,
-                Node::File(content) => locked(content).live.len() as u64,
+                MemoryNode::Dir => 0,
+                MemoryNode::File(content) => locked(content).live.len() as u64,
             })
             .sum()
     }
 
-    fn image(entries: &Entries, mut bytes_of: impl FnMut(&Content) -> Vec<u8>) -> Self {
+    fn image(entries: &MemoryEntries, mut bytes_of: impl FnMut(&MemoryContent) -> Vec<u8>) -> Self {
         let reachable = |path: &Path| {
-            path.ancestors().skip(1).filter(|dir| !is_root(dir)).all(|dir| matches!(entries.get(dir), Some(Node::Dir)))
+            path.ancestors()
+                .skip(1)
+                .filter(|dir| !is_root(dir))
+                .all(|dir| matches!(entries.get(dir), Some(MemoryNode::Dir)))
         };
         let mut copied = BTreeMap::new(); // A file with several names stays one file.
-        let copy: Entries = entries
+        let copy: MemoryEntries = entries
             .iter()
             .filter(|(path, _)| reachable(path))
             .map(|(path, node)| {
                 let node = match node {
-                    Node::Dir => Node::Dir,
-                    Node::File(content) => {
+                    MemoryNode::Dir => MemoryNode::Dir,
+                    MemoryNode::File(content) => {
                         let copy = copied.entry(Arc::as_ptr(content).addr()).or_insert_with(|| {
                             let bytes = bytes_of(&locked(content));
-                            Arc::new(Mutex::new(Content { live: bytes.clone(), durable: bytes, unsynced: Vec::new() }))
+                            Arc::new(Mutex::new(MemoryContent {
+                                live: bytes.clone(),
+                                durable: bytes,
+                                unsynced: Vec::new(),
+                            }))
                         });
-                        Node::File(Arc::clone(copy))
+                        MemoryNode::File(Arc::clone(copy))
                     }
                 };
                 (path.clone(), node)
             })
             .collect();
-        let tree = Tree { live: copy.clone(), durable: copy, ..Tree::default() };
+        let tree = MemoryTree { live: copy.clone(), durable: copy, ..MemoryTree::default() };
         Self { tree: Arc::new(Mutex::new(tree)) }
     }
 }
 
 /// The `SplitMix64` generator (Steele, Lea, Flood, OOPSLA 2014): a counter that steps by the golden ratio, and a mixing function of
 /// it.
-struct Draw(u64);
+struct SplitMixRng(u64);
 
-impl Draw {
+impl SplitMixRng {
     fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         (crate::types::hash_id(self.0 as i64) % bound as u64) as usize
@@ -170,7 +183,7 @@ impl IoFile for MemoryFile {
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
         check_aligned(&self.path, offset, data.len())?;
         self.check_writable("write")?;
-        locked(&self.content).edit(Edit::Write { offset: offset as usize, data: data.to_vec() });
+        locked(&self.content).edit(FileEdit::Write { offset: offset as usize, data: data.to_vec() });
         Ok(())
     }
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
@@ -180,14 +193,14 @@ impl IoFile for MemoryFile {
         let content = locked(&self.content);
         let (start, end) = (offset as usize, offset as usize + into.len());
         let Some(bytes) = content.live.get(start..end) else {
-            return Err(short_file(&self.path, end as u64, content.live.len() as u64));
+            return Err(short_file_error(&self.path, end as u64, content.live.len() as u64));
         };
         into.copy_from_slice(bytes);
         Ok(())
     }
     fn set_len(&self, len: u64) -> Result<()> {
         self.check_writable("resize")?;
-        locked(&self.content).edit(Edit::Len(len as usize));
+        locked(&self.content).edit(FileEdit::Len(len as usize));
         Ok(())
     }
     fn sync(&self) -> Result<()> {
@@ -195,7 +208,7 @@ impl IoFile for MemoryFile {
         Ok(())
     }
     fn links(&self) -> Result<u64> {
-        Ok(locked(&self.tree).names_of(&self.content))
+        Ok(locked(&self.tree).link_count(&self.content))
     }
     fn as_any(&self) -> &dyn std::any::Any {
         self
@@ -203,26 +216,26 @@ impl IoFile for MemoryFile {
 }
 
 impl MemoryFile {
-    fn check_writable(&self, what: &str) -> Result<()> {
-        if self.writable { Ok(()) } else { Err(Error::io(what, &self.path, &errno(libc::EBADF))) }
+    fn check_writable(&self, action: &str) -> Result<()> {
+        if self.writable { Ok(()) } else { Err(Error::io(action, &self.path, &errno(libc::EBADF))) }
     }
 }
 
 impl MemoryEngine {
-    /// Lock the file `file`, whose lock stands for `what`.
-    fn lock(&self, file: &Path, what: &Path) -> Result<DirLock> {
+    /// Lock the file `file`, whose lock stands for `resource`.
+    fn lock_path(&self, file: &Path, resource: &Path) -> Result<DirLock> {
         let mut tree = locked(&self.tree);
         if !file.parent().is_some_and(|dir| tree.is_dir(dir)) {
-            return Err(Error::io("lock", what, &errno(libc::ENOENT)));
+            return Err(Error::io("lock", resource, &errno(libc::ENOENT)));
         }
         // The lock file exists here as on disk, so that a caller who asks whether the directory is empty gets the same answer.
         if !tree.live.contains_key(file) {
-            tree.change(Change::Add(file.to_owned(), Node::File(Arc::default())));
+            tree.change(EntryChange::Add(file.to_owned(), MemoryNode::File(Arc::default())));
         }
-        if !tree.held.insert(what.to_owned()) {
-            return Err(lock::in_use(what, &format!("by pid {} (this process)", std::process::id())));
+        if !tree.locked.insert(resource.to_owned()) {
+            return Err(lock::in_use_error(resource, &format!("by pid {} (this process)", std::process::id())));
         }
-        Ok(DirLock::held(what, Held { tree: self.tree.clone(), dir: what.to_owned() }))
+        Ok(DirLock::from_guard(resource, MemoryFileLock { tree: self.tree.clone(), dir: resource.to_owned() }))
     }
 }
 
@@ -231,25 +244,27 @@ impl IoEngine for MemoryEngine {
         "memory".into()
     }
 
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
-        let path = normal(path);
+    fn open(&self, path: &Path, mode: IoOpenMode) -> Result<Arc<dyn IoFile>> {
+        let path = normalize(path);
         let mut tree = locked(&self.tree);
-        let content = match (how, tree.live.get(&path)) {
-            (Open::Read | Open::Write, Some(Node::File(content))) => content.clone(),
-            (Open::Read | Open::Write, Some(Node::Dir)) => return Err(Error::io("open", &path, &errno(libc::EISDIR))),
-            (Open::Read | Open::Write, None) => return Err(Error::io("open", &path, &errno(libc::ENOENT))),
-            (Open::Create { .. }, Some(_)) => return Err(Error::io("make", &path, &errno(libc::EEXIST))),
-            (Open::Create { .. }, None) => {
+        let content = match (mode, tree.live.get(&path)) {
+            (IoOpenMode::Read | IoOpenMode::Write, Some(MemoryNode::File(content))) => content.clone(),
+            (IoOpenMode::Read | IoOpenMode::Write, Some(MemoryNode::Dir)) => {
+                return Err(Error::io("open", &path, &errno(libc::EISDIR)));
+            }
+            (IoOpenMode::Read | IoOpenMode::Write, None) => return Err(Error::io("open", &path, &errno(libc::ENOENT))),
+            (IoOpenMode::Create { .. }, Some(_)) => return Err(Error::io("make", &path, &errno(libc::EEXIST))),
+            (IoOpenMode::Create { .. }, None) => {
                 tree.check_parent(&path).map_err(|e| Error::io("make", &path, &e))?;
-                let content = Arc::new(Mutex::new(Content::default()));
-                tree.change(Change::Add(path.clone(), Node::File(content.clone())));
+                let content = Arc::new(Mutex::new(MemoryContent::default()));
+                tree.change(EntryChange::Add(path.clone(), MemoryNode::File(content.clone())));
                 content
             }
         };
-        Ok(Arc::new(MemoryFile { path, tree: Arc::clone(&self.tree), content, writable: how != Open::Read }))
+        Ok(Arc::new(MemoryFile { path, tree: Arc::clone(&self.tree), content, writable: mode != IoOpenMode::Read }))
     }
 
-    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+    fn read_batch(&self, reads: &[IoReadRequest], sink: &mut ReadSink<'_>) {
         let mut buffer = Vec::new();
         for (position, read) in reads.iter().enumerate() {
             buffer.resize(read.len, 0);
@@ -259,24 +274,24 @@ impl IoEngine for MemoryEngine {
     }
 
     fn create_dir_all(&self, path: &Path) -> Result<()> {
-        let path = normal(path);
+        let path = normalize(path);
         let mut tree = locked(&self.tree);
         let mut missing: Vec<&Path> = Vec::new();
         for dir in path.ancestors().filter(|dir| !is_root(dir)) {
             match tree.live.get(dir) {
-                Some(Node::Dir) => break,
-                Some(Node::File(_)) => return Err(Error::io("make", &path, &errno(libc::ENOTDIR))),
+                Some(MemoryNode::Dir) => break,
+                Some(MemoryNode::File(_)) => return Err(Error::io("make", &path, &errno(libc::ENOTDIR))),
                 None => missing.push(dir),
             }
         }
         for dir in missing.into_iter().rev() {
-            tree.change(Change::Add(dir.to_owned(), Node::Dir));
+            tree.change(EntryChange::Add(dir.to_owned(), MemoryNode::Dir));
         }
         Ok(())
     }
 
     fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
-        let path = normal(path);
+        let path = normalize(path);
         let tree = locked(&self.tree);
         if !tree.is_dir(&path) {
             return Err(Error::io("list", &path, &errno(libc::ENOENT)));
@@ -285,12 +300,12 @@ impl IoEngine for MemoryEngine {
     }
 
     fn exists(&self, path: &Path) -> Result<bool> {
-        let path = normal(path);
+        let path = normalize(path);
         Ok(is_root(&path) || locked(&self.tree).live.contains_key(&path))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
-        let (from, to) = (normal(from), normal(to));
+        let (from, to) = (normalize(from), normalize(to));
         let fail = |code| Err(Error::io("rename", &from, &errno(code)));
         let mut tree = locked(&self.tree);
         if tree.check_parent(&to).is_err() {
@@ -298,67 +313,67 @@ impl IoEngine for MemoryEngine {
         }
         match (tree.live.get(&from), tree.live.get(&to)) {
             (None, _) => return fail(libc::ENOENT),
-            (Some(Node::Dir), _) if to.starts_with(&from) && to != from => return fail(libc::EINVAL),
-            (Some(Node::Dir), Some(Node::File(_))) => return fail(libc::ENOTDIR),
-            (Some(Node::File(_)), Some(Node::Dir)) => return fail(libc::EISDIR),
-            (Some(Node::Dir), Some(Node::Dir)) if from != to && !tree.children(&to).is_empty() => {
+            (Some(MemoryNode::Dir), _) if to.starts_with(&from) && to != from => return fail(libc::EINVAL),
+            (Some(MemoryNode::Dir), Some(MemoryNode::File(_))) => return fail(libc::ENOTDIR),
+            (Some(MemoryNode::File(_)), Some(MemoryNode::Dir)) => return fail(libc::EISDIR),
+            (Some(MemoryNode::Dir), Some(MemoryNode::Dir)) if from != to && !tree.children(&to).is_empty() => {
                 return fail(libc::ENOTEMPTY);
             }
             _ => {}
         }
         if from != to {
-            tree.change(Change::Rename(from, to));
+            tree.change(EntryChange::Rename(from, to));
         }
         Ok(())
     }
 
     fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()> {
-        let to = normal(to);
+        let to = normalize(to);
         let fail = |code| Err(Error::io("link", &to, &errno(code)));
         let Some(file) = file.as_any().downcast_ref::<MemoryFile>().filter(|file| Arc::ptr_eq(&file.tree, &self.tree))
         else {
             return fail(libc::EXDEV);
         };
         let mut tree = locked(&self.tree);
-        if tree.names_of(&file.content) == 0 || tree.check_parent(&to).is_err() {
+        if tree.link_count(&file.content) == 0 || tree.check_parent(&to).is_err() {
             return fail(libc::ENOENT);
         }
         if tree.live.contains_key(&to) {
             return fail(libc::EEXIST);
         }
-        tree.change(Change::Add(to, Node::File(Arc::clone(&file.content))));
+        tree.change(EntryChange::Add(to, MemoryNode::File(Arc::clone(&file.content))));
         Ok(())
     }
 
     fn remove_file(&self, path: &Path) -> Result<()> {
-        let path = normal(path);
+        let path = normalize(path);
         let mut tree = locked(&self.tree);
         match tree.live.get(&path) {
-            Some(Node::File(_)) => {
-                tree.change(Change::Remove(path));
+            Some(MemoryNode::File(_)) => {
+                tree.change(EntryChange::Remove(path));
                 Ok(())
             }
-            Some(Node::Dir) => Err(Error::io("remove", &path, &errno(libc::EISDIR))),
+            Some(MemoryNode::Dir) => Err(Error::io("remove", &path, &errno(libc::EISDIR))),
             None => Err(Error::io("remove", &path, &errno(libc::ENOENT))),
         }
     }
 
     fn remove_dir_all(&self, path: &Path) -> Result<()> {
-        let path = normal(path);
+        let path = normalize(path);
         let mut tree = locked(&self.tree);
-        if !matches!(tree.live.get(&path), Some(Node::Dir)) {
+        if !matches!(tree.live.get(&path), Some(MemoryNode::Dir)) {
             return Err(Error::io("remove", &path, &errno(libc::ENOENT)));
         }
         // Children sort behind their directory. In reverse order each directory is empty when its turn comes.
         let inside: Vec<PathBuf> = tree.live.keys().filter(|entry| entry.starts_with(&path)).cloned().collect();
         for entry in inside.into_iter().rev() {
-            tree.change(Change::Remove(entry));
+            tree.change(EntryChange::Remove(entry));
         }
         Ok(())
     }
 
     fn sync_dir(&self, path: &Path) -> Result<()> {
-        let path = normal(path);
+        let path = normalize(path);
         let mut guard = locked(&self.tree);
         let tree = &mut *guard;
         if !tree.is_dir(&path) {
@@ -370,7 +385,7 @@ impl IoEngine for MemoryEngine {
         loop {
             let before = dirs.len();
             for change in &tree.unsynced {
-                if let Change::Rename(from, to) = change
+                if let EntryChange::Rename(from, to) = change
                     && dirs.iter().any(|dir| change.touches(dir))
                 {
                     dirs.extend(from.parent().map(Path::to_owned));
@@ -392,29 +407,31 @@ impl IoEngine for MemoryEngine {
     }
 
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
-        let path = normal(path);
-        self.lock(&path.join(OsStr::new(lock::LOCK_FILE)), &path)
+        let path = normalize(path);
+        self.lock_path(&path.join(OsStr::new(lock::LOCK_FILE)), &path)
     }
 
     fn lock_file(&self, path: &Path) -> Result<DirLock> {
-        let path = normal(path);
-        self.lock(&path, &path)
+        let path = normalize(path);
+        self.lock_path(&path, &path)
     }
 
-    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
-        let dir = normal(path);
+    fn lock_dir_for(&self, path: &Path, purpose: DirLockPurpose) -> Result<DirLock> {
+        let dir = normalize(path);
         let mut tree = locked(&self.tree);
         if !tree.is_dir(&dir) {
             return Err(Error::io("open the directory", &dir, &errno(libc::ENOENT)));
         }
-        let is_read = tree.reading.contains(&dir);
-        if tree.held_alone.contains(&dir) || (how != Hold::ToRead && is_read) {
-            return Err(lock::held_otherwise(&dir, how));
+        let is_read = tree.shared_locks.contains(&dir);
+        if tree.exclusive_locks.contains(&dir) || (purpose != DirLockPurpose::ToRead && is_read) {
+            return Err(lock::conflict_error(&dir, purpose));
         }
-        match how {
-            Hold::ToRead => tree.reading.push(dir.clone()),
-            Hold::ToRemove | Hold::ToChange | Hold::ToOpen => drop(tree.held_alone.insert(dir.clone())),
+        match purpose {
+            DirLockPurpose::ToRead => tree.shared_locks.push(dir.clone()),
+            DirLockPurpose::ToRemove | DirLockPurpose::ToChange | DirLockPurpose::ToOpen => {
+                drop(tree.exclusive_locks.insert(dir.clone()))
+            }
         }
-        Ok(DirLock::held(&dir, HeldDir { tree: self.tree.clone(), dir: dir.clone(), how }))
+        Ok(DirLock::from_guard(&dir, MemoryDirLock { tree: self.tree.clone(), dir: dir.clone(), how: purpose }))
     }
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::io::{ALIGNMENT, AlignedBuf, publish, read_file};
+use crate::io::{ALIGNMENT, AlignedBuf, read_file, write_atomically};
 
 fn page(byte: u8) -> AlignedBuf {
     let mut page = AlignedBuf::zeroed(ALIGNMENT);
@@ -17,7 +17,7 @@ fn engine_with_dir() -> MemoryEngine {
 #[test]
 fn a_crash_keeps_synced_content_under_synced_entries_only() {
     let engine = engine_with_dir();
-    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
+    let file = engine.open(Path::new("/d/a"), IoOpenMode::Create { preallocate: 0 }).unwrap();
     file.write_at(0, &page(1)).unwrap();
     file.sync().unwrap();
     assert!(!engine.crash().exists(Path::new("/d/a")).unwrap(), "the entry was not synced");
@@ -28,9 +28,9 @@ fn a_crash_keeps_synced_content_under_synced_entries_only() {
 }
 
 #[test]
-fn a_crash_brings_back_what_was_removed_without_a_sync_of_the_directory() {
+fn crash_undoes_unsynced_removal() {
     let engine = engine_with_dir();
-    publish(&engine, Path::new("/d/a"), b"old").unwrap();
+    write_atomically(&engine, Path::new("/d/a"), b"old").unwrap();
     engine.remove_file(Path::new("/d/a")).unwrap();
     assert!(engine.crash().exists(Path::new("/d/a")).unwrap());
     engine.sync_dir(Path::new("/d")).unwrap();
@@ -41,7 +41,7 @@ fn a_crash_brings_back_what_was_removed_without_a_sync_of_the_directory() {
 fn entries_below_a_directory_that_is_not_durable_are_lost() {
     let engine = MemoryEngine::default();
     engine.create_dir_all(Path::new("/p/q")).unwrap();
-    publish(&engine, Path::new("/p/q/a"), b"x").unwrap();
+    write_atomically(&engine, Path::new("/p/q/a"), b"x").unwrap();
     engine.sync_dir(Path::new("/p")).unwrap();
     assert!(!engine.crash().exists(Path::new("/p/q/a")).unwrap());
     engine.sync_dir(Path::new("/")).unwrap();
@@ -54,7 +54,7 @@ fn a_rename_between_directories_is_whole_after_a_sync_of_either() {
         let engine = engine_with_dir();
         engine.create_dir_all(Path::new("/e")).unwrap();
         engine.sync_dir(Path::new("/")).unwrap();
-        engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
+        engine.open(Path::new("/d/a"), IoOpenMode::Create { preallocate: 0 }).unwrap();
         engine.rename(Path::new("/d/a"), Path::new("/e/b")).unwrap();
         engine.sync_dir(Path::new(synced)).unwrap();
         let after = engine.crash();
@@ -68,7 +68,7 @@ fn a_rename_between_directories_is_whole_after_a_sync_of_either() {
 #[test]
 fn a_torn_crash_keeps_some_sectors_and_never_tears_a_sector() {
     let engine = engine_with_dir();
-    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
+    let file = engine.open(Path::new("/d/a"), IoOpenMode::Create { preallocate: 0 }).unwrap();
     file.write_at(0, &page(1)).unwrap();
     file.sync().unwrap();
     engine.sync_dir(Path::new("/d")).unwrap();
@@ -85,11 +85,11 @@ fn a_torn_crash_keeps_some_sectors_and_never_tears_a_sector() {
 }
 
 #[test]
-fn publishing_over_a_file_leaves_the_old_or_the_new_one_at_every_torn_crash() {
+fn atomic_write_leaves_old_or_new_after_torn_crash() {
     let engine = engine_with_dir();
-    publish(&engine, Path::new("/d/a"), b"old").unwrap();
-    publish(&engine, Path::new("/d/b"), b"other").unwrap();
-    let file = engine.open(Path::new("/d/a.tmp"), Open::Create { preallocate: 0 }).unwrap();
+    write_atomically(&engine, Path::new("/d/a"), b"old").unwrap();
+    write_atomically(&engine, Path::new("/d/b"), b"other").unwrap();
+    let file = engine.open(Path::new("/d/a.tmp"), IoOpenMode::Create { preallocate: 0 }).unwrap();
     file.write_at(0, &page(b'n')).unwrap();
     file.set_len(3).unwrap();
     file.sync().unwrap();

@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex};
 pub(super) const SECTOR: usize = 512;
 
 #[derive(Clone, Debug)]
-pub(super) enum Edit {
+pub(super) enum FileEdit {
     Write { offset: usize, data: Vec<u8> },
     Len(usize),
 }
 
-impl Edit {
+impl FileEdit {
     pub(super) fn apply(&self, to: &mut Vec<u8>) {
         match self {
             Self::Write { offset, data } => write_into(to, *offset, data),
@@ -32,15 +32,15 @@ pub(super) fn write_into(content: &mut Vec<u8>, offset: usize, data: &[u8]) {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Content {
+pub(super) struct MemoryContent {
     pub(super) live: Vec<u8>,
     pub(super) durable: Vec<u8>,
     /// The edits that lead from `durable` to `live`, in their order.
-    pub(super) unsynced: Vec<Edit>,
+    pub(super) unsynced: Vec<FileEdit>,
 }
 
-impl Content {
-    pub(super) fn edit(&mut self, edit: Edit) {
+impl MemoryContent {
+    pub(super) fn edit(&mut self, edit: FileEdit) {
         edit.apply(&mut self.live);
         self.unsynced.push(edit);
     }
@@ -52,23 +52,23 @@ impl Content {
 }
 
 #[derive(Clone, Debug)]
-pub(super) enum Node {
+pub(super) enum MemoryNode {
     Dir,
-    File(Arc<Mutex<Content>>),
+    File(Arc<Mutex<MemoryContent>>),
 }
 
-pub(super) type Entries = BTreeMap<PathBuf, Node>;
+pub(super) type MemoryEntries = BTreeMap<PathBuf, MemoryNode>;
 
 /// A change of directory entries, which happens as a whole or not at all.
 #[derive(Clone, Debug)]
-pub(super) enum Change {
-    Add(PathBuf, Node),
+pub(super) enum EntryChange {
+    Add(PathBuf, MemoryNode),
     Remove(PathBuf),
     Rename(PathBuf, PathBuf),
 }
 
-impl Change {
-    pub(super) fn apply(&self, entries: &mut Entries) {
+impl EntryChange {
+    pub(super) fn apply(&self, entries: &mut MemoryEntries) {
         match self {
             Self::Add(path, node) => {
                 entries.insert(path.clone(), node.clone());
@@ -100,26 +100,26 @@ impl Change {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Tree {
-    pub(super) live: Entries,
-    pub(super) durable: Entries,
+pub(super) struct MemoryTree {
+    pub(super) live: MemoryEntries,
+    pub(super) durable: MemoryEntries,
     /// The changes in `live` that are not in `durable`, in their order.
-    pub(super) unsynced: Vec<Change>,
-    pub(super) held: BTreeSet<PathBuf>,
+    pub(super) unsynced: Vec<EntryChange>,
+    pub(super) locked: BTreeSet<PathBuf>,
     /// The directories that are being read, once for each reader.
-    pub(super) reading: Vec<PathBuf>,
+    pub(super) shared_locks: Vec<PathBuf>,
     /// The directories that are being removed or opened.
-    pub(super) held_alone: BTreeSet<PathBuf>,
+    pub(super) exclusive_locks: BTreeSet<PathBuf>,
 }
 
-impl Tree {
-    pub(super) fn change(&mut self, change: Change) {
+impl MemoryTree {
+    pub(super) fn change(&mut self, change: EntryChange) {
         change.apply(&mut self.live);
         self.unsynced.push(change);
     }
 
     pub(super) fn is_dir(&self, path: &Path) -> bool {
-        is_root(path) || matches!(self.live.get(path), Some(Node::Dir))
+        is_root(path) || matches!(self.live.get(path), Some(MemoryNode::Dir))
     }
 
     pub(super) fn children(&self, path: &Path) -> Vec<PathBuf> {
@@ -127,8 +127,9 @@ impl Tree {
     }
 
     /// The number of a file's names.
-    pub(super) fn names_of(&self, content: &Arc<Mutex<Content>>) -> u64 {
-        self.live.values().filter(|node| matches!(node, Node::File(file) if Arc::ptr_eq(file, content))).count() as u64
+    pub(super) fn link_count(&self, content: &Arc<Mutex<MemoryContent>>) -> u64 {
+        self.live.values().filter(|node| matches!(node, MemoryNode::File(file) if Arc::ptr_eq(file, content))).count()
+            as u64
     }
 
     pub(super) fn check_parent(&self, path: &Path) -> io::Result<()> {
@@ -147,6 +148,6 @@ pub(super) fn errno(code: i32) -> io::Error {
     io::Error::from_raw_os_error(code)
 }
 
-pub(super) fn normal(path: &Path) -> PathBuf {
+pub(super) fn normalize(path: &Path) -> PathBuf {
     path.components().filter(|part| *part != Component::CurDir).collect()
 }

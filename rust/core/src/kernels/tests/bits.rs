@@ -5,12 +5,12 @@ use super::*;
 use crate::kernels::backward::{backward_on, weight_gradient_on};
 
 /// The outputs, the weight gradients and the rows after two steps.
-fn run_all(isa: Isa, threads: usize, kind: OptimizerKind, dim: usize) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
+fn run_all(isa: InstructionSet, threads: usize, kind: OptimizerKind, dim: usize) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     // There are enough rows and bags to give every thread a part.
-    let table = Table::new(kind.layout(dim), 400, 3);
+    let table = KernelTable::new(kind.layout(dim), 400, 3);
     let (mut outs, mut dots) = (Vec::new(), Vec::new());
     for step in 1..=2 {
-        let batch = Batch::new(400, dim, step);
+        let batch = KernelBatch::new(400, dim, step);
         let (weighted, mean) = (step == 2, step == 1);
         outs.extend(batch.forward(isa, &table.store(), weighted, mean, threads).iter().map(|value| value.to_bits()));
         let pooled = batch.pooled(dim, weighted, mean);
@@ -31,8 +31,8 @@ fn run_all(isa: Isa, threads: usize, kind: OptimizerKind, dim: usize) -> (Vec<u3
 fn instruction_sets_and_thread_counts_change_no_bit() {
     for kind in OptimizerKind::ALL {
         for dim in DIMS {
-            let expected = run_all(Isa::Baseline, 1, kind, dim);
-            for isa in Isa::all() {
+            let expected = run_all(InstructionSet::Baseline, 1, kind, dim);
+            for isa in InstructionSet::all() {
                 for threads in [1, 2, 3, 8] {
                     assert!(
                         run_all(isa, threads, kind, dim) == expected,
@@ -47,7 +47,7 @@ fn instruction_sets_and_thread_counts_change_no_bit() {
 #[test]
 fn a_frequent_rows_gradients_are_summed_by_parts_of_256() {
     for (count, dim) in [(255, 3), (256, 65), (257, 3), (600, 16), (1025, 100)] {
-        let table = Table::new(RowLayout { dim, vector_slots: 0, scalar_slot: false }, 2, 9);
+        let table = KernelTable::new(RowLayout { dim, vector_slots: 0, scalar_slot: false }, 2, 9);
         let before = table.values();
         let grad = floats(10, count * dim);
         let occurrences: Vec<u32> = (0..count as u32).rev().collect();
@@ -66,7 +66,7 @@ fn a_frequent_rows_gradients_are_summed_by_parts_of_256() {
         let numbers = Hyperparameters { lr: 0.5, ..Hyperparameters::default() };
         let step = OptimizerStep { kind: OptimizerKind::Sgd, hyperparameters: numbers, step: 1 };
         // SAFETY: the table has slot 1 and one user, and each occurrence has `dim` floats.
-        unsafe { backward(&table.store(), &index, &Gradient::Sequence { grad: &grad }, &step, 1) };
+        unsafe { backward(&table.store(), &index, &GradientView::Sequence { grad: &grad }, &step, 1) };
         assert_eq!(bits(&[table.values()[1][..dim].to_vec()]), expected, "{count} × {dim}");
     }
 }
@@ -76,7 +76,7 @@ fn tensors_and_arena_rows_change_no_bit() {
     for kind in OptimizerKind::ALL {
         for dim in [3, 20, 64] {
             let layout = kind.layout(dim);
-            let table = Table::new(layout, 40, 5);
+            let table = KernelTable::new(layout, 40, 5);
             let rows = table.values();
             let mut parts: Vec<Vec<f32>> = (0..3)
                 .map(|part| rows.iter().flat_map(|row| row.iter().skip(part * dim).take(dim).copied()).collect())
@@ -89,8 +89,8 @@ fn tensors_and_arena_rows_change_no_bit() {
                 vector_slots: [first.as_mut_ptr(), second.as_mut_ptr()],
                 scalars: scalars.as_mut_ptr(),
             };
-            let batch = Batch::new(40, dim, 6);
-            let isa = Isa::best();
+            let batch = KernelBatch::new(40, dim, 6);
+            let isa = InstructionSet::best();
             let from_arena = batch.forward(isa, &table.store(), true, false, 1);
             let from_tensors = batch.forward(isa, &tensors, true, false, 1);
             assert_eq!(bits(&[from_arena]), bits(&[from_tensors]));
@@ -114,11 +114,11 @@ fn tensors_and_arena_rows_change_no_bit() {
 
 #[test]
 fn a_forked_child_runs_on_threads_of_its_own() {
-    let expected = run_all(Isa::best(), 2, OptimizerKind::Sgd, 64);
+    let expected = run_all(InstructionSet::best(), 2, OptimizerKind::Sgd, 64);
     // SAFETY: the child only computes, reads memory that no other thread of the parent changes, and leaves by _exit.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let same = run_all(Isa::best(), 2, OptimizerKind::Sgd, 64) == expected;
+        let same = run_all(InstructionSet::best(), 2, OptimizerKind::Sgd, 64) == expected;
         // SAFETY: _exit ends this process without the test harness's exit handlers.
         unsafe { libc::_exit(if same { 42 } else { 1 }) };
     }

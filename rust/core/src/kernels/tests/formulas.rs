@@ -81,12 +81,12 @@ fn assert_close(got: f64, expected: f64, what: impl Fn() -> String) {
 #[test]
 fn pooled_forward_agrees_with_the_reference() {
     for dim in DIMS {
-        let table = Table::new(OptimizerKind::RowWiseAdagrad.layout(dim), 40, 1);
+        let table = KernelTable::new(OptimizerKind::RowWiseAdagrad.layout(dim), 40, 1);
         let rows = table.values();
         for (seed, weighted, mean) in
             [(1, false, false), (2, false, false), (2, true, false), (1, true, true), (2, false, true), (2, true, true)]
         {
-            let batch = Batch::new(40, dim, seed);
+            let batch = KernelBatch::new(40, dim, seed);
             let mut expected = vec![f64::NAN; BAGS * batch.columns];
             for feature in 0..2 {
                 let first = batch.range(feature).start;
@@ -100,12 +100,12 @@ fn pooled_forward_agrees_with_the_reference() {
                             })
                             .sum();
                         let length = (bounds[1] - bounds[0]).max(1) as f64;
-                        expected[bag * batch.columns + Batch::column(feature, dim) + column] =
+                        expected[bag * batch.columns + KernelBatch::column(feature, dim) + column] =
                             if mean { sum / length } else { sum };
                     }
                 }
             }
-            let got = batch.forward(Isa::best(), &table.store(), weighted, mean, 1);
+            let got = batch.forward(InstructionSet::best(), &table.store(), weighted, mean, 1);
             for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
                 assert_eq!(got.is_nan(), expected.is_nan(), "only the features' columns are written ({at})");
                 if !expected.is_nan() {
@@ -121,7 +121,7 @@ fn pooled_forward_agrees_with_the_reference() {
 #[test]
 fn sequence_forward_copies_rows_and_what_is_absent() {
     for dim in DIMS {
-        let table = Table::new(OptimizerKind::Adam.layout(dim), 40, 1);
+        let table = KernelTable::new(OptimizerKind::Adam.layout(dim), 40, 1);
         let rows = table.values();
         let slots: Vec<CacheSlot> =
             (0..3000).map(|i| if i % 7 == 0 { NO_SLOT } else { below(3, i, 40) as u32 }).collect();
@@ -145,11 +145,11 @@ fn every_optimizer_agrees_with_its_formula_over_several_steps() {
         .into_iter()
         .flat_map(|kind| DIMS.map(|dim| [(kind, dim, 0.0), (kind, dim, 0.1)]).into_iter().flatten())
     {
-        let table = Table::new(kind.layout(dim), 40, 7);
+        let table = KernelTable::new(kind.layout(dim), 40, 7);
         let mut expected: Vec<Vec<f64>> =
             table.values().iter().map(|row| row.iter().map(|&value| f64::from(value)).collect()).collect();
         for step in 1..=4 {
-            let batch = Batch::new(40, dim, 10 + step);
+            let batch = KernelBatch::new(40, dim, 10 + step);
             let (weighted, mean) = (step % 2 == 0, step > 2);
             let optimizer = OptimizerStep { kind, hyperparameters: numbers(weight_decay), step };
             let gradients = batch.occurrence_gradients(dim, weighted, mean);
@@ -182,7 +182,7 @@ fn every_optimizer_agrees_with_its_formula_over_several_steps() {
 #[test]
 fn sequence_gradients_are_summed_by_row() {
     let (dim, kind) = (20, OptimizerKind::Sgd);
-    let table = Table::new(kind.layout(dim), 4, 1);
+    let table = KernelTable::new(kind.layout(dim), 4, 1);
     let before = table.values();
     let inverse = [0, 1, 0, 2, 0];
     let mut index = TransposedIndex::from_inverse(&inverse, 3, 1);
@@ -190,7 +190,7 @@ fn sequence_gradients_are_summed_by_row() {
     let grad = floats(9, inverse.len() * dim);
     let optimizer = OptimizerStep { kind, hyperparameters: numbers(0.0), step: 1 };
     // SAFETY: slots are below 4 and distinct, and the gradient is `[5, D]`.
-    unsafe { backward(&table.store(), &index, &Gradient::Sequence { grad: &grad }, &optimizer, 1) };
+    unsafe { backward(&table.store(), &index, &GradientView::Sequence { grad: &grad }, &optimizer, 1) };
     let after = table.values();
     assert_eq!(after[0], before[0]);
     assert_eq!(after[2], before[2]);
@@ -204,10 +204,10 @@ fn sequence_gradients_are_summed_by_row() {
 #[test]
 fn the_weight_gradient_is_the_dot_product_with_the_row() {
     for dim in DIMS {
-        let table = Table::new(OptimizerKind::Adagrad.layout(dim), 40, 1);
+        let table = KernelTable::new(OptimizerKind::Adagrad.layout(dim), 40, 1);
         let rows = table.values();
         for (seed, mean) in [(1, false), (2, false), (2, true)] {
-            let batch = Batch::new(40, dim, seed);
+            let batch = KernelBatch::new(40, dim, seed);
             let pooled = batch.pooled(dim, true, mean);
             let mut out = vec![f32::NAN; batch.slots.len()];
             // SAFETY: slots are below 40, and nobody writes the rows.

@@ -1,11 +1,11 @@
 //! The tables and batches on which the kernels are tested.
 #![allow(unsafe_code)]
 
-use super::forward::Pooled;
+use super::forward::PooledForward;
 use super::*;
 use crate::config::OptimizerKind;
-use crate::rows::{Arena, RowLayout};
-use crate::simd::Isa;
+use crate::rows::{RowArena, RowLayout};
+use crate::simd::InstructionSet;
 use crate::types::{CacheSlot, NO_SLOT, hash_id};
 
 mod bits;
@@ -23,15 +23,15 @@ fn below(seed: u64, index: usize, bound: usize) -> usize {
 }
 
 /// A table in an arena. The second half of its slots is in the overflow area.
-struct Table {
-    arena: Arena,
+struct KernelTable {
+    arena: RowArena,
     layout: RowLayout,
     rows: u32,
 }
 
-impl Table {
+impl KernelTable {
     fn new(layout: RowLayout, rows: u32, seed: u64) -> Self {
-        let arena = Arena::new(layout, rows / 2).expect("mapped");
+        let arena = RowArena::new(layout, rows / 2).expect("mapped");
         arena.reserve_overflow(rows - rows / 2).expect("mapped");
         let table = Self { arena, layout, rows };
         let values = floats(seed, rows as usize * layout.vector_floats());
@@ -75,7 +75,7 @@ fn bits(rows: &[Vec<f32>]) -> Vec<u32> {
 
 /// A batch of two features of one table. Its slots are skewed, some are `NO_SLOT`, and there are empty bags at both ends and
 /// inside.
-struct Batch {
+struct KernelBatch {
     slots: Vec<CacheSlot>,
     index: TransposedIndex,
     /// The offsets of feature 0 and of feature 1. Both start at 0.
@@ -89,7 +89,7 @@ struct Batch {
 
 const BAGS: usize = 50;
 
-impl Batch {
+impl KernelBatch {
     fn new(rows: u32, dim: usize, seed: u64) -> Self {
         let mut offsets = [vec![0_i64], vec![0_i64]];
         let mut total = 0;
@@ -155,7 +155,7 @@ impl Batch {
 
     fn pooled(&self, dim: usize, weighted: bool, mean: bool) -> PooledGradient {
         let features = [0, 1].map(|feature| PooledFeature {
-            column: Batch::column(feature, dim),
+            column: KernelBatch::column(feature, dim),
             offsets: &self.offsets[feature],
             weights: weighted.then(|| &self.weights[self.range(feature)]),
             mean,
@@ -163,12 +163,19 @@ impl Batch {
         PooledGradient::new(self.columns, &features, 3).expect("small")
     }
 
-    fn forward<R: RowStore>(&self, isa: Isa, rows: &R, weighted: bool, mean: bool, threads: usize) -> Vec<f32> {
+    fn forward<R: RowStore>(
+        &self,
+        isa: InstructionSet,
+        rows: &R,
+        weighted: bool,
+        mean: bool,
+        threads: usize,
+    ) -> Vec<f32> {
         let dim = rows.layout().dim;
         let mut out = vec![f32::NAN; BAGS * self.columns];
         for feature in 0..2 {
             let range = self.range(feature);
-            let call = Pooled {
+            let call = PooledForward {
                 isa,
                 rows,
                 slots: &self.slots[range.clone()],
@@ -178,10 +185,10 @@ impl Batch {
                 mean,
                 out: out.as_mut_ptr(),
                 out_columns: self.columns,
-                column: Batch::column(feature, dim),
+                column: KernelBatch::column(feature, dim),
             };
             // SAFETY: the batch's slots are within the table, nobody writes its rows, and `out` has the columns of all bags.
-            unsafe { call.deal(threads) };
+            unsafe { call.run(threads) };
         }
         out
     }
@@ -195,7 +202,7 @@ impl Batch {
                 for _ in 0..length {
                     let scale = if weighted { f64::from(self.weights[gradients.len()]) } else { 1.0 };
                     let scale = if mean { scale / length as f64 } else { scale };
-                    let start = bag * self.columns + Batch::column(feature, dim);
+                    let start = bag * self.columns + KernelBatch::column(feature, dim);
                     gradients.push(self.grad[start..start + dim].iter().map(|g| f64::from(*g) * scale).collect());
                 }
             }

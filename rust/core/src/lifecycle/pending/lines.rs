@@ -7,12 +7,12 @@
 //!
 //! Where its lines are is the business of [`Pool`].
 
-use super::pool::{ENTRIES, Entry, PAGE, Pool, Spot};
+use super::pool::{CounterEntry, CounterPool, CounterSpot, ENTRIES, PAGE};
 use crate::types::Id;
 
 /// A map from ids to entries, whose memory is in a pool. The caller hashes the ids, always in the same way.
 #[derive(Debug)]
-pub(super) struct Counts {
+pub(super) struct CounterMap {
     /// The table's number in the pool.
     table: u32,
     lines: u32,
@@ -23,16 +23,16 @@ pub(super) struct Counts {
 
 /// What a line says of an id.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Look {
+pub(super) enum CounterLookup {
     /// Its entry, and where that is.
-    Found(Spot, Entry),
+    Found(CounterSpot, CounterEntry),
     /// The table does not have it.
     Absent,
     /// It may be in this line or a later one.
     Further(u32),
 }
 
-impl Counts {
+impl CounterMap {
     /// The table with this number in its pool. It has no ids.
     pub(super) fn new(table: u32) -> Self {
         Self { table, lines: 0, len: 0, removed: 0 }
@@ -52,47 +52,49 @@ impl Counts {
 
     /// Fetch into the processor's cache what [`Counts::prefetch`] looks at.
     #[inline]
-    pub(super) fn prefetch_page(&self, pool: &Pool, home: u32) {
+    pub(super) fn prefetch_page(&self, pool: &CounterPool, home: u32) {
         pool.prefetch_entry(self.table, home);
     }
 
     /// Fetch into the processor's cache what a search from there looks at first.
     #[inline]
-    pub(super) fn prefetch(&self, pool: &Pool, home: u32) {
+    pub(super) fn prefetch(&self, pool: &CounterPool, home: u32) {
         pool.prefetch_line(pool.line_of(self.table, home));
     }
 
     /// The number in the pool of a line.
     #[inline]
-    pub(super) fn line_of(&self, pool: &Pool, at: u32) -> usize {
+    pub(super) fn line_of(&self, pool: &CounterPool, at: u32) -> usize {
         pool.line_of(self.table, at)
     }
 
     /// Look for an id in one line.
     #[inline]
-    fn look(&self, pool: &Pool, at: u32, id: Id) -> Look {
+    fn look(&self, pool: &CounterPool, at: u32, id: Id) -> CounterLookup {
         self.look_at(pool, self.line_of(pool, at), at, id)
     }
 
     /// As [`Counts::look`], in a line whose number in the pool is known.
     #[inline]
-    pub(super) fn look_at(&self, pool: &Pool, address: usize, at: u32, id: Id) -> Look {
+    pub(super) fn look_at(&self, pool: &CounterPool, address: usize, at: u32, id: Id) -> CounterLookup {
         let line = pool.line(address);
         match line.find(id) {
-            Some(place) => Look::Found(Spot::new(address, place), Entry::of(line.entries[place])),
-            None if line.passed == 0 => Look::Absent,
-            None => Look::Further(self.after(at)),
+            Some(place) => {
+                CounterLookup::Found(CounterSpot::new(address, place), CounterEntry::of(line.entries[place]))
+            }
+            None if line.passed == 0 => CounterLookup::Absent,
+            None => CounterLookup::Further(self.after(at)),
         }
     }
 
     /// Search for an id from a line on: its entry, and where that is.
     #[inline]
-    pub(super) fn find_from(&self, pool: &Pool, mut at: u32, id: Id) -> Option<(Spot, Entry)> {
+    pub(super) fn find_from(&self, pool: &CounterPool, mut at: u32, id: Id) -> Option<(CounterSpot, CounterEntry)> {
         for _ in 0..self.lines {
             match self.look(pool, at, id) {
-                Look::Found(spot, entry) => return Some((spot, entry)),
-                Look::Absent => return None,
-                Look::Further(next) => at = next,
+                CounterLookup::Found(spot, entry) => return Some((spot, entry)),
+                CounterLookup::Absent => return None,
+                CounterLookup::Further(next) => at = next,
             }
         }
         None
@@ -100,7 +102,7 @@ impl Counts {
 
     /// The entry of an id, and where it is.
     #[inline]
-    pub(super) fn find(&self, pool: &Pool, id: Id, hash: u64) -> Option<(Spot, Entry)> {
+    pub(super) fn find(&self, pool: &CounterPool, id: Id, hash: u64) -> Option<(CounterSpot, CounterEntry)> {
         self.find_from(pool, self.home(hash)?, id)
     }
 
@@ -110,37 +112,44 @@ impl Counts {
     }
 
     /// Add an id that is not there, with its entry.
-    pub(super) fn insert(&mut self, pool: &mut Pool, id: Id, hash: u64, entry: Entry, rehash: impl Fn(Id) -> u64) {
+    pub(super) fn insert(
+        &mut self,
+        pool: &mut CounterPool,
+        id: Id,
+        hash: u64,
+        entry: CounterEntry,
+        rehash: impl Fn(Id) -> u64,
+    ) {
         let entries = u64::from(self.lines) * ENTRIES as u64;
         if u64::from(self.removed) * 8 > entries {
             // Room for the ids, and for some more before it grows.
-            self.make_anew(pool, self.len / ENTRIES as u32 * 5 / 4 + 1, rehash);
+            self.rebuild(pool, self.len / ENTRIES as u32 * 5 / 4 + 1, rehash);
         } else if u64::from(self.len + 1) * 10 > entries * 9 {
-            self.make_anew(pool, self.lines + self.lines / 10 + 1, rehash);
+            self.rebuild(pool, self.lines + self.lines / 10 + 1, rehash);
         }
         self.add(pool, id, hash, entry);
     }
 
     /// Remove the entry at a spot where this table has one.
-    pub(super) fn remove(&mut self, pool: &mut Pool, spot: Spot) {
+    pub(super) fn remove(&mut self, pool: &mut CounterPool, spot: CounterSpot) {
         pool.line_mut(spot.line()).taken &= !(1 << spot.place());
         self.len -= 1;
         self.removed += 1;
     }
 
     /// Every id and its entry, in no order.
-    pub(super) fn all<'a>(&'a self, pool: &'a Pool) -> impl Iterator<Item = (Id, Entry)> + 'a {
+    pub(super) fn all<'a>(&'a self, pool: &'a CounterPool) -> impl Iterator<Item = (Id, CounterEntry)> + 'a {
         (0..self.lines).flat_map(|at| pool.line(pool.line_of(self.table, at)).all())
     }
 
     /// Keep the entries for which `keep` says so, which may change them.
-    pub(super) fn retain(&mut self, pool: &mut Pool, mut keep: impl FnMut(Id, &mut Entry) -> bool) {
+    pub(super) fn retain(&mut self, pool: &mut CounterPool, mut keep: impl FnMut(Id, &mut CounterEntry) -> bool) {
         for at in 0..self.lines {
             let address = pool.line_of(self.table, at);
             let line = pool.line_mut(address);
             let mut gone = 0;
             for place in (0..ENTRIES).filter(|place| line.taken >> place & 1 == 1) {
-                let mut entry = Entry::of(line.entries[place]);
+                let mut entry = CounterEntry::of(line.entries[place]);
                 if keep(line.ids[place], &mut entry) {
                     line.entries[place] = entry.bits();
                 } else {
@@ -154,7 +163,7 @@ impl Counts {
     }
 
     /// Give all memory back.
-    pub(super) fn clear(&mut self, pool: &mut Pool) {
+    pub(super) fn clear(&mut self, pool: &mut CounterPool) {
         let pages = pool.pages_of(self.table, self.lines).to_vec();
         pool.give_back(&pages);
         *self = Self::new(self.table);
@@ -166,7 +175,7 @@ impl Counts {
     }
 
     /// Add an id that is not there. There is a free entry.
-    fn add(&mut self, pool: &mut Pool, id: Id, hash: u64, entry: Entry) {
+    fn add(&mut self, pool: &mut CounterPool, id: Id, hash: u64, entry: CounterEntry) {
         let Some(mut at) = self.home(hash) else { return };
         loop {
             let address = pool.line_of(self.table, at);
@@ -182,10 +191,10 @@ impl Counts {
     }
 
     /// Make the table anew with so many lines, or some more.
-    fn make_anew(&mut self, pool: &mut Pool, lines: u32, rehash: impl Fn(Id) -> u64) {
+    fn rebuild(&mut self, pool: &mut CounterPool, lines: u32, rehash: impl Fn(Id) -> u64) {
         let lines = lines.next_multiple_of(PAGE as u32);
         let old = pool.pages_of(self.table, self.lines).to_vec();
-        pool.give(self.table, lines);
+        pool.give_pages(self.table, lines);
         *self = Self { lines, ..Self::new(self.table) };
         for &page in &old {
             for address in page as usize * PAGE..(page as usize + 1) * PAGE {
@@ -207,9 +216,9 @@ mod tests {
     use crate::lifecycle::pending::pool::MOST_TAG;
     use crate::types::hash_id;
 
-    impl Counts {
+    impl CounterMap {
         /// Replace the entry of an id, or add it.
-        fn put(&mut self, pool: &mut Pool, id: Id, entry: Entry, hash: impl Fn(Id) -> u64) {
+        fn put(&mut self, pool: &mut CounterPool, id: Id, entry: CounterEntry, hash: impl Fn(Id) -> u64) {
             match self.find(pool, id, hash(id)) {
                 Some((spot, _)) => pool.replace(spot, entry),
                 None => self.insert(pool, id, hash(id), entry, hash),
@@ -217,14 +226,14 @@ mod tests {
         }
 
         /// Remove an id; whether it was there.
-        fn take(&mut self, pool: &mut Pool, id: Id, hash: u64) -> bool {
+        fn take(&mut self, pool: &mut CounterPool, id: Id, hash: u64) -> bool {
             let found = self.find(pool, id, hash);
             found.inspect(|(spot, _)| self.remove(pool, *spot)).is_some()
         }
     }
 
-    fn entry(count: u32) -> Entry {
-        Entry { count, generation: count % 2 == 1, tag: count % (MOST_TAG + 1) }
+    fn entry(count: u32) -> CounterEntry {
+        CounterEntry { count, generation: count % 2 == 1, tag: count % (MOST_TAG + 1) }
     }
 
     #[test]
@@ -232,7 +241,7 @@ mod tests {
         // Few hashes, so that lines overflow, and all of them.
         for hashes in [1, 7, u64::MAX] {
             let hash = |id: Id| (hash_id(id) % hashes).wrapping_mul(u64::MAX / hashes);
-            let (mut pool, mut map, mut model) = (Pool::new(1), Counts::new(0), HashMap::new());
+            let (mut pool, mut map, mut model) = (CounterPool::new(1), CounterMap::new(0), HashMap::new());
             let mut random = 1_u64;
             for round in 0..20_000_u32 {
                 random = hash_id(random as Id);
@@ -253,14 +262,14 @@ mod tests {
                 entry.generation
             });
             model.retain(|_, entry| entry.generation);
-            assert!(map.all(&pool).all(|(id, found)| found == Entry { tag: 3, ..model[&id] }));
+            assert!(map.all(&pool).all(|(id, found)| found == CounterEntry { tag: 3, ..model[&id] }));
             assert_eq!(map.len() as usize, model.len());
         }
     }
 
     #[test]
     fn a_search_stays_short_however_many_ids_came_and_went() {
-        let (mut pool, mut map) = (Pool::new(1), Counts::new(0));
+        let (mut pool, mut map) = (CounterPool::new(1), CounterMap::new(0));
         for id in 0..300_000 {
             map.put(&mut pool, id, entry(1), hash_id);
             if id >= 2000 {
@@ -283,7 +292,7 @@ mod tests {
 
     #[test]
     fn an_entry_takes_at_most_sixteen_bytes_and_what_is_cleared_is_used_again() {
-        let (mut pool, mut map) = (Pool::new(1), Counts::new(0));
+        let (mut pool, mut map) = (CounterPool::new(1), CounterMap::new(0));
         for round in 0..3 {
             for id in 0..100_000_u32 {
                 map.put(&mut pool, Id::from(id), entry(id), hash_id);

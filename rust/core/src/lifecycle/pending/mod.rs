@@ -14,13 +14,13 @@ mod pool;
 use std::num::NonZeroU64;
 use std::ops::Range;
 
-use lines::Counts;
-pub(crate) use pool::Spot;
-use pool::{Entry, MOST_COUNT, MOST_TAG, Pool};
+use lines::CounterMap;
+pub(crate) use pool::CounterSpot;
+use pool::{CounterEntry, CounterPool, MOST_COUNT, MOST_TAG};
 
 use crate::error::Result;
 use crate::index::IdHash;
-use crate::types::{Bucketing, Id};
+use crate::types::{BucketMapper, Id};
 
 /// The largest count that is told apart from larger ones.
 pub(crate) const MOST_THRESHOLD: u32 = MOST_COUNT;
@@ -35,7 +35,7 @@ const EPOCHS_KEPT: u32 = MOST_TAG / 2;
 
 /// The count of an id that waits for a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PendingCount {
+pub(crate) struct AdmissionCount {
     /// The id.
     pub(crate) id: Id,
     /// Its occurrences, at most 2²⁴ − 1.
@@ -46,16 +46,16 @@ pub(crate) struct PendingCount {
 
 /// What is known of an id: its count, and where that is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Found {
+pub(crate) struct FoundCounter {
     /// 0 where the id has none.
     pub(crate) count: u32,
     /// [`Pending::add`] looks there first.
-    pub(crate) spot: Spot,
+    pub(crate) spot: CounterSpot,
 }
 
 /// The two generations of a bucket.
 #[derive(Clone, Copy, Debug, Default)]
-struct Generations {
+struct BucketGenerations {
     /// The bit that ids of the current one have.
     current: bool,
     /// How many ids each of them has, by that bit.
@@ -66,15 +66,15 @@ struct Generations {
 
 /// The counts of the ids of one table shard.
 #[derive(Debug)]
-pub(crate) struct Pending {
+pub(crate) struct AdmissionCounters {
     buckets: Range<u32>,
-    bucketing: Bucketing,
+    bucketing: BucketMapper,
     hash: IdHash,
-    pool: Pool,
+    pool: CounterPool,
     /// `parts` for each bucket.
-    maps: Vec<Counts>,
+    maps: Vec<CounterMap>,
     parts: u64,
-    generations: Vec<Generations>,
+    generations: Vec<BucketGenerations>,
     /// Ids that a generation of a bucket may have.
     generation_ids: u32,
     window: Option<NonZeroU64>,
@@ -89,11 +89,11 @@ pub(crate) struct Pending {
     most_pages: usize,
 }
 
-impl Pending {
+impl AdmissionCounters {
     /// No counts, of a shard with these buckets. `window` is in steps.
     ///
     /// All shards of the table together take at most `memory` bytes, and what the ids of one batch take.
-    pub(crate) fn new(buckets: Range<u32>, bucketing: Bucketing, memory: u64, window: Option<NonZeroU64>) -> Self {
+    pub(crate) fn new(buckets: Range<u32>, bucketing: BucketMapper, memory: u64, window: Option<NonZeroU64>) -> Self {
         let generation_ids = (memory / BYTES_PER_ID / u64::from(bucketing.total()) / 2).clamp(1, 1 << 30);
         let count = buckets.len();
         let parts = (2 * generation_ids).div_ceil(IDS_PER_MAP).min((MOST_MAPS / count.max(1) as u64).max(1));
@@ -102,10 +102,10 @@ impl Pending {
             buckets,
             bucketing,
             hash: IdHash::random(),
-            pool: Pool::new(maps),
-            maps: (0..maps as u32).map(Counts::new).collect(),
+            pool: CounterPool::new(maps),
+            maps: (0..maps as u32).map(CounterMap::new).collect(),
             parts,
-            generations: vec![Generations::default(); count],
+            generations: vec![BucketGenerations::default(); count],
             generation_ids: generation_ids as u32,
             window,
             first_epoch: 0,
@@ -145,8 +145,8 @@ impl Pending {
 
     /// Fetch what [`Pending::add`] will touch into the processor's cache.
     #[inline]
-    pub(crate) fn prefetch(&self, id: Id, spot: Spot) {
-        if spot != Spot::NOWHERE {
+    pub(crate) fn prefetch(&self, id: Id, spot: CounterSpot) {
+        if spot != CounterSpot::NOWHERE {
             return self.pool.prefetch(spot);
         }
         let hash = self.hash.of(id);
@@ -168,12 +168,13 @@ impl Pending {
     /// Count `occurrences` more of an id, in `epoch`, once there is memory for it. `spot` is where it was found, if it was; it may have
     /// been counted, moved or forgotten since.
     #[inline]
-    pub(crate) fn add(&mut self, id: Id, spot: Spot, occurrences: u32, epoch: u32) {
+    pub(crate) fn add(&mut self, id: Id, spot: CounterSpot, occurrences: u32, epoch: u32) {
         let bucket = self.bucket(id);
         let generation = self.generations[bucket].current;
         let tag = self.tag(epoch);
-        let entry = |before: u32| Entry { count: before.saturating_add(occurrences).min(MOST_COUNT), generation, tag };
-        let again = self.pool.again(spot, id).map(|before| (spot, before));
+        let entry =
+            |before: u32| CounterEntry { count: before.saturating_add(occurrences).min(MOST_COUNT), generation, tag };
+        let again = self.pool.find_again(spot, id).map(|before| (spot, before));
         let found = again.or_else(|| self.search(bucket, id));
         match found {
             Some((spot, before)) => {
@@ -192,12 +193,12 @@ impl Pending {
         }
     }
 
-    fn search(&self, bucket: usize, id: Id) -> Option<(Spot, Entry)> {
+    fn search(&self, bucket: usize, id: Id) -> Option<(CounterSpot, CounterEntry)> {
         let hash = self.hash.of(id);
         self.maps[self.map(bucket, hash)].find(&self.pool, id, hash)
     }
 
-    fn insert(&mut self, bucket: usize, id: Id, entry: Entry) {
+    fn insert(&mut self, bucket: usize, id: Id, entry: CounterEntry) {
         let (hasher, hash) = (self.hash, self.hash.of(id));
         let map = self.map(bucket, hash);
         self.maps[map].insert(&mut self.pool, id, hash, entry, |id| hasher.of(id));
@@ -250,7 +251,7 @@ impl Pending {
         for map in &mut self.maps {
             map.clear(&mut self.pool);
         }
-        self.generations.fill(Generations::default());
+        self.generations.fill(BucketGenerations::default());
         self.full.clear();
         self.first_epoch = 0;
     }
@@ -267,14 +268,14 @@ impl Pending {
     pub(crate) fn restore(
         &mut self,
         (bucket, generation): (u32, u32),
-        counts: &[PendingCount],
+        counts: &[AdmissionCount],
         epoch: u32,
     ) -> Result<()> {
         self.reserve(counts.len())?;
         self.generations[(bucket - self.buckets.start) as usize].ended = u64::from(generation);
         for older in [true, false] {
             for count in counts.iter().filter(|count| count.is_older == older) {
-                self.add(count.id, Spot::NOWHERE, count.count, epoch);
+                self.add(count.id, CounterSpot::NOWHERE, count.count, epoch);
             }
             if older {
                 // What was counted so far is of the generation before.
@@ -286,22 +287,22 @@ impl Pending {
     }
 
     /// The counts of a bucket of this shard, ids rising as unsigned numbers.
-    pub(crate) fn of_bucket(&self, bucket: u32) -> Vec<PendingCount> {
+    pub(crate) fn of_bucket(&self, bucket: u32) -> Vec<AdmissionCount> {
         self.listed(bucket, |_| true)
     }
 
     /// As [`Pending::of_bucket`], of the ids that were counted in epoch `since` or later. A few others may be among them.
-    pub(crate) fn of_bucket_since(&self, bucket: u32, since: u32) -> Vec<PendingCount> {
+    pub(crate) fn of_bucket_since(&self, bucket: u32, since: u32) -> Vec<AdmissionCount> {
         self.listed(bucket, |entry| self.first_epoch + entry.tag >= since)
     }
 
-    fn listed(&self, bucket: u32, wanted: impl Fn(&Entry) -> bool) -> Vec<PendingCount> {
+    fn listed(&self, bucket: u32, wanted: impl Fn(&CounterEntry) -> bool) -> Vec<AdmissionCount> {
         let bucket = (bucket - self.buckets.start) as usize;
         let current = self.generations[bucket].current;
         let found = self.maps_of(bucket).flat_map(|map| self.maps[map].all(&self.pool));
-        let mut counts: Vec<PendingCount> = found
+        let mut counts: Vec<AdmissionCount> = found
             .filter(|(_, entry)| wanted(entry))
-            .map(|(id, entry)| PendingCount { id, count: entry.count, is_older: entry.generation != current })
+            .map(|(id, entry)| AdmissionCount { id, count: entry.count, is_older: entry.generation != current })
             .collect();
         counts.sort_unstable_by_key(|count| count.id as u64);
         counts

@@ -5,7 +5,7 @@
 //! as the id is still there.
 
 use crate::error::Result;
-use crate::mapping::Zeroed;
+use crate::mapping::ZeroedSlice;
 use crate::memory::or_from_reserve;
 use crate::prefetch::prefetch;
 use crate::types::Id;
@@ -28,7 +28,7 @@ pub(super) const MOST_TAG: u32 = (1 << TAG_BITS) - 1;
 
 /// What the map knows of an id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct CounterEntry {
     /// At most [`MOST_COUNT`].
     pub(super) count: u32,
     /// Which of two generations the entry belongs to.
@@ -37,7 +37,7 @@ pub(super) struct Entry {
     pub(super) tag: u32,
 }
 
-impl Entry {
+impl CounterEntry {
     pub(super) fn bits(self) -> u32 {
         self.count | u32::from(self.generation) << COUNT_BITS | self.tag << (COUNT_BITS + 1)
     }
@@ -49,7 +49,7 @@ impl Entry {
 
 #[derive(Clone, Copy, Debug, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-pub(super) struct Line {
+pub(super) struct CounterLine {
     pub(super) ids: [Id; ENTRIES],
     pub(super) entries: [u32; ENTRIES],
     /// The entries that are taken, as bits.
@@ -58,9 +58,9 @@ pub(super) struct Line {
     pub(super) passed: u8,
 }
 
-const _: () = assert!(size_of::<Line>() == 64);
+const _: () = assert!(size_of::<CounterLine>() == 64);
 
-impl Line {
+impl CounterLine {
     /// The place of an id. Every place is compared, since a branch that depends on the place would be foreseen seldom.
     #[inline]
     pub(super) fn find(&self, id: Id) -> Option<usize> {
@@ -74,21 +74,21 @@ impl Line {
         (at < ENTRIES).then_some(at)
     }
 
-    pub(super) fn put(&mut self, at: usize, id: Id, entry: Entry) {
+    pub(super) fn put(&mut self, at: usize, id: Id, entry: CounterEntry) {
         (self.ids[at], self.entries[at]) = (id, entry.bits());
         self.taken |= 1 << at;
     }
 
-    pub(super) fn all(&self) -> impl Iterator<Item = (Id, Entry)> + '_ {
-        (0..ENTRIES).filter(|at| self.taken >> at & 1 == 1).map(|at| (self.ids[at], Entry::of(self.entries[at])))
+    pub(super) fn all(&self) -> impl Iterator<Item = (Id, CounterEntry)> + '_ {
+        (0..ENTRIES).filter(|at| self.taken >> at & 1 == 1).map(|at| (self.ids[at], CounterEntry::of(self.entries[at])))
     }
 }
 
 /// Where an entry was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Spot(u64);
+pub(crate) struct CounterSpot(u64);
 
-impl Spot {
+impl CounterSpot {
     /// No entry was found.
     pub(crate) const NOWHERE: Self = Self(u64::MAX);
     /// A spot has room for more places than a line.
@@ -112,30 +112,30 @@ impl Spot {
 
 /// The memory of a fixed number of tables.
 #[derive(Debug)]
-pub(super) struct Pool {
-    chunks: Vec<Zeroed<Line>>,
+pub(super) struct CounterPool {
+    chunks: Vec<ZeroedSlice<CounterLine>>,
     /// Pages that were ever taken.
     taken: u32,
     /// Pages that were given back.
     free: Vec<u32>,
     /// The pages of each table: `[tables, stride]`. They are in one array, which one look-up fewer leads to than to an array each, and which
     /// leaves no holes in the heap where tables grow.
-    directory: Zeroed<u32>,
+    directory: ZeroedSlice<u32>,
     /// No table has more pages.
     stride: usize,
     tables: usize,
 }
 
-impl Pool {
+impl CounterPool {
     /// The memory of so many tables, which have none yet.
     pub(super) fn new(tables: usize) -> Self {
         let (chunks, free) = (Vec::new(), Vec::new());
-        Self { chunks, taken: 0, free, directory: Zeroed::default(), stride: 0, tables }
+        Self { chunks, taken: 0, free, directory: ZeroedSlice::default(), stride: 0, tables }
     }
 
     /// Bytes of the pages that are in use.
     pub(super) fn bytes(&self) -> u64 {
-        (self.taken as usize - self.free.len()) as u64 * (PAGE * size_of::<Line>()) as u64
+        (self.taken as usize - self.free.len()) as u64 * (PAGE * size_of::<CounterLine>()) as u64
     }
 
     #[cfg(test)]
@@ -148,28 +148,28 @@ impl Pool {
     /// Errors: `Memory`, and nothing has changed.
     pub(super) fn reserve(&mut self, pages: usize) -> Result<()> {
         while self.chunks.len() * (CHUNK / PAGE) + self.free.len() < self.taken as usize + pages {
-            self.chunks.push(Zeroed::new("count the occurrences of ids without a row", CHUNK)?);
+            self.chunks.push(ZeroedSlice::new("count the occurrences of ids without a row", CHUNK)?);
         }
         Ok(())
     }
 
     /// The entry of an id where it was found earlier, if it is still there.
     #[inline]
-    pub(super) fn again(&self, spot: Spot, id: Id) -> Option<Entry> {
+    pub(super) fn find_again(&self, spot: CounterSpot, id: Id) -> Option<CounterEntry> {
         let line = self.chunks.get(spot.line() / CHUNK)?.get(spot.line() % CHUNK)?;
         (*line.ids.get(spot.place())? == id && line.taken >> spot.place() & 1 == 1)
-            .then(|| Entry::of(line.entries[spot.place()]))
+            .then(|| CounterEntry::of(line.entries[spot.place()]))
     }
 
     /// Replace the entry at a spot where one is.
     #[inline]
-    pub(super) fn replace(&mut self, spot: Spot, entry: Entry) {
+    pub(super) fn replace(&mut self, spot: CounterSpot, entry: CounterEntry) {
         self.line_mut(spot.line()).entries[spot.place()] = entry.bits();
     }
 
     /// Fetch the entry at a spot into the processor's cache.
     #[inline]
-    pub(super) fn prefetch(&self, spot: Spot) {
+    pub(super) fn prefetch(&self, spot: CounterSpot) {
         self.prefetch_line(spot.line());
     }
 
@@ -208,10 +208,10 @@ impl Pool {
     ///
     /// # Panics
     /// Where no memory was reserved for it and there is none.
-    pub(super) fn give(&mut self, table: u32, lines: u32) {
+    pub(super) fn give_pages(&mut self, table: u32, lines: u32) {
         self.widen(lines as usize / PAGE);
         for at in (0..lines).step_by(PAGE) {
-            let page = self.take();
+            let page = self.take_page();
             let entry = self.entry_of(table, at);
             self.directory[entry] = page;
         }
@@ -227,7 +227,7 @@ impl Pool {
         }
         // Tables grow by a tenth, and most of them at about the same time.
         let stride = pages + pages / 8;
-        let make = || Zeroed::new("count the occurrences of ids without a row", self.tables * stride);
+        let make = || ZeroedSlice::new("count the occurrences of ids without a row", self.tables * stride);
         let mut wider = or_from_reserve(make).unwrap_or_else(|refused| panic!("{refused}"));
         if self.stride > 0 {
             for (row, pages) in wider.chunks_exact_mut(stride).zip(self.directory.chunks_exact(self.stride)) {
@@ -241,7 +241,7 @@ impl Pool {
     ///
     /// # Panics
     /// Where no memory was reserved for it and there is none.
-    fn take(&mut self) -> u32 {
+    fn take_page(&mut self) -> u32 {
         if let Some(page) = self.free.pop() {
             return page;
         }
@@ -261,12 +261,12 @@ impl Pool {
     }
 
     #[inline]
-    pub(super) fn line(&self, line: usize) -> &Line {
+    pub(super) fn line(&self, line: usize) -> &CounterLine {
         &self.chunks[line / CHUNK][line % CHUNK]
     }
 
     #[inline]
-    pub(super) fn line_mut(&mut self, line: usize) -> &mut Line {
+    pub(super) fn line_mut(&mut self, line: usize) -> &mut CounterLine {
         &mut self.chunks[line / CHUNK][line % CHUNK]
     }
 }
@@ -279,8 +279,8 @@ mod tests {
     fn an_entry_keeps_all_its_bits() {
         for found in [(0, false, 0), (MOST_COUNT, true, MOST_TAG), (1, true, 0), (MOST_COUNT, false, 1)] {
             let (count, generation, tag) = found;
-            let entry = Entry { count, generation, tag };
-            assert_eq!(Entry::of(entry.bits()), entry);
+            let entry = CounterEntry { count, generation, tag };
+            assert_eq!(CounterEntry::of(entry.bits()), entry);
         }
     }
 }

@@ -7,16 +7,16 @@ use proptest::prelude::*;
 use super::*;
 use crate::types::hash_id;
 
-fn bucketing() -> Bucketing {
-    Bucketing::new(13)
+fn bucketing() -> BucketMapper {
+    BucketMapper::new(13)
 }
 
-fn all(pending: &Pending) -> BTreeMap<Id, (u32, bool)> {
+fn all(pending: &AdmissionCounters) -> BTreeMap<Id, (u32, bool)> {
     let found = pending.buckets.clone().flat_map(|bucket| pending.of_bucket(bucket));
     found.map(|found| (found.id, (found.count, found.is_older))).collect()
 }
 
-fn step_ends(pending: &mut Pending, step: u64) {
+fn step_ends(pending: &mut AdmissionCounters, step: u64) {
     pending.ending(step).into_iter().for_each(|bucket| pending.end_generation(bucket));
 }
 
@@ -26,9 +26,9 @@ fn window(steps: u64) -> Option<NonZeroU64> {
 
 #[test]
 fn occurrences_add_up_until_the_id_has_a_row() {
-    let mut pending = Pending::new(0..13, bucketing(), 1 << 20, None);
+    let mut pending = AdmissionCounters::new(0..13, bucketing(), 1 << 20, None);
     for (id, occurrences) in [(7, 2), (-7, 1), (7, 3), (i64::MIN, u32::MAX), (0, 1), (i64::MIN, 1)] {
-        pending.add(id, Spot::NOWHERE, occurrences, 0);
+        pending.add(id, CounterSpot::NOWHERE, occurrences, 0);
     }
     let mut counts = [9; 5];
     pending.get_batch(&[7, -7, i64::MIN, 0, 8], &mut counts);
@@ -44,8 +44,9 @@ fn occurrences_add_up_until_the_id_has_a_row() {
 #[test]
 fn what_a_full_bucket_forgets_is_the_same_for_any_number_of_ranks() {
     let memory = 13 * 2 * 10 * BYTES_PER_ID;
-    let mut whole = Pending::new(0..13, bucketing(), memory, window(50));
-    let mut shards = [0..5, 5..6, 6..13].map(|buckets| Pending::new(buckets, bucketing(), memory, window(50)));
+    let mut whole = AdmissionCounters::new(0..13, bucketing(), memory, window(50));
+    let mut shards =
+        [0..5, 5..6, 6..13].map(|buckets| AdmissionCounters::new(buckets, bucketing(), memory, window(50)));
     for step in 1..=400_u64 {
         let mut batch = Vec::new();
         for at in 0..20 {
@@ -54,12 +55,12 @@ fn what_a_full_bucket_forgets_is_the_same_for_any_number_of_ranks() {
             batch.push(if random & 1 == 0 { (random >> 60) as Id } else { (random >> 32) as Id });
         }
         for &id in &batch {
-            whole.add(id, Spot::NOWHERE, 1, 0);
+            whole.add(id, CounterSpot::NOWHERE, 1, 0);
         }
         for &id in batch.iter().rev() {
             let bucket = bucketing().of(id);
             let owner = shards.iter_mut().find(|shard| shard.buckets.contains(&bucket));
-            owner.expect("one owns it").add(id, Spot::NOWHERE, 1, 0);
+            owner.expect("one owns it").add(id, CounterSpot::NOWHERE, 1, 0);
         }
         step_ends(&mut whole, step);
         for shard in &mut shards {
@@ -72,23 +73,23 @@ fn what_a_full_bucket_forgets_is_the_same_for_any_number_of_ranks() {
         assert_eq!(all(&whole), together, "{step}");
     }
     assert!(whole.forgotten() > 1000);
-    assert_eq!(whole.forgotten(), shards.iter().map(Pending::forgotten).sum::<u64>());
+    assert_eq!(whole.forgotten(), shards.iter().map(AdmissionCounters::forgotten).sum::<u64>());
     assert!(whole.len() <= 13 * 20 + 20, "{} ids", whole.len());
     assert!(all(&whole).values().any(|(count, _)| *count > 10), "ids that come often are remembered");
 }
 
 #[test]
 fn an_id_is_remembered_for_one_to_two_windows() {
-    let mut pending = Pending::new(0..13, bucketing(), 1 << 20, window(100));
+    let mut pending = AdmissionCounters::new(0..13, bucketing(), 1 << 20, window(100));
     for id in 0..200 {
-        pending.add(id, Spot::NOWHERE, 1, 0);
+        pending.add(id, CounterSpot::NOWHERE, 1, 0);
     }
     for step in 1..=100 {
         step_ends(&mut pending, step);
     }
     assert_eq!(pending.len(), 200);
     assert!(all(&pending).values().all(|(_, is_older)| *is_older));
-    pending.add(3, Spot::NOWHERE, 1, 0);
+    pending.add(3, CounterSpot::NOWHERE, 1, 0);
     for step in 101..=200 {
         step_ends(&mut pending, step);
     }
@@ -104,8 +105,8 @@ fn a_bucket_that_is_full_when_its_window_ends_remembers_what_was_counted_then() 
     // Bucket 4's window ends with step 17, and not with step 20.
     for step in [17, 20] {
         for count in 1..=12 {
-            let mut pending = Pending::new(0..13, bucketing, memory, window(13));
-            ids[..count].iter().for_each(|&id| pending.add(id, Spot::NOWHERE, 1, 0));
+            let mut pending = AdmissionCounters::new(0..13, bucketing, memory, window(13));
+            ids[..count].iter().for_each(|&id| pending.add(id, CounterSpot::NOWHERE, 1, 0));
             step_ends(&mut pending, step);
             assert_eq!((pending.len(), pending.forgotten()), (count as u64, 0), "{count} ids in step {step}");
         }
@@ -115,12 +116,12 @@ fn a_bucket_that_is_full_when_its_window_ends_remembers_what_was_counted_then() 
 #[test]
 fn memory_without_end_takes_no_more_maps_than_there_may_be() {
     for buckets in [1, 13, 1 << 15, 1 << 20] {
-        let bucketing = Bucketing::new(buckets);
+        let bucketing = BucketMapper::new(buckets);
         for memory in [1 << 40, 1 << 62, u64::MAX] {
-            let mut pending = Pending::new(0..buckets, bucketing, memory, None);
+            let mut pending = AdmissionCounters::new(0..buckets, bucketing, memory, None);
             assert!(pending.maps.len() as u64 <= MOST_MAPS.max(u64::from(buckets)), "{} maps", pending.maps.len());
             pending.reserve(100).expect("memory");
-            (0..100).for_each(|id| pending.add(id, Spot::NOWHERE, 1, 0));
+            (0..100).for_each(|id| pending.add(id, CounterSpot::NOWHERE, 1, 0));
             assert_eq!(pending.len(), 100);
         }
     }
@@ -129,7 +130,7 @@ fn memory_without_end_takes_no_more_maps_than_there_may_be() {
 #[test]
 fn every_bucket_ends_one_window_in_each() {
     for steps in [1, 7, 13, 100] {
-        let mut pending = Pending::new(0..13, bucketing(), 1 << 20, window(steps));
+        let mut pending = AdmissionCounters::new(0..13, bucketing(), 1 << 20, window(steps));
         for step in 5..5 + 3 * steps {
             step_ends(&mut pending, step);
         }
@@ -139,10 +140,10 @@ fn every_bucket_ends_one_window_in_each() {
 
 #[test]
 fn what_was_counted_since_an_epoch_is_listed_however_many_epochs_there_are() {
-    let mut pending = Pending::new(0..13, bucketing(), 1 << 20, None);
+    let mut pending = AdmissionCounters::new(0..13, bucketing(), 1 << 20, None);
     for epoch in 0..1000_u32 {
-        pending.add(Id::from(epoch), Spot::NOWHERE, 1, epoch);
-        pending.add(-1, Spot::NOWHERE, 1, epoch);
+        pending.add(Id::from(epoch), CounterSpot::NOWHERE, 1, epoch);
+        pending.add(-1, CounterSpot::NOWHERE, 1, epoch);
         let newest = epoch.saturating_sub(20);
         let since: Vec<Id> =
             (0..13).flat_map(|bucket| pending.of_bucket_since(bucket, newest)).map(|count| count.id).collect();
@@ -152,13 +153,13 @@ fn what_was_counted_since_an_epoch_is_listed_however_many_epochs_there_are() {
         assert!(since.contains(&-1));
         assert!(since.len() <= 22, "{} of {epoch}", since.len());
     }
-    let first: Vec<PendingCount> = (0..13).flat_map(|bucket| pending.of_bucket_since(bucket, 0)).collect();
+    let first: Vec<AdmissionCount> = (0..13).flat_map(|bucket| pending.of_bucket_since(bucket, 0)).collect();
     assert_eq!(first.len(), 1001);
 }
 
 /// A step of a random program.
 #[derive(Clone, Debug)]
-enum Step {
+enum CounterStep {
     Find(Vec<Id>),
     /// Each id, another one whose spot is given for its own, and its occurrences.
     Count(Vec<(Id, Id, u32)>),
@@ -167,7 +168,7 @@ enum Step {
     Clear,
 }
 
-fn any_step() -> impl Strategy<Value = Step> {
+fn any_step() -> impl Strategy<Value = CounterStep> {
     let id = || prop_oneof![2 => -10_i64..10, 1 => -300_i64..300, 1 => any::<Id>()];
     // Most spots are the id's own ones.
     let counted = prop_oneof![
@@ -175,11 +176,11 @@ fn any_step() -> impl Strategy<Value = Step> {
         1 => (id(), id(), any::<u32>()),
     ];
     prop_oneof![
-        4 => prop::collection::vec(id(), 0..200).prop_map(Step::Find),
-        4 => prop::collection::vec(counted, 0..200).prop_map(Step::Count),
-        2 => prop::collection::vec(id(), 0..50).prop_map(Step::Remove),
-        2 => (0_u32..3).prop_map(Step::EndGeneration),
-        1 => Just(Step::Clear),
+        4 => prop::collection::vec(id(), 0..200).prop_map(CounterStep::Find),
+        4 => prop::collection::vec(counted, 0..200).prop_map(CounterStep::Count),
+        2 => prop::collection::vec(id(), 0..50).prop_map(CounterStep::Remove),
+        2 => (0_u32..3).prop_map(CounterStep::EndGeneration),
+        1 => Just(CounterStep::Clear),
     ]
 }
 
@@ -190,12 +191,12 @@ proptest! {
         steps in prop::collection::vec(any_step(), 1..40),
         memory in prop_oneof![Just(1_u64 << 20), Just(20 << 20)],
     ) {
-        let bucketing = Bucketing::new(3);
-        let mut pending = Pending::new(0..3, bucketing, memory, None);
+        let bucketing = BucketMapper::new(3);
+        let mut pending = AdmissionCounters::new(0..3, bucketing, memory, None);
         let (mut model, mut spots) = (BTreeMap::<Id, (u32, bool)>::new(), HashMap::new());
         for step in steps {
             match step {
-                Step::Find(ids) => {
+                CounterStep::Find(ids) => {
                     let mut found: Vec<(Id, u32)> = ids.iter().map(|&id| (id, u32::MAX)).collect();
                     let mut order = Vec::new();
                     pending.find_batch(&mut found, |pair| pair.0, |pair, found| {
@@ -208,26 +209,26 @@ proptest! {
                         prop_assert_eq!(count, model.get(&id).map_or(0, |known| known.0));
                     }
                 }
-                Step::Count(counted) => {
+                CounterStep::Count(counted) => {
                     for (id, other, occurrences) in counted {
-                        let spot = spots.get(&other).copied().unwrap_or(Spot::NOWHERE);
+                        let spot = spots.get(&other).copied().unwrap_or(CounterSpot::NOWHERE);
                         pending.prefetch(id, spot);
                         pending.add(id, spot, occurrences, 0);
                         let count = model.get(&id).map_or(0, |known| known.0).saturating_add(occurrences);
                         model.insert(id, (count.min(MOST_COUNT), false));
                     }
                 }
-                Step::Remove(ids) => {
+                CounterStep::Remove(ids) => {
                     for id in ids {
                         pending.remove(id);
                         model.remove(&id);
                     }
                 }
-                Step::EndGeneration(bucket) => {
+                CounterStep::EndGeneration(bucket) => {
                     pending.end_generation(bucket);
                     model.retain(|&id, known| bucketing.of(id) != bucket || !std::mem::replace(&mut known.1, true));
                 }
-                Step::Clear => {
+                CounterStep::Clear => {
                     pending.clear();
                     model.clear();
                 }
@@ -241,14 +242,14 @@ proptest! {
 #[test]
 fn the_order_and_the_spots_do_not_change_what_is_forgotten() {
     let memory = 13 * 2 * 30 * BYTES_PER_ID;
-    let mut pairs = [(); 2].map(|()| Pending::new(0..13, bucketing(), memory, window(40)));
+    let mut pairs = [(); 2].map(|()| AdmissionCounters::new(0..13, bucketing(), memory, window(40)));
     for step in 1..=200_u64 {
         let random = |at: u64| hash_id((step * 100 + at) as Id);
-        let mut batch: Vec<(Id, Spot)> =
-            (0..100).map(|at| ((random(at) >> (58 - at % 20)) as Id, Spot::NOWHERE)).collect();
+        let mut batch: Vec<(Id, CounterSpot)> =
+            (0..100).map(|at| ((random(at) >> (58 - at % 20)) as Id, CounterSpot::NOWHERE)).collect();
         let [plain, spotted] = &mut pairs;
         for &(id, _) in &batch {
-            plain.add(id, Spot::NOWHERE, 1, 0);
+            plain.add(id, CounterSpot::NOWHERE, 1, 0);
         }
         spotted.find_batch(&mut batch, |pair| pair.0, |pair, found| pair.1 = found.spot);
         for &(id, spot) in batch.iter().rev() {

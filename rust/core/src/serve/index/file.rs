@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Lines, RowIndex};
-use crate::checkpoint::{Directory, seal_text, unseal_text};
+use super::{ServeIndex, ServeIndexLines};
+use crate::checkpoint::{CheckpointDirectory, seal_text, unseal_text};
 use crate::error::{Error, Kind, Result};
-use crate::index::{IdHash, Line};
-use crate::io::{ALIGNMENT, Access, AlignedBuf, FileMapping, IoFile, Open};
-use crate::serve::files::LinkOfFiles;
+use crate::index::{IdHash, IndexLine};
+use crate::io::{ALIGNMENT, AlignedBuf, FileMapping, IoFile, IoOpenMode, MappingAccess};
+use crate::serve::files::RowFileLink;
 
 /// The name of the file in the directory of a checkpoint.
 pub(in super::super) const INDEX_FILE: &str = "serve.idx";
@@ -29,11 +29,11 @@ const PIECE_BYTES: usize = 4 << 20;
 /// One table of the file, and what it was made from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(in super::super) struct IndexOfTable {
+pub(in super::super) struct ServeIndexTable {
     pub(in super::super) module: String,
     pub(in super::super) table: String,
     /// The chain, the oldest checkpoint first.
-    pub(in super::super) links: Vec<LinkOfFiles>,
+    pub(in super::super) links: Vec<RowFileLink>,
     pub(in super::super) row_bits: u32,
     seed: u64,
     len: u64,
@@ -43,35 +43,38 @@ pub(in super::super) struct IndexOfTable {
     crc32c: u32,
 }
 
-impl IndexOfTable {
+impl ServeIndexTable {
     /// The description of an index that is about to be written.
-    pub(in super::super) fn new(module: &str, table: &str, links: &[LinkOfFiles], row_bits: u32) -> Self {
+    pub(in super::super) fn new(module: &str, table: &str, links: &[RowFileLink], row_bits: u32) -> Self {
         let (module, table, links) = (module.to_owned(), table.to_owned(), links.to_vec());
         Self { module, table, links, row_bits, seed: 0, len: 0, start: 0, lines: 0, crc32c: 0 }
     }
 
     fn range(&self) -> Option<Range<usize>> {
         let start = usize::try_from(self.start).ok()?;
-        let bytes = usize::try_from(self.lines).ok()?.checked_mul(size_of::<Line>())?;
+        let bytes = usize::try_from(self.lines).ok()?.checked_mul(size_of::<IndexLine>())?;
         Some(start..start.checked_add(bytes)?)
     }
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Header {
+struct ServeIndexHeader {
     version: u32,
-    tables: Vec<IndexOfTable>,
+    tables: Vec<ServeIndexTable>,
 }
 
 /// Write the file of a checkpoint, all of it or nothing.
-pub(in super::super) fn write_index(directory: &Directory, tables: &[(IndexOfTable, &RowIndex)]) -> Result<u64> {
+pub(in super::super) fn write_index(
+    directory: &CheckpointDirectory,
+    tables: &[(ServeIndexTable, &ServeIndex)],
+) -> Result<u64> {
     let temporary = directory.join(format!("{INDEX_FILE}.tmp"));
     let engine = directory.engine();
     if engine.exists(&temporary)? {
         engine.remove_file(&temporary)?;
     }
-    let file = engine.open(&temporary, Open::Create { preallocate: 0 })?;
+    let file = engine.open(&temporary, IoOpenMode::Create { preallocate: 0 })?;
     let written = write_all(&*file, tables).and_then(|bytes| {
         file.sync()?;
         engine.rename(&temporary, &directory.join(INDEX_FILE))?;
@@ -85,8 +88,9 @@ pub(in super::super) fn write_index(directory: &Directory, tables: &[(IndexOfTab
     written
 }
 
-fn write_all(file: &dyn IoFile, tables: &[(IndexOfTable, &RowIndex)]) -> Result<u64> {
-    let mut header = Header { version: VERSION, tables: tables.iter().map(|(table, _)| table.clone()).collect() };
+fn write_all(file: &dyn IoFile, tables: &[(ServeIndexTable, &ServeIndex)]) -> Result<u64> {
+    let mut header =
+        ServeIndexHeader { version: VERSION, tables: tables.iter().map(|(table, _)| table.clone()).collect() };
     // Numbers take more text the larger they are. With the largest ones the header is as long as it can get.
     for table in &mut header.tables {
         (table.seed, table.len, table.start, table.lines) = (u64::MAX, u64::MAX, u64::MAX, u64::MAX);
@@ -125,12 +129,14 @@ fn write_padded(file: &dyn IoFile, at: u64, bytes: &[u8]) -> Result<()> {
 /// Read the file of a checkpoint; `None` where there is none, or one of another version.
 ///
 /// Errors: `Corruption` where it was damaged, `Storage`.
-pub(in super::super) fn read_index(directory: &Directory) -> Result<Option<Vec<(IndexOfTable, RowIndex)>>> {
+pub(in super::super) fn read_index(
+    directory: &CheckpointDirectory,
+) -> Result<Option<Vec<(ServeIndexTable, ServeIndex)>>> {
     let path = directory.join(INDEX_FILE);
     if !directory.has(INDEX_FILE)? {
         return Ok(None);
     }
-    let file = directory.engine().open(&path, Open::Read)?;
+    let file = directory.engine().open(&path, IoOpenMode::Read)?;
     let damaged = |what: &str| Error::corruption(&path, 0, what, "as it was written", "something else");
     let mut length = [0; 8];
     file.read_at(0, &mut length)?;
@@ -141,22 +147,22 @@ pub(in super::super) fn read_index(directory: &Directory) -> Result<Option<Vec<(
     let mut text = crate::memory::zeros("read the header of an index", length as usize)?;
     file.read_at(8, &mut text)?;
     let Some(header) = header_of(&text, &path)? else { return Ok(None) };
-    let mapping = Arc::new(file.map(Access::Whole)?);
-    let open = |table: IndexOfTable| {
+    let mapping = Arc::new(file.map(MappingAccess::Whole)?);
+    let open = |table: ServeIndexTable| {
         let index = open_table(&mapping, &table)?.ok_or_else(|| damaged("the lines of a table"))?;
         Ok((table, index))
     };
     header.tables.into_iter().map(open).collect::<Result<_>>().map(Some)
 }
 
-fn header_of(text: &[u8], path: &Path) -> Result<Option<Header>> {
+fn header_of(text: &[u8], path: &Path) -> Result<Option<ServeIndexHeader>> {
     #[derive(Deserialize)]
-    struct Head {
+    struct ServeIndexVersion {
         version: u32,
     }
     let text = unseal_text(text, path)?;
     let damaged = |error: serde_json::Error| Error::corruption(path, 8, "the header", "valid", error);
-    let head: Head = serde_json::from_slice(&text).map_err(damaged)?;
+    let head: ServeIndexVersion = serde_json::from_slice(&text).map_err(damaged)?;
     if head.version != VERSION {
         return Ok(None);
     }
@@ -164,7 +170,7 @@ fn header_of(text: &[u8], path: &Path) -> Result<Option<Header>> {
 }
 
 /// The index of a table, verified; `None` where the file does not hold what its header says.
-fn open_table(file: &Arc<FileMapping>, table: &IndexOfTable) -> Result<Option<RowIndex>> {
+fn open_table(file: &Arc<FileMapping>, table: &ServeIndexTable) -> Result<Option<ServeIndex>> {
     let Some(range) = table.range() else { return Ok(None) };
     let fits = range.end <= file.bytes().len() && range.start.is_multiple_of(ALIGNMENT) && table.lines > 0;
     if !fits || table.len >= table.lines.saturating_mul(5) || !(1..32).contains(&table.row_bits) {
@@ -174,7 +180,7 @@ fn open_table(file: &Arc<FileMapping>, table: &IndexOfTable) -> Result<Option<Ro
     let mut found = 0;
     for start in range.clone().step_by(PIECE_BYTES) {
         let piece = start..range.end.min(start + PIECE_BYTES);
-        file.bring_in(&piece)?;
+        file.populate(&piece)?;
         found = crc32c::crc32c_append(found, &file.bytes()[piece]);
     }
     if found != table.crc32c {
@@ -184,12 +190,12 @@ fn open_table(file: &Arc<FileMapping>, table: &IndexOfTable) -> Result<Option<Ro
         )
         .at(file.path()));
     }
-    let lines: &[Line] = bytemuck::try_cast_slice(&file.bytes()[range.clone()]).unwrap_or_default();
+    let lines: &[IndexLine] = bytemuck::try_cast_slice(&file.bytes()[range.clone()]).unwrap_or_default();
     // A search goes on past lines that ids have passed, so that one at least must end it.
     let ends = lines.iter().any(|line| line.passed() == 0);
     let len = table.len;
     if !ends {
         return Ok(None);
     }
-    Ok(Some(RowIndex { lines: Lines::Shared(Arc::clone(file), range, IdHash::new(table.seed)), len }))
+    Ok(Some(ServeIndex { lines: ServeIndexLines::Shared(Arc::clone(file), range, IdHash::new(table.seed)), len }))
 }

@@ -4,53 +4,53 @@
 
 mod file;
 
-pub(super) use file::{INDEX_FILE, IndexOfTable, read_index, write_index};
+pub(super) use file::{INDEX_FILE, ServeIndexTable, read_index, write_index};
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::files::Place;
+use super::files::RowFileLocation;
 use crate::error::Result;
-use crate::index::{HostIndex, IdHash, Line, slots_of};
+use crate::index::{IdHash, IndexLine, SlotIndex, slots_of};
 use crate::io::FileMapping;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-const _: () = assert!(NO_SLOT == Place::NONE.0, "an index says NO_SLOT where it has no place");
+const _: () = assert!(NO_SLOT == RowFileLocation::NONE.0, "an index says NO_SLOT where it has no place");
 
 /// Finds the places of ids.
 #[derive(Debug)]
-pub(super) struct RowIndex {
-    lines: Lines,
+pub(super) struct ServeIndex {
+    lines: ServeIndexLines,
     len: u64,
 }
 
 /// Where the lines of an index are.
 #[derive(Debug)]
-enum Lines {
+enum ServeIndexLines {
     /// In memory of this process.
-    Private(HostIndex),
+    Private(SlotIndex),
     /// In a file that all processes share, at these bytes.
     Shared(Arc<FileMapping>, Range<usize>, IdHash),
 }
 
-impl RowIndex {
+impl ServeIndex {
     /// An empty index with room for so many ids. `Kind::Memory` where the system refuses.
     pub(super) fn with_room_for(ids: u64) -> Result<Self> {
-        let mut index = HostIndex::new(ids as usize);
+        let mut index = SlotIndex::new(ids as usize);
         index.reserve(ids.max(1) as usize)?;
-        Ok(Self { lines: Lines::Private(index), len: 0 })
+        Ok(Self { lines: ServeIndexLines::Private(index), len: 0 })
     }
 
-    fn parts(&self) -> (&[Line], IdHash) {
+    fn parts(&self) -> (&[IndexLine], IdHash) {
         match &self.lines {
-            Lines::Private(index) => index.parts(),
-            Lines::Shared(file, range, hash) => (bytemuck::cast_slice(&file.bytes()[range.clone()]), *hash),
+            ServeIndexLines::Private(index) => index.parts(),
+            ServeIndexLines::Shared(file, range, hash) => (bytemuck::cast_slice(&file.bytes()[range.clone()]), *hash),
         }
     }
 
     /// Add an id, unless it is there. The result is whether it was added. There is room for as many as were asked for.
-    pub(super) fn insert_new(&mut self, id: Id, place: Place) -> bool {
-        let Lines::Private(index) = &mut self.lines else { return false };
+    pub(super) fn insert_new(&mut self, id: Id, place: RowFileLocation) -> bool {
+        let ServeIndexLines::Private(index) = &mut self.lines else { return false };
         let is_new = index.insert_new(id, place.0);
         self.len += u64::from(is_new);
         is_new
@@ -58,16 +58,16 @@ impl RowIndex {
 
     /// Start to load the line of an id into the processor's cache.
     pub(super) fn prefetch(&self, id: Id) {
-        if let Lines::Private(index) = &self.lines {
+        if let ServeIndexLines::Private(index) = &self.lines {
             index.prefetch(id);
         }
     }
 
     /// The place of an id.
-    pub(super) fn get(&self, id: Id) -> Place {
+    pub(super) fn get(&self, id: Id) -> RowFileLocation {
         let mut slot = [NO_SLOT];
         self.get_batch(&[id], &mut slot);
-        Place(slot[0])
+        RowFileLocation(slot[0])
     }
 
     /// Write the number of the place of each id to `slots`, which is as long as `ids`; `NO_SLOT` for an id without a row.
@@ -81,7 +81,7 @@ impl RowIndex {
 
     /// The ids in its lines.
     pub(super) fn ids(&self) -> impl Iterator<Item = Id> {
-        self.parts().0.iter().flat_map(Line::ids_in_use)
+        self.parts().0.iter().flat_map(IndexLine::ids_in_use)
     }
 
     /// How many ids it has.
@@ -96,6 +96,6 @@ impl RowIndex {
 
     /// Whether it is in a file that all processes share.
     pub(super) fn is_shared(&self) -> bool {
-        matches!(self.lines, Lines::Shared(..))
+        matches!(self.lines, ServeIndexLines::Shared(..))
     }
 }

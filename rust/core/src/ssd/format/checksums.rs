@@ -8,29 +8,33 @@
 use std::arch::x86_64::{_mm_crc32_u8, _mm_crc32_u64};
 
 /// Records whose checksums are computed together.
-const AT_ONCE: usize = 4;
+const CHECKSUM_LANES: usize = 4;
 
 /// Hand the position of each record to `sink`, and the crc32c of its bytes from number `from` on. All records have one length.
-pub(super) fn checksums<'a>(records: impl Iterator<Item = &'a [u8]>, from: usize, mut sink: impl FnMut(usize, u32)) {
-    let mut together: [&[u8]; AT_ONCE] = [&[]; AT_ONCE];
+pub(super) fn checksum_each<'a>(
+    records: impl Iterator<Item = &'a [u8]>,
+    from: usize,
+    mut sink: impl FnMut(usize, u32),
+) {
+    let mut together: [&[u8]; CHECKSUM_LANES] = [&[]; CHECKSUM_LANES];
     let mut count = 0;
     for record in records {
-        together[count % AT_ONCE] = &record[from..];
+        together[count % CHECKSUM_LANES] = &record[from..];
         count += 1;
-        if count % AT_ONCE == 0 {
-            let crcs = of_some(together);
-            (count - AT_ONCE..).zip(crcs).for_each(|(at, crc)| sink(at, crc));
+        if count % CHECKSUM_LANES == 0 {
+            let crcs = checksum_group(together);
+            (count - CHECKSUM_LANES..).zip(crcs).for_each(|(at, crc)| sink(at, crc));
         }
     }
-    let done = count / AT_ONCE * AT_ONCE;
+    let done = count / CHECKSUM_LANES * CHECKSUM_LANES;
     (done..count).zip(together).for_each(|(at, record)| sink(at, crc32c::crc32c(record)));
 }
 
-fn of_some(records: [&[u8]; AT_ONCE]) -> [u32; AT_ONCE] {
+fn checksum_group(records: [&[u8]; CHECKSUM_LANES]) -> [u32; CHECKSUM_LANES] {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("sse4.2") && records.iter().all(|record| record.len() == records[0].len()) {
         // SAFETY: the processor has SSE 4.2.
-        return unsafe { in_turn(records) };
+        return unsafe { checksum_group_sse42(records) };
     }
     records.map(crc32c::crc32c)
 }
@@ -38,17 +42,17 @@ fn of_some(records: [&[u8]; AT_ONCE]) -> [u32; AT_ONCE] {
 /// The checksums of records of one length.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "sse4.2")]
-fn in_turn(records: [&[u8]; AT_ONCE]) -> [u32; AT_ONCE] {
+fn checksum_group_sse42(records: [&[u8]; CHECKSUM_LANES]) -> [u32; CHECKSUM_LANES] {
     let words = records.map(|record| record.as_chunks::<8>());
     let [a, b, c, d] = words.map(|(words, _)| words);
-    let mut crcs = [u64::from(u32::MAX); AT_ONCE];
+    let mut crcs = [u64::from(u32::MAX); CHECKSUM_LANES];
     for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
         crcs[0] = _mm_crc32_u64(crcs[0], u64::from_le_bytes(*a));
         crcs[1] = _mm_crc32_u64(crcs[1], u64::from_le_bytes(*b));
         crcs[2] = _mm_crc32_u64(crcs[2], u64::from_le_bytes(*c));
         crcs[3] = _mm_crc32_u64(crcs[3], u64::from_le_bytes(*d));
     }
-    let mut results = [0; AT_ONCE];
+    let mut results = [0; CHECKSUM_LANES];
     for ((result, crc), (_, rest)) in results.iter_mut().zip(crcs).zip(words) {
         *result = !rest.iter().fold(crc as u32, |crc, byte| _mm_crc32_u8(crc, *byte));
     }
@@ -66,13 +70,13 @@ mod tests {
             for count in 0..=9 {
                 let records = || bytes.chunks_exact(len).take(count);
                 let mut found = Vec::new();
-                checksums(records(), 4, |at, crc| found.push((at, crc)));
+                checksum_each(records(), 4, |at, crc| found.push((at, crc)));
                 let expected: Vec<(usize, u32)> =
                     records().map(|record| crc32c::crc32c(&record[4..])).enumerate().collect();
                 assert_eq!(found, expected, "{count} records of {len} bytes");
             }
         }
         let uneven = [&bytes[..20], &bytes[..30], &bytes[..40], &bytes[..50]];
-        assert_eq!(of_some(uneven), uneven.map(crc32c::crc32c));
+        assert_eq!(checksum_group(uneven), uneven.map(crc32c::crc32c));
     }
 }

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Where entries say nothing of last steps, the bytes of a step are 255, and both steps are 0. Those are the footers of tombstones, and of
-//! segments whose steps would not fit: entries have at most [`MOST_ENTRY_BYTES`], with which the rows that fit a table's cap are counted.
+//! segments whose steps would not fit: entries have at most [`MAX_ENTRY_BYTES`], with which the rows that fit a table's cap are counted.
 //!
 //! The hash is not stored, because it is a function of the id. Whether entries are rows or tombstones is the segment's content.
 
@@ -20,7 +20,7 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 use crate::prefetch::prefetch;
-use crate::ssd::format::head::Highest;
+use crate::ssd::format::head::RecordMaxima;
 use crate::ssd::format::words::{le_u32, le_u64};
 use crate::types::{Id, hash_id};
 
@@ -29,7 +29,7 @@ const TRAILER_MAGIC: &[u8; 8] = b"EMBCFOOT";
 const NO_STEPS: u8 = u8::MAX;
 
 /// The most bytes of an entry of a footer.
-pub(crate) const MOST_ENTRY_BYTES: usize = 8 + 8 + 4 + 3;
+pub(crate) const MAX_ENTRY_BYTES: usize = 8 + 8 + 4 + 3;
 /// Bytes of a trailer.
 pub(crate) const TRAILER_BYTES: usize = 72;
 /// Where the checksum of a trailer is.
@@ -61,7 +61,7 @@ impl std::fmt::Debug for LastStep {
 
 /// An entry of the footer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
+pub(crate) struct FooterEntry {
     pub(crate) id: Id,
     pub(crate) write_seq: u64,
     pub(crate) last_step: LastStep,
@@ -69,7 +69,7 @@ pub(crate) struct Entry {
     pub(crate) record: u32,
 }
 
-impl Entry {
+impl FooterEntry {
     /// Footers are sorted by this.
     pub(crate) fn key(&self) -> (u64, u64) {
         (hash_id(self.id), self.write_seq)
@@ -78,7 +78,7 @@ impl Entry {
 
 /// The last steps of a segment's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Steps {
+pub(crate) struct StepRange {
     pub(crate) lowest: u64,
     pub(crate) highest: u64,
     /// Bytes that an entry's step takes.
@@ -87,7 +87,7 @@ pub(crate) struct Steps {
 
 /// What the trailer says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Trailer {
+pub(crate) struct FooterTrailer {
     pub(crate) records: u32,
     pub(crate) highest_epoch: u32,
     pub(crate) lowest_seq: u64,
@@ -96,7 +96,7 @@ pub(crate) struct Trailer {
     /// Bytes that an entry's epoch takes.
     epoch_bytes: u8,
     /// The last steps of the rows, where the footer has them.
-    pub(crate) steps: Option<Steps>,
+    pub(crate) steps: Option<StepRange>,
     /// Checksum of the trailer. A state names the segment by it.
     pub(crate) crc: u32,
 }
@@ -116,14 +116,14 @@ pub(crate) struct EntryFormat {
 
 /// The most bytes of an entry in a footer of `records` records, none of which has more than this.
 #[inline]
-pub(crate) fn most_entry_bytes(records: u32, highest: &Highest) -> usize {
+pub(crate) fn max_entry_bytes(records: u32, highest: &RecordMaxima) -> usize {
     8 + width(highest.write_seq) + width(u64::from(highest.modified_epoch)) + width(u64::from(records))
 }
 
-/// As [`most_entry_bytes`], of a footer with last steps.
+/// As [`max_entry_bytes`], of a footer with last steps.
 #[inline]
-pub(crate) fn most_entry_bytes_with_steps(records: u32, highest: &Highest) -> usize {
-    (most_entry_bytes(records, highest) + width(highest.last_step)).min(MOST_ENTRY_BYTES)
+pub(crate) fn max_entry_bytes_with_steps(records: u32, highest: &RecordMaxima) -> usize {
+    (max_entry_bytes(records, highest) + width(highest.last_step)).min(MAX_ENTRY_BYTES)
 }
 
 /// The fewest bytes that hold `value`.
@@ -148,7 +148,7 @@ impl EntryFormat {
     /// Write an entry to the start of `into`, and zeros to the 8 bytes after it at most: each field is written as 8 bytes, and the next one
     /// takes the place of those that are too many.
     #[inline]
-    fn encode(&self, entry: &Entry, into: &mut [u8]) {
+    fn encode(&self, entry: &FooterEntry, into: &mut [u8]) {
         let below = self.highest_step.zip(entry.last_step.get()).map_or(0, |(highest, last)| highest - last);
         let fields = [
             (entry.id as u64, 8),
@@ -166,13 +166,13 @@ impl EntryFormat {
 
     /// The entry in `bytes`, which are as long as one. What they say is not checked.
     #[inline]
-    pub(crate) fn decode(&self, bytes: &[u8]) -> Entry {
+    pub(crate) fn decode(&self, bytes: &[u8]) -> FooterEntry {
         let (id, rest) = bytes.split_at(8);
         let (seq, rest) = rest.split_at(self.seq_bytes);
         let (epoch, rest) = rest.split_at(self.epoch_bytes);
         let (step, record) = rest.split_at(self.step_bytes);
         let last_step = |highest: u64| LastStep::of(highest.saturating_sub(le_uint(step)));
-        Entry {
+        FooterEntry {
             id: le_uint(id) as Id,
             write_seq: self.lowest_seq.saturating_add(le_uint(seq)),
             last_step: self.highest_step.map_or(LastStep::UNKNOWN, last_step),
@@ -182,9 +182,9 @@ impl EntryFormat {
     }
 }
 
-impl Trailer {
+impl FooterTrailer {
     /// How the entries before the trailer lie.
-    pub(crate) fn entries(&self) -> EntryFormat {
+    pub(crate) fn entry_format(&self) -> EntryFormat {
         EntryFormat {
             lowest_seq: self.lowest_seq,
             highest_epoch: self.highest_epoch,
@@ -198,22 +198,22 @@ impl Trailer {
 }
 
 /// A footer that is to be written.
-pub(crate) struct Footer<'a> {
-    entries: &'a [Entry],
+pub(crate) struct SegmentFooter<'a> {
+    entries: &'a [FooterEntry],
     /// The numbers of the entries in the order of the footer. Empty where they lie in that order.
     order: Vec<u64>,
-    trailer: Trailer,
+    trailer: FooterTrailer,
 }
 
-impl<'a> Footer<'a> {
-    /// The footer of `entries`. It has the last steps where all are known and it then has at most `most_bytes`.
-    pub(crate) fn of(entries: &'a mut [Entry], most_bytes: usize) -> Self {
-        let order = order_of(entries).unwrap_or_else(|| {
-            entries.sort_unstable_by_key(Entry::key);
+impl<'a> SegmentFooter<'a> {
+    /// The footer of `entries`. It has the last steps where all are known and it then has at most `max_bytes`.
+    pub(crate) fn of(entries: &'a mut [FooterEntry], max_bytes: usize) -> Self {
+        let order = sorted_order(entries).unwrap_or_else(|| {
+            entries.sort_unstable_by_key(FooterEntry::key);
             Vec::new()
         });
-        let mut footer = Self { trailer: describe(entries), order, entries };
-        if footer.trailer.entries().bytes() > MOST_ENTRY_BYTES || footer.bytes() > most_bytes {
+        let mut footer = Self { trailer: trailer_of(entries), order, entries };
+        if footer.trailer.entry_format().bytes() > MAX_ENTRY_BYTES || footer.bytes() > max_bytes {
             footer.trailer.steps = None;
         }
         footer
@@ -221,18 +221,18 @@ impl<'a> Footer<'a> {
 
     /// Its bytes, without the padding between the entries and the trailer.
     pub(crate) fn bytes(&self) -> usize {
-        self.entries.len() * self.trailer.entries().bytes() + TRAILER_BYTES
+        self.entries.len() * self.trailer.entry_format().bytes() + TRAILER_BYTES
     }
 
     /// Write the entries to the start of `into`, the trailer to its end, and zeros between them. Returns what the trailer says.
-    pub(crate) fn encode(mut self, serial: u64, into: &mut [u8]) -> Trailer {
-        let format = self.trailer.entries();
+    pub(crate) fn encode(mut self, serial: u64, into: &mut [u8]) -> FooterTrailer {
+        let format = self.trailer.entry_format();
         // A trailer is longer than what `EntryFormat::encode` writes after an entry.
         for at in 0..self.entries.len() {
-            if let Some(later) = self.order.get(at + AHEAD) {
-                prefetch(self.entries, number_of(*later));
+            if let Some(later) = self.order.get(at + PREFETCH_DISTANCE) {
+                prefetch(self.entries, entry_number(*later));
             }
-            let number = self.order.get(at).map_or(at, |ordered| number_of(*ordered));
+            let number = self.order.get(at).map_or(at, |ordered| entry_number(*ordered));
             format.encode(&self.entries[number], &mut into[at * format.bytes()..]);
         }
         let (body, rest) = into.split_at_mut(self.entries.len() * format.bytes());
@@ -245,18 +245,18 @@ impl<'a> Footer<'a> {
 }
 
 /// An entry is fetched into the processor's cache this many entries before its turn.
-const AHEAD: usize = 16;
+const PREFETCH_DISTANCE: usize = 16;
 /// In an order, bits of the number of an entry. Above them are bits of its hash.
 const NUMBER_BITS: u32 = 20;
 
 /// The number of an entry in an order.
-fn number_of(ordered: u64) -> usize {
+fn entry_number(ordered: u64) -> usize {
     (ordered & ((1 << NUMBER_BITS) - 1)) as usize
 }
 
 /// The numbers of entries by ascending keys; `None` where there are too few to be worth it or too many, and where the system refuses memory.
 /// Hashes are spread evenly, so nearly all of it is putting each number into its bucket, where there are one or two.
-fn order_of(entries: &[Entry]) -> Option<Vec<u64>> {
+fn sorted_order(entries: &[FooterEntry]) -> Option<Vec<u64>> {
     let buckets = entries.len().next_power_of_two();
     if buckets < 64 || entries.len() > 1 << NUMBER_BITS {
         return None;
@@ -289,7 +289,7 @@ fn order_of(entries: &[Entry]) -> Option<Vec<u64>> {
             // The bits of the hash decide, but for ids that are there several times and a few others.
             in_bucket.sort_unstable_by(|a, b| {
                 let bits = (a >> NUMBER_BITS).cmp(&(b >> NUMBER_BITS));
-                bits.then_with(|| entries[number_of(*a)].key().cmp(&entries[number_of(*b)].key()))
+                bits.then_with(|| entries[entry_number(*a)].key().cmp(&entries[entry_number(*b)].key()))
             });
         }
         start = end as usize;
@@ -298,13 +298,13 @@ fn order_of(entries: &[Entry]) -> Option<Vec<u64>> {
 }
 
 /// What the trailer of these entries says, without the checksums.
-fn describe(entries: &[Entry]) -> Trailer {
+fn trailer_of(entries: &[FooterEntry]) -> FooterTrailer {
     let (lowest_epoch, highest_epoch) = bounds(entries.iter().map(|entry| entry.modified_epoch));
     let (lowest_seq, highest_seq) = bounds(entries.iter().map(|entry| entry.write_seq));
     let known = !entries.is_empty() && entries.iter().all(|entry| entry.last_step != LastStep::UNKNOWN);
     let (lowest, highest) = bounds(entries.iter().filter_map(|entry| entry.last_step.get()));
-    let steps = Steps { lowest, highest, bytes: width(highest - lowest) as u8 };
-    Trailer {
+    let steps = StepRange { lowest, highest, bytes: width(highest - lowest) as u8 };
+    FooterTrailer {
         records: entries.len() as u32,
         highest_epoch,
         lowest_seq,
@@ -317,7 +317,7 @@ fn describe(entries: &[Entry]) -> Trailer {
 }
 
 /// Write a trailer into `into`, and note its checksum.
-fn encode_trailer(trailer: &mut Trailer, serial: u64, into: &mut [u8]) {
+fn encode_trailer(trailer: &mut FooterTrailer, serial: u64, into: &mut [u8]) {
     let (steps, step_bytes) = match trailer.steps {
         Some(steps) => ([steps.highest, steps.lowest], steps.bytes),
         None => ([0, 0], NO_STEPS),
@@ -343,7 +343,7 @@ fn bounds<T: Ord + Copy + Default>(values: impl Iterator<Item = T> + Clone) -> (
 }
 
 /// Check and take apart a trailer. It is `bytes`, the last [`TRAILER_BYTES`] of the file at `path`, and begins at `offset`.
-pub(crate) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64) -> Result<Trailer> {
+pub(crate) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64) -> Result<FooterTrailer> {
     let (stored, crc) = (le_u32(bytes, CRC_AT), crc32c::crc32c(&bytes[..CRC_AT]));
     if stored != crc {
         let (expected, got) = (format!("{stored:08x}"), format!("{crc:08x}"));
@@ -359,7 +359,7 @@ pub(crate) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64
     if bytes[11] > 4 {
         return Err(Error::corruption(path, offset + 11, "the bytes of an entry's epoch", "at most 4", bytes[11]));
     }
-    let steps = Steps { lowest: le_u64(bytes, 48), highest: le_u64(bytes, 40), bytes: bytes[56] };
+    let steps = StepRange { lowest: le_u64(bytes, 48), highest: le_u64(bytes, 40), bytes: bytes[56] };
     let has_steps = steps.bytes != NO_STEPS;
     let fit =
         if has_steps { steps.bytes <= 8 && steps.lowest <= steps.highest } else { steps.highest | steps.lowest == 0 };
@@ -378,7 +378,7 @@ pub(crate) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64
             format!("{zeros:?}"),
         ));
     }
-    let trailer = Trailer {
+    let trailer = FooterTrailer {
         records: le_u32(bytes, 8) & 0xff_ffff,
         epoch_bytes: bytes[11],
         steps: has_steps.then_some(steps),
@@ -388,9 +388,9 @@ pub(crate) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64
         entries_crc: le_u32(bytes, 64),
         crc,
     };
-    let entry_bytes = trailer.entries().bytes();
-    if entry_bytes > MOST_ENTRY_BYTES {
-        let expected = format!("at most {MOST_ENTRY_BYTES}");
+    let entry_bytes = trailer.entry_format().bytes();
+    if entry_bytes > MAX_ENTRY_BYTES {
+        let expected = format!("at most {MAX_ENTRY_BYTES}");
         return Err(Error::corruption(path, offset, "the bytes of an entry of the footer", expected, entry_bytes));
     }
     Ok(trailer)
@@ -405,16 +405,16 @@ mod tests {
     const ROOM: usize = usize::MAX;
 
     /// Append the footer of `entries`, which are sorted then, to `into`, without padding.
-    fn encode_footer(entries: &mut [Entry], serial: u64, most_bytes: usize, into: &mut Vec<u8>) -> Trailer {
-        let (start, footer) = (into.len(), Footer::of(entries, most_bytes));
+    fn encode_footer(entries: &mut [FooterEntry], serial: u64, max_bytes: usize, into: &mut Vec<u8>) -> FooterTrailer {
+        let (start, footer) = (into.len(), SegmentFooter::of(entries, max_bytes));
         into.resize(start + footer.bytes(), 1);
         let trailer = footer.encode(serial, &mut into[start..]);
-        entries.sort_unstable_by_key(Entry::key);
+        entries.sort_unstable_by_key(FooterEntry::key);
         trailer
     }
 
-    fn entry(record: u32, write_seq: u64, modified_epoch: u32, last_step: LastStep) -> Entry {
-        Entry { id: 25 - i64::from(record), write_seq, last_step, modified_epoch, record }
+    fn entry(record: u32, write_seq: u64, modified_epoch: u32, last_step: LastStep) -> FooterEntry {
+        FooterEntry { id: 25 - i64::from(record), write_seq, last_step, modified_epoch, record }
     }
 
     #[test]
@@ -422,14 +422,15 @@ mod tests {
         for (len, ids) in [(0, 1), (5, 9), (63, 9), (64, 1), (1000, 1), (1000, 30), (70_000, 1 << 40)] {
             let ids = |at: u64| (hash_id(at as Id) % ids) as Id;
             let seqs = |at: u64| hash_id(!at as Id);
-            let entries: Vec<Entry> =
-                (0..len).map(|at| Entry { id: ids(at), ..entry(at as u32, seqs(at), 0, LastStep::UNKNOWN) }).collect();
+            let entries: Vec<FooterEntry> = (0..len)
+                .map(|at| FooterEntry { id: ids(at), ..entry(at as u32, seqs(at), 0, LastStep::UNKNOWN) })
+                .collect();
             let mut expected = entries.clone();
-            expected.sort_by_key(Entry::key);
-            let order = order_of(&entries);
+            expected.sort_by_key(FooterEntry::key);
+            let order = sorted_order(&entries);
             assert_eq!(order.is_some(), len > 32, "{len} entries");
             let Some(order) = order else { continue };
-            let ordered: Vec<Entry> = order.iter().map(|ordered| entries[number_of(*ordered)]).collect();
+            let ordered: Vec<FooterEntry> = order.iter().map(|ordered| entries[entry_number(*ordered)]).collect();
             assert!(ordered == expected, "{len} entries");
         }
     }
@@ -452,18 +453,18 @@ mod tests {
             (1 << 55, Some(100), 8 + 8 + 3 + 1 + 2),
         ] {
             let steps = |i: u32| by.map_or(LastStep::UNKNOWN, |by| known(i, by));
-            let mut entries: Vec<Entry> =
+            let mut entries: Vec<FooterEntry> =
                 (0..).zip(far(step)).map(|(i, (seq, epoch))| entry(i, 5 + seq, epoch, steps(i))).collect();
             let mut footer = Vec::new();
-            let format = encode_footer(&mut entries, 1, ROOM, &mut footer).entries();
+            let format = encode_footer(&mut entries, 1, ROOM, &mut footer).entry_format();
             assert_eq!(format.bytes(), bytes, "{step} {by:?}");
             assert!(footer.chunks(bytes).zip(&entries).all(|(bytes, entry)| format.decode(bytes) == *entry));
         }
-        assert_eq!(encode_footer(&mut [], 1, ROOM, &mut Vec::new()).entries().bytes(), 8);
+        assert_eq!(encode_footer(&mut [], 1, ROOM, &mut Vec::new()).entry_format().bytes(), 8);
     }
 
     #[test]
-    fn steps_are_left_out_where_one_is_unknown_and_where_they_do_not_fit() {
+    fn steps_are_omitted_if_unknown_or_too_large() {
         let made = |steps: [LastStep; 2], epoch: u32, seq: u64, most_bytes: usize| {
             let mut entries = [entry(0, 1, 0, steps[0]), entry(1, 1 + seq, epoch, steps[1])];
             let mut footer = Vec::new();
@@ -484,14 +485,14 @@ mod tests {
     }
 
     #[test]
-    fn a_footer_is_sorted_by_hash_and_every_flipped_bit_of_its_trailer_is_found() {
+    fn footer_is_sorted_and_detects_trailer_bit_flips() {
         for known in [true, false] {
             let step = |i: u32| if known { LastStep::of(1000 - u64::from(i)) } else { LastStep::UNKNOWN };
-            let mut entries: Vec<Entry> = (0..50).map(|i| entry(i, 100 + u64::from(i), i % 7, step(i))).collect();
+            let mut entries: Vec<FooterEntry> = (0..50).map(|i| entry(i, 100 + u64::from(i), i % 7, step(i))).collect();
             let mut bytes = Vec::new();
             let trailer = encode_footer(&mut entries, 9, ROOM, &mut bytes);
             assert!(entries.is_sorted_by_key(|entry| hash_id(entry.id)));
-            let format = trailer.entries();
+            let format = trailer.entry_format();
             assert_eq!(format.bytes(), 8 + 1 + 1 + usize::from(known) + 1);
             let body = &bytes[..50 * format.bytes()];
             assert!(body.chunks(format.bytes()).map(|bytes| format.decode(bytes)).eq(entries.iter().copied()));

@@ -1,6 +1,6 @@
 //! The head of a record: what lies before its payload.
 //!
-//! A head is packed: each number takes as few bytes as the segment needs ([`Widths`]), which the segment's header says.
+//! A head is packed: each number takes as few bytes as the segment needs ([`HeadWidths`]), which the segment's header says.
 //!
 //! ```text
 //! crc32c of all that follows, payload included, xor the mask of the record's position u32 | id i64 | write_seq | last step
@@ -20,27 +20,27 @@ pub(crate) const ID_AT: usize = CHECKED_FROM;
 /// Bytes of a head before the numbers that are packed: the checksum and the id.
 const UNPACKED_BYTES: usize = ID_AT + 8;
 /// The most bytes of a head.
-pub(crate) const MOST_HEAD_BYTES: usize = UNPACKED_BYTES + 8 + 8 + 4 + 4 + 4;
+pub(crate) const MAX_HEAD_BYTES: usize = UNPACKED_BYTES + 8 + 8 + 4 + 4 + 4;
 /// A number of a head is written and read as 8 bytes, of which the next one takes those that are too many. So the last one needs
 /// so many bytes after it.
-const SPARE_BYTES: usize = 8;
+const OVERRUN_BYTES: usize = 8;
 
 /// The highest number of each kind in a tier's records. Widths follow from it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Highest {
+pub(crate) struct RecordMaxima {
     pub(crate) write_seq: u64,
     pub(crate) last_step: u64,
     pub(crate) modified_epoch: u32,
     pub(crate) count: u32,
     /// Whether any row may have a score that is not 0.
-    pub(crate) scores: bool,
+    pub(crate) has_scores: bool,
 }
 
-impl Highest {
+impl RecordMaxima {
     /// Of any record.
     #[cfg(test)]
     pub(crate) const ANY: Self =
-        Self { write_seq: u64::MAX, last_step: u64::MAX, modified_epoch: u32::MAX, count: u32::MAX, scores: true };
+        Self { write_seq: u64::MAX, last_step: u64::MAX, modified_epoch: u32::MAX, count: u32::MAX, has_scores: true };
 
     /// Of these rows, but for `write_seq`, which a row does not have.
     pub(crate) fn of_rows<'a>(rows: impl Iterator<Item = &'a RowHeader>) -> Self {
@@ -49,7 +49,7 @@ impl Highest {
             last_step: highest.last_step.max(row.last_step),
             modified_epoch: highest.modified_epoch.max(row.modified_epoch),
             count: highest.count.max(row.count),
-            scores: highest.scores || row.score.to_bits() != 0,
+            has_scores: highest.has_scores || row.score.to_bits() != 0,
         })
     }
 
@@ -60,14 +60,14 @@ impl Highest {
             last_step: self.last_step.max(other.last_step),
             modified_epoch: self.modified_epoch.max(other.modified_epoch),
             count: self.count.max(other.count),
-            scores: self.scores || other.scores,
+            has_scores: self.has_scores || other.has_scores,
         }
     }
 }
 
 /// Bytes that the numbers of a head take, which say how the heads of a segment's records lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Widths {
+pub(crate) struct HeadWidths {
     write_seq: u8,
     last_step: u8,
     modified_epoch: u8,
@@ -76,34 +76,34 @@ pub(crate) struct Widths {
 }
 
 /// The least of `widths` that holds `value`.
-fn least(widths: &[u8], value: u64) -> u8 {
-    widths.iter().copied().find(|width| value <= mask(*width)).unwrap_or(8)
+fn least_width(widths: &[u8], value: u64) -> u8 {
+    widths.iter().copied().find(|width| value <= max_of_width(*width)).unwrap_or(8)
 }
 
 /// The largest number of `width` bytes.
 #[inline]
-fn mask(width: u8) -> u64 {
+fn max_of_width(width: u8) -> u64 {
     u64::MAX.checked_shr(64 - 8 * u32::from(width)).unwrap_or(0)
 }
 
-impl Widths {
+impl HeadWidths {
     /// No number takes a byte.
     pub(crate) const NONE: Self = Self { write_seq: 0, last_step: 0, modified_epoch: 0, count: 0, score: 0 };
 
     /// Widths for rows that have no more than this. Whenever a width grows, a tier closes its open segments. So widths that would do for a
     /// short time only are left out.
-    pub(crate) fn of_rows(highest: &Highest) -> Self {
+    pub(crate) fn of_rows(highest: &RecordMaxima) -> Self {
         Self {
-            write_seq: least(&[4, 5, 6], highest.write_seq),
-            last_step: least(&[0, 3, 4], highest.last_step),
-            modified_epoch: least(&[0, 1, 2, 4], highest.modified_epoch.into()),
-            count: least(&[0, 1, 2, 4], highest.count.into()),
-            score: if highest.scores { 4 } else { 0 },
+            write_seq: least_width(&[4, 5, 6], highest.write_seq),
+            last_step: least_width(&[0, 3, 4], highest.last_step),
+            modified_epoch: least_width(&[0, 1, 2, 4], highest.modified_epoch.into()),
+            count: least_width(&[0, 1, 2, 4], highest.count.into()),
+            score: if highest.has_scores { 4 } else { 0 },
         }
     }
 
     /// Widths for tombstones, which only have a `write_seq` and an epoch.
-    pub(crate) fn of_tombstones(highest: &Highest) -> Self {
+    pub(crate) fn of_tombstones(highest: &RecordMaxima) -> Self {
         Self { last_step: 0, count: 0, score: 0, ..Self::of_rows(highest) }
     }
 
@@ -133,7 +133,7 @@ impl Widths {
     /// Write the head of a record but for its checksum. `into` is as long as the head.
     #[inline]
     pub(crate) fn encode(self, fields: &HeadFields, into: &mut [u8]) {
-        let mut bytes = [0; MOST_HEAD_BYTES + SPARE_BYTES];
+        let mut bytes = [0; MAX_HEAD_BYTES + OVERRUN_BYTES];
         bytes[ID_AT..UNPACKED_BYTES].copy_from_slice(&fields.id.to_le_bytes());
         let values = [
             fields.write_seq,
@@ -143,8 +143,8 @@ impl Widths {
             fields.score.to_bits().into(),
         ];
         let mut at = UNPACKED_BYTES;
-        for (value, width) in values.into_iter().zip(self.each()) {
-            debug_assert!(value <= mask(width), "{value} in {width} bytes");
+        for (value, width) in values.into_iter().zip(self.to_array()) {
+            debug_assert!(value <= max_of_width(width), "{value} in {width} bytes");
             bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
             at += usize::from(width);
         }
@@ -154,28 +154,28 @@ impl Widths {
     /// Bytes of the head.
     #[inline]
     pub(crate) fn bytes(self) -> usize {
-        UNPACKED_BYTES + self.each().iter().map(|width| usize::from(*width)).sum::<usize>()
+        UNPACKED_BYTES + self.to_array().iter().map(|width| usize::from(*width)).sum::<usize>()
     }
 
     /// The most that a record with such a head can have.
-    pub(crate) fn highest(self) -> Highest {
-        Highest {
-            write_seq: mask(self.write_seq),
-            last_step: mask(self.last_step),
-            modified_epoch: mask(self.modified_epoch) as u32,
-            count: mask(self.count) as u32,
-            scores: self.score > 0,
+    pub(crate) fn highest(self) -> RecordMaxima {
+        RecordMaxima {
+            write_seq: max_of_width(self.write_seq),
+            last_step: max_of_width(self.last_step),
+            modified_epoch: max_of_width(self.modified_epoch) as u32,
+            count: max_of_width(self.count) as u32,
+            has_scores: self.score > 0,
         }
     }
 
     /// The fields of a record's head, whose bytes are `head`. The checksum is not looked at.
     #[inline]
     pub(crate) fn decode(self, head: &[u8]) -> HeadFields {
-        let mut bytes = [0; MOST_HEAD_BYTES + SPARE_BYTES];
+        let mut bytes = [0; MAX_HEAD_BYTES + OVERRUN_BYTES];
         bytes[..head.len()].copy_from_slice(head);
         let mut at = UNPACKED_BYTES;
-        let [write_seq, last_step, modified_epoch, count, score] = self.each().map(|width| {
-            let value = le_u64(&bytes, at) & mask(width);
+        let [write_seq, last_step, modified_epoch, count, score] = self.to_array().map(|width| {
+            let value = le_u64(&bytes, at) & max_of_width(width);
             at += usize::from(width);
             value
         });
@@ -190,7 +190,7 @@ impl Widths {
     }
 
     /// In the order of the head.
-    fn each(self) -> [u8; 5] {
+    fn to_array(self) -> [u8; 5] {
         [self.write_seq, self.last_step, self.modified_epoch, self.count, self.score]
     }
 }
@@ -229,13 +229,13 @@ mod tests {
         )
     }
 
-    fn highest_of(fields: &HeadFields) -> Highest {
-        Highest {
+    fn highest_of(fields: &HeadFields) -> RecordMaxima {
+        RecordMaxima {
             write_seq: fields.write_seq,
             last_step: fields.last_step,
             modified_epoch: fields.modified_epoch,
             count: fields.count,
-            scores: fields.score.to_bits() != 0,
+            has_scores: fields.score.to_bits() != 0,
         }
     }
 
@@ -249,9 +249,9 @@ mod tests {
         #[test]
         fn a_head_comes_back(fields in any_fields(), other in any_fields()) {
             let highest = highest_of(&fields).max(highest_of(&other));
-            let widths = Widths::of_rows(&highest);
-            prop_assert_eq!(Widths::from_bits(widths.to_bits()), Some(widths));
-            prop_assert!(widths.bytes() <= MOST_HEAD_BYTES);
+            let widths = HeadWidths::of_rows(&highest);
+            prop_assert_eq!(HeadWidths::from_bits(widths.to_bits()), Some(widths));
+            prop_assert!(widths.bytes() <= MAX_HEAD_BYTES);
             prop_assert_eq!(widths.highest().max(highest), widths.highest());
             let mut bytes = vec![1; widths.bytes()];
             widths.encode(&fields, &mut bytes);
@@ -262,9 +262,9 @@ mod tests {
         /// Whatever a header says, it is no widths or those that it says.
         #[test]
         fn bits_are_widths_or_none(bits in any::<u16>()) {
-            if let Some(widths) = Widths::from_bits(bits) {
+            if let Some(widths) = HeadWidths::from_bits(bits) {
                 prop_assert_eq!(widths.to_bits(), bits);
-                prop_assert!(widths.bytes() <= MOST_HEAD_BYTES);
+                prop_assert!(widths.bytes() <= MAX_HEAD_BYTES);
             }
         }
     }
@@ -280,12 +280,12 @@ mod tests {
             modified_epoch,
         };
         let bytes = |write_seq, rows: &[RowHeader]| {
-            let highest = Highest { write_seq, ..Highest::of_rows(rows.iter()) };
-            [Widths::of_rows(&highest), Widths::of_tombstones(&highest)].map(Widths::bytes)
+            let highest = RecordMaxima { write_seq, ..RecordMaxima::of_rows(rows.iter()) };
+            [HeadWidths::of_rows(&highest), HeadWidths::of_tombstones(&highest)].map(HeadWidths::bytes)
         };
         assert_eq!(bytes(1, &[row(0, 0, 0, 0.0)]), [16, 16]);
         assert_eq!(bytes(1, &[row(1, 1, 1, 0.0)]), [21, 17]);
         assert_eq!(bytes(1 << 32, &[row(0, 0, 1, 0.0), row(1 << 24, 256, 256, -0.0)]), [29, 19]);
-        assert_eq!(bytes(u64::MAX, &[row(u64::MAX, u32::MAX, u32::MAX, 1.0)]), [MOST_HEAD_BYTES, 24]);
+        assert_eq!(bytes(u64::MAX, &[row(u64::MAX, u32::MAX, u32::MAX, 1.0)]), [MAX_HEAD_BYTES, 24]);
     }
 }

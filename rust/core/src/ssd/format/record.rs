@@ -3,20 +3,20 @@
 //! The payload is that of rows only: 4 bytes for each float of the vector part, then the scalar slot where the layout has one, f32.
 //! `write_seq` is the order of writing. Compaction keeps it, and `modified_epoch`.
 //!
-//! The mask (see [`Binding`]) binds a record to its table, its segment and its number there. So a whole record that lies where another
+//! The mask (see [`RecordBinding`]) binds a record to its table, its segment and its number there. So a whole record that lies where another
 //! belongs, because a disk lost a write or put it elsewhere, is damage like any other.
 
 use std::path::Path;
 
 use crate::error::{Error, Result};
 use crate::rows::{RowHeader, RowLayout, RowRef};
-use crate::ssd::format::checksums::checksums;
-use crate::ssd::format::head::{CHECKED_FROM, HeadFields, MOST_HEAD_BYTES, Widths};
+use crate::ssd::format::checksums::checksum_each;
+use crate::ssd::format::head::{CHECKED_FROM, HeadFields, HeadWidths, MAX_HEAD_BYTES};
 use crate::ssd::format::words::le_u32;
 use crate::types::{Id, hash_id};
 
 /// Rows that are encoded together, so that their checksums are computed in turn while their bytes are in the processor's cache.
-const AT_ONCE: usize = 4;
+const ENCODE_GROUP_ROWS: usize = 4;
 /// The difference between the masks of two records that follow each other. It is odd, so that no two records of a segment have the same
 /// mask.
 const MASK_STEP: u32 = 0x9e37_79b1;
@@ -26,12 +26,12 @@ const _: () = assert!(cfg!(target_endian = "little"), "records are little-endian
 
 /// Ties the records of a segment to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Binding {
+pub(crate) struct RecordBinding {
     first: u32,
     step: u32,
 }
 
-impl Binding {
+impl RecordBinding {
     /// The binding of the records of segment `serial` of the table `key`.
     pub(crate) fn new(key: u64, serial: u64) -> Self {
         let first = hash_id((key ^ serial.rotate_left(32)) as i64) as u32;
@@ -66,8 +66,8 @@ fn mask_checksum(record: &mut [u8], mask: u32) {
 /// How the records of a segment lie, and what ties them to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RecordFormat {
-    pub(crate) widths: Widths,
-    pub(crate) binding: Binding,
+    pub(crate) widths: HeadWidths,
+    pub(crate) binding: RecordBinding,
 }
 
 /// Bytes of the payload of a row of `layout`.
@@ -76,8 +76,8 @@ pub(crate) fn payload_bytes(layout: &RowLayout) -> usize {
 }
 
 /// The most bytes of the record of a row of `layout`.
-pub(crate) fn most_record_bytes(layout: &RowLayout) -> usize {
-    MOST_HEAD_BYTES + payload_bytes(layout)
+pub(crate) fn max_record_bytes(layout: &RowLayout) -> usize {
+    MAX_HEAD_BYTES + payload_bytes(layout)
 }
 
 /// A record that was read and checked.
@@ -94,7 +94,7 @@ pub(crate) fn encode_rows(
     into: &mut [u8],
     rows: &[RowRef<'_>],
     layout: &RowLayout,
-    (widths, first_seq): (Widths, u64),
+    (widths, first_seq): (HeadWidths, u64),
 ) {
     let record_bytes = widths.bytes() + payload_bytes(layout);
     let rows = rows.iter().zip(first_seq..);
@@ -104,7 +104,7 @@ pub(crate) fn encode_rows(
 }
 
 /// Write records again that were read, with heads of these widths. They are still to be bound to their segments.
-pub(crate) fn repack<'a>(into: &mut [u8], records: impl Iterator<Item = &'a Record<'a>>, widths: Widths) {
+pub(crate) fn repack<'a>(into: &mut [u8], records: impl Iterator<Item = &'a Record<'a>>, widths: HeadWidths) {
     let head_bytes = widths.bytes();
     let mut records = records.peekable();
     let record_bytes = head_bytes + records.peek().map_or(0, |record| record.payload.len());
@@ -123,10 +123,10 @@ fn encode_each<T>(
     mut items: impl Iterator<Item = T>,
     encode: impl Fn(&mut [u8], T),
 ) {
-    for group in into.chunks_mut(AT_ONCE * record_bytes) {
+    for group in into.chunks_mut(ENCODE_GROUP_ROWS * record_bytes) {
         group.chunks_exact_mut(record_bytes).zip(&mut items).for_each(|(record, item)| encode(record, item));
-        let mut crcs = [0; AT_ONCE];
-        checksums(group.chunks_exact(record_bytes), CHECKED_FROM, |at, crc| crcs[at] = crc);
+        let mut crcs = [0; ENCODE_GROUP_ROWS];
+        checksum_each(group.chunks_exact(record_bytes), CHECKED_FROM, |at, crc| crcs[at] = crc);
         for (record, crc) in group.chunks_exact_mut(record_bytes).zip(crcs) {
             record[..CHECKED_FROM].copy_from_slice(&crc.to_le_bytes());
         }
@@ -135,7 +135,7 @@ fn encode_each<T>(
 
 /// Write a row's record but for its checksum.
 #[inline]
-fn encode_row(into: &mut [u8], row: &RowRef<'_>, scalar_slot: bool, (widths, write_seq): (Widths, u64)) {
+fn encode_row(into: &mut [u8], row: &RowRef<'_>, scalar_slot: bool, (widths, write_seq): (HeadWidths, u64)) {
     let (head, payload) = into.split_at_mut(widths.bytes());
     widths.encode(&head_of(row.header, write_seq), head);
     let (vector, scalar) = payload.split_at_mut(row.vector.len() * 4);
@@ -146,7 +146,7 @@ fn encode_row(into: &mut [u8], row: &RowRef<'_>, scalar_slot: bool, (widths, wri
 }
 
 /// Write a tombstone into `into`, which is as long as a head of these widths. It is still to be bound to its segment.
-pub(crate) fn encode_tombstone(into: &mut [u8], id: Id, modified_epoch: u32, (widths, write_seq): (Widths, u64)) {
+pub(crate) fn encode_tombstone(into: &mut [u8], id: Id, modified_epoch: u32, (widths, write_seq): (HeadWidths, u64)) {
     let header = RowHeader { id, modified_epoch, ..RowHeader::default() };
     widths.encode(&head_of(&header, write_seq), into);
     let crc = crc32c::crc32c(&into[CHECKED_FROM..]);
@@ -179,7 +179,7 @@ pub(crate) fn decode<'a>(
 
 /// Hand the position of each record to `sink`, and the checksum of its bytes for [`decode_with`]. All records have one length.
 pub(crate) fn checksums_of<'a>(records: impl Iterator<Item = &'a [u8]>, sink: impl FnMut(usize, u32)) {
-    checksums(records, CHECKED_FROM, sink);
+    checksum_each(records, CHECKED_FROM, sink);
 }
 
 /// As [`decode`], with the checksum of the bytes that was computed.
@@ -218,10 +218,10 @@ impl Record<'_> {
 mod tests {
     use super::*;
     use crate::error::Kind;
-    use crate::ssd::format::head::Highest;
+    use crate::ssd::format::head::RecordMaxima;
 
     const LAYOUT: RowLayout = RowLayout { dim: 3, vector_slots: 1, scalar_slot: true };
-    const BINDING: Binding = Binding { first: 0x1234_5678, step: MASK_STEP };
+    const BINDING: RecordBinding = RecordBinding { first: 0x1234_5678, step: MASK_STEP };
     const NUMBER: u32 = 5;
 
     fn header() -> RowHeader {
@@ -229,8 +229,8 @@ mod tests {
         RowHeader { id: -7, last_step: 9, count: 3, score: 2.5, scalar, modified_epoch: 4 }
     }
 
-    fn widths() -> Widths {
-        Widths::of_rows(&Highest { write_seq: 77, ..Highest::of_rows(std::iter::once(&header())) })
+    fn widths() -> HeadWidths {
+        HeadWidths::of_rows(&RecordMaxima { write_seq: 77, ..RecordMaxima::of_rows(std::iter::once(&header())) })
     }
 
     fn position() -> (RecordFormat, u32) {
@@ -280,7 +280,8 @@ mod tests {
 
     #[test]
     fn a_tombstone_has_no_payload() {
-        let widths = Widths::of_tombstones(&Highest { write_seq: 6, modified_epoch: 5, ..Highest::default() });
+        let widths =
+            HeadWidths::of_tombstones(&RecordMaxima { write_seq: 6, modified_epoch: 5, ..RecordMaxima::default() });
         let format = RecordFormat { widths, binding: BINDING };
         let mut bytes = vec![0; format.widths.bytes()];
         encode_tombstone(&mut bytes, i64::MIN, 5, (widths, 6));
@@ -293,20 +294,20 @@ mod tests {
     #[test]
     fn a_whole_record_at_another_position_is_found() {
         let (_, _, bytes) = sample();
-        let refused = |(binding, number): (Binding, u32)| {
+        let refused = |(binding, number): (RecordBinding, u32)| {
             let position = (RecordFormat { binding, ..position().0 }, number);
             decode(&bytes, position, Path::new("x"), 0).is_err_and(|error| error.kind() == Kind::Corruption)
         };
         assert!((0..1 << 20).filter(|number| *number != NUMBER).all(|number| refused((BINDING, number))));
-        assert!((0..1000).all(|serial| refused((Binding::new(7, serial), NUMBER))), "another segment");
-        let (here, there) = (Binding::new(7, 3), Binding::new(8, 3));
+        assert!((0..1000).all(|serial| refused((RecordBinding::new(7, serial), NUMBER))), "another segment");
+        let (here, there) = (RecordBinding::new(7, 3), RecordBinding::new(8, 3));
         assert!((0..1000).all(|number| here.mask(number) != there.mask(number)), "another table");
     }
 
     #[test]
     fn a_record_that_moves_is_bound_to_its_new_position() {
         let (header, vector, bytes) = sample();
-        let to = (Binding::new(7, 9), 11);
+        let to = (RecordBinding::new(7, 9), 11);
         let mut moved = bytes;
         BINDING.rebind(NUMBER, to, &mut moved);
         let mut read = vec![0.0; 6];
@@ -318,7 +319,7 @@ mod tests {
     #[test]
     fn a_record_is_written_again_with_other_widths() {
         let (header, vector, bytes) = sample();
-        let wide = Widths::of_rows(&Highest::ANY);
+        let wide = HeadWidths::of_rows(&RecordMaxima::ANY);
         let record = decode(&bytes, position(), Path::new("x"), 0).unwrap();
         let mut again = vec![0; 2 * (wide.bytes() + payload_bytes(&LAYOUT))];
         repack(&mut again, [&record, &record].into_iter(), wide);

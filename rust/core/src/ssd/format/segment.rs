@@ -12,8 +12,8 @@ use std::path::Path;
 use crate::config::OptimizerKind;
 use crate::error::{Error, Result};
 use crate::rows::RowLayout;
-use crate::ssd::format::head::{MOST_HEAD_BYTES, Widths};
-use crate::ssd::format::record::{Binding, RecordFormat, payload_bytes};
+use crate::ssd::format::head::{HeadWidths, MAX_HEAD_BYTES};
+use crate::ssd::format::record::{RecordBinding, RecordFormat, payload_bytes};
 
 const HEADER_MAGIC: [u8; 8] = *b"EMBCSEG1";
 const FIXED_HEADER_BYTES: usize = 36;
@@ -27,55 +27,55 @@ pub(crate) const MAX_HEADER_BYTES: usize = 4096;
 /// What the records of a segment are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Content {
+pub(crate) enum SegmentContent {
     Rows = 1,
     Tombstones = 2,
 }
 
 /// One value of a row.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Field {
+struct SchemaField {
     name: String,
     width: u32,
 }
 
 /// What the headers of all segments of a table say, except serial and content.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Schema {
+pub(crate) struct SegmentSchema {
     table_key: u64,
     /// Bytes of a row's record after its head.
     payload_bytes: usize,
-    fields: Vec<Field>,
+    fields: Vec<SchemaField>,
 }
 
-impl Schema {
+impl SegmentSchema {
     /// The schema of rows of `layout`. Slots have the names that the optimizer gives them, where it is known.
     pub(crate) fn new(table_key: u64, optimizer: &str, layout: &RowLayout) -> Self {
         let names = OptimizerKind::from_name(optimizer).map(OptimizerKind::slot_names).unwrap_or_default();
         let slots = layout.vector_slots + usize::from(layout.scalar_slot);
-        let mut fields = vec![Field { name: "weight".into(), width: layout.dim as u32 }];
+        let mut fields = vec![SchemaField { name: "weight".into(), width: layout.dim as u32 }];
         for slot in 0..slots {
             let name = names.get(slot).map_or_else(|| format!("slot{slot}"), |name| (*name).to_owned());
             let width = if slot < layout.vector_slots { layout.dim as u32 } else { 1 };
-            fields.push(Field { name, width });
+            fields.push(SchemaField { name, width });
         }
         Self { table_key, payload_bytes: payload_bytes(layout), fields }
     }
 
     /// Bytes of a record whose head has these widths in a segment of `content`.
-    pub(crate) fn record_bytes(&self, content: Content, widths: Widths) -> usize {
+    pub(crate) fn record_bytes(&self, content: SegmentContent, widths: HeadWidths) -> usize {
         widths.bytes() + self.payload_bytes(content)
     }
 
     /// The most bytes of a record in a segment of `content`.
-    pub(crate) fn most_record_bytes(&self, content: Content) -> usize {
-        MOST_HEAD_BYTES + self.payload_bytes(content)
+    pub(crate) fn max_record_bytes(&self, content: SegmentContent) -> usize {
+        MAX_HEAD_BYTES + self.payload_bytes(content)
     }
 
-    fn payload_bytes(&self, content: Content) -> usize {
+    fn payload_bytes(&self, content: SegmentContent) -> usize {
         match content {
-            Content::Rows => self.payload_bytes,
-            Content::Tombstones => 0,
+            SegmentContent::Rows => self.payload_bytes,
+            SegmentContent::Tombstones => 0,
         }
     }
 
@@ -85,12 +85,12 @@ impl Schema {
     }
 
     /// The format of the records of segment `serial`, whose heads have these widths.
-    pub(crate) fn record_format(&self, serial: u64, widths: Widths) -> RecordFormat {
-        RecordFormat { widths, binding: Binding::new(self.table_key, serial) }
+    pub(crate) fn record_format(&self, serial: u64, widths: HeadWidths) -> RecordFormat {
+        RecordFormat { widths, binding: RecordBinding::new(self.table_key, serial) }
     }
 
     /// The header of segment `serial`.
-    pub(crate) fn header(&self, serial: u64, content: Content, widths: Widths) -> Vec<u8> {
+    pub(crate) fn header(&self, serial: u64, content: SegmentContent, widths: HeadWidths) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.header_bytes());
         bytes.extend_from_slice(&HEADER_MAGIC);
         bytes.extend_from_slice(&(self.header_bytes() as u32).to_le_bytes());
@@ -112,16 +112,21 @@ impl Schema {
 
     /// Check that `bytes`, the start of the file at `path`, are the header of segment `serial`. Returns its content and the format of its
     /// records.
-    pub(crate) fn check_header(&self, bytes: &[u8], path: &Path, serial: u64) -> Result<(Content, RecordFormat)> {
+    pub(crate) fn check_header(
+        &self,
+        bytes: &[u8],
+        path: &Path,
+        serial: u64,
+    ) -> Result<(SegmentContent, RecordFormat)> {
         let bits = bytes.get(WIDTHS_AT..WIDTHS_AT + 2).map_or(0, |bits| u16::from_le_bytes([bits[0], bits[1]]));
         // The header does not agree with widths that it does not have.
-        let widths = Widths::from_bits(bits).unwrap_or(Widths::NONE);
-        for content in [Content::Rows, Content::Tombstones] {
+        let widths = HeadWidths::from_bits(bits).unwrap_or(HeadWidths::NONE);
+        for content in [SegmentContent::Rows, SegmentContent::Tombstones] {
             if bytes == self.header(serial, content, widths) {
                 return Ok((content, self.record_format(serial, widths)));
             }
         }
-        let expected = self.header(serial, Content::Rows, widths);
+        let expected = self.header(serial, SegmentContent::Rows, widths);
         let at = expected.iter().zip(bytes).position(|(a, b)| a != b).unwrap_or(bytes.len());
         let got = bytes.get(at).map_or_else(|| "missing".to_owned(), |byte| format!("{byte:#04x}"));
         Err(Error::corruption(path, at as u64, "the segment's header", "that of this table's rows", got))
@@ -132,24 +137,28 @@ impl Schema {
 mod tests {
     use super::*;
     use crate::error::Kind;
-    use crate::ssd::format::head::Highest;
+    use crate::ssd::format::head::RecordMaxima;
 
-    fn schema() -> Schema {
-        Schema::new(5, "rowwise_adagrad", &OptimizerKind::RowWiseAdagrad.layout(8))
+    fn schema() -> SegmentSchema {
+        SegmentSchema::new(5, "rowwise_adagrad", &OptimizerKind::RowWiseAdagrad.layout(8))
     }
 
     #[test]
     fn a_header_names_its_fields_and_is_checked_byte_for_byte() {
         let schema = schema();
-        assert_eq!(schema.fields, [Field { name: "weight".into(), width: 8 }, Field { name: "sum".into(), width: 1 }]);
-        let highest = Highest { write_seq: 1 << 40, last_step: 70_000, modified_epoch: 3, count: 300, scores: true };
-        let widths = Widths::of_rows(&highest);
-        let header = schema.header(3, Content::Rows, widths);
+        assert_eq!(
+            schema.fields,
+            [SchemaField { name: "weight".into(), width: 8 }, SchemaField { name: "sum".into(), width: 1 }]
+        );
+        let highest =
+            RecordMaxima { write_seq: 1 << 40, last_step: 70_000, modified_epoch: 3, count: 300, has_scores: true };
+        let widths = HeadWidths::of_rows(&highest);
+        let header = schema.header(3, SegmentContent::Rows, widths);
         assert_eq!(header.len(), schema.header_bytes());
         let (content, format) = schema.check_header(&header, Path::new("x"), 3).unwrap();
-        assert_eq!((content, format), (Content::Rows, schema.record_format(3, widths)));
-        let tombstones = schema.header(3, Content::Tombstones, widths);
-        assert_eq!(schema.check_header(&tombstones, Path::new("x"), 3).unwrap(), (Content::Tombstones, format));
+        assert_eq!((content, format), (SegmentContent::Rows, schema.record_format(3, widths)));
+        let tombstones = schema.header(3, SegmentContent::Tombstones, widths);
+        assert_eq!(schema.check_header(&tombstones, Path::new("x"), 3).unwrap(), (SegmentContent::Tombstones, format));
         for bit in 0..header.len() * 8 {
             let mut flipped = header.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);

@@ -7,16 +7,16 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, publish, read_file};
+use crate::io::{IoEngine, read_file, write_atomically};
 use crate::rows::RowLayout;
 use crate::ssd::format::names::state_path;
-use crate::ssd::identity::{Identity, StateCounters};
+use crate::ssd::identity::{ShardIdentity, StateCounters};
 
-const TITLE: &str = "embcache-ssd-state";
+const STATE_TITLE: &str = "embcache-ssd-state";
 /// The format, of which the segments' files are a part.
 const FORMAT: u32 = 1;
 /// No file of a state is longer: 2²⁰ segments at less than 128 bytes each, and the longest note.
-const LIMIT_BYTES: u64 = 256 << 20;
+const MAX_STATE_BYTES: u64 = 256 << 20;
 
 /// A counter in a file that is larger than this is damage: counting one by one does not get there. What is added to a counter up to
 /// this does not overflow.
@@ -25,7 +25,7 @@ pub(crate) const MAX_COUNT: u64 = 1 << 62;
 /// A segment as a state names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Named {
+pub struct SegmentDescriptor {
     /// Serial.
     #[serde(rename = "n")]
     pub serial: u64,
@@ -49,7 +49,7 @@ pub struct SegmentSet {
     /// Rows. A row counts once, however many records of it there are.
     pub rows: u64,
     /// The segments.
-    pub segments: Vec<Named>,
+    pub segments: Vec<SegmentDescriptor>,
 }
 
 impl SegmentSet {
@@ -78,17 +78,17 @@ impl SegmentSet {
 #[serde(deny_unknown_fields)]
 pub(crate) struct StateFile {
     pub(crate) token: u64,
-    pub(crate) identity: Identity,
+    pub(crate) identity: ShardIdentity,
     pub(crate) vector_floats: u64,
     pub(crate) scalar_slot: bool,
     pub(crate) counters: StateCounters,
     /// No record of this state has a larger `write_seq`.
     pub(crate) write_seq: u64,
     pub(crate) rows: u64,
-    pub(crate) segments: Vec<Named>,
+    pub(crate) segments: Vec<SegmentDescriptor>,
     /// The table's own bytes. Their length is in the first line, and the checksum there covers them too.
     #[serde(skip)]
-    pub(crate) note: Vec<u8>,
+    pub(crate) metadata: Vec<u8>,
 }
 
 impl StateFile {
@@ -96,23 +96,24 @@ impl StateFile {
     pub(crate) fn write(&self, engine: &dyn IoEngine, dir: &Path) -> Result<()> {
         let body = serde_json::to_string(self)
             .map_err(|e| Error::new(Kind::Storage, format!("cannot render the state of {}: {e}", dir.display())))?;
-        let crc = crc32c::crc32c_append(crc32c::crc32c(body.as_bytes()), &self.note);
-        let mut bytes = format!("{TITLE} {FORMAT} {crc:08x} {} {}\n{body}", body.len(), self.note.len()).into_bytes();
-        bytes.extend_from_slice(&self.note);
-        publish(engine, &state_path(dir, self.token), &bytes)
+        let crc = crc32c::crc32c_append(crc32c::crc32c(body.as_bytes()), &self.metadata);
+        let mut bytes =
+            format!("{STATE_TITLE} {FORMAT} {crc:08x} {} {}\n{body}", body.len(), self.metadata.len()).into_bytes();
+        bytes.extend_from_slice(&self.metadata);
+        write_atomically(engine, &state_path(dir, self.token), &bytes)
     }
 
-    /// Read and check the state `token` of `dir`.
-    pub(crate) fn read(engine: &dyn IoEngine, dir: &Path, token: u64) -> Result<Self> {
-        let path = state_path(dir, token);
-        let bytes = read_file(engine, &path, LIMIT_BYTES)?;
+    /// Read and check the state `commit_id` of `dir`.
+    pub(crate) fn read(engine: &dyn IoEngine, dir: &Path, commit_id: u64) -> Result<Self> {
+        let path = state_path(dir, commit_id);
+        let bytes = read_file(engine, &path, MAX_STATE_BYTES)?;
         let damaged = |what: &str, expected: String, got: String| Error::corruption(&path, 0, what, expected, got);
         let line_end = bytes.iter().take(128).position(|byte| *byte == b'\n').unwrap_or(0);
         let line = String::from_utf8_lossy(&bytes[..line_end]);
         let body = &bytes[(line_end + 1).min(bytes.len())..];
         let parts: Vec<&str> = line.split(' ').collect();
-        let &[TITLE, format, crc, len, note_len] = parts.as_slice() else {
-            let expected = format!("'{TITLE} {FORMAT} <crc32c> <bytes> <note bytes>'");
+        let &[STATE_TITLE, format, crc, len, note_len] = parts.as_slice() else {
+            let expected = format!("'{STATE_TITLE} {FORMAT} <crc32c> <bytes> <note bytes>'");
             return Err(damaged("the first line", expected, format!("'{line}'")));
         };
         if format != FORMAT.to_string() {
@@ -134,9 +135,9 @@ impl StateFile {
         let (body, note) = body.split_at(len);
         let mut state: Self = serde_json::from_slice(body)
             .map_err(|e| damaged("the state", "fields of a known format".to_owned(), format!("not readable ({e})")))?;
-        note.clone_into(&mut state.note);
-        if state.token != token {
-            return Err(damaged("the token", token.to_string(), state.token.to_string()));
+        note.clone_into(&mut state.metadata);
+        if state.token != commit_id {
+            return Err(damaged("the token", commit_id.to_string(), state.token.to_string()));
         }
         let highest = state.segments.iter().map(|segment| segment.serial).max().unwrap_or(0);
         for (what, number) in
@@ -155,7 +156,7 @@ impl StateFile {
     }
 
     /// `Mismatch`, which names the first field that differs, unless the state is of this table.
-    pub(crate) fn check_identity(&self, identity: &Identity, layout: &RowLayout, dir: &Path) -> Result<()> {
+    pub(crate) fn check_identity(&self, identity: &ShardIdentity, layout: &RowLayout, dir: &Path) -> Result<()> {
         let (was, is) = (&self.identity, identity);
         let layout_name = |vector_floats: u64, scalar: bool| {
             format!("{vector_floats} floats{}", if scalar { " and a scalar" } else { "" })

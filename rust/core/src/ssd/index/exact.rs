@@ -7,69 +7,69 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};
 
-use super::location::Location;
+use super::location::RecordLocation;
 use super::prints::secret;
 use crate::error::Result;
 use crate::memory;
 use crate::types::{Id, hash_id};
 
-/// Maps, once there are more ids than [`FEW`].
+/// Maps, once there are more ids than [`SINGLE_MAP_IDS`].
 const MAPS: usize = 1024;
 /// As many ids are kept in one map.
-const FEW: usize = 1 << 15;
+const SINGLE_MAP_IDS: usize = 1 << 15;
 
 #[derive(Debug)]
-pub(super) struct Exact {
-    maps: Vec<Map>,
+pub(super) struct ExactMap {
+    maps: Vec<ExactMapShard>,
     len: usize,
     /// Every map has room for so many more at least.
-    room: usize,
-    secret: Secret,
+    spare_capacity: usize,
+    secret: IdHashSecret,
 }
 
 /// Some of the ids.
 #[derive(Debug)]
-struct Map {
-    ids: HashMap<Id, Location, Secret>,
-    filter: Filter,
+struct ExactMapShard {
+    ids: HashMap<Id, RecordLocation, IdHashSecret>,
+    filter: ExactMapFilter,
 }
 
-impl Map {
-    fn new(secret: Secret) -> Self {
-        Self { ids: HashMap::with_hasher(secret), filter: Filter::default() }
+impl ExactMapShard {
+    fn new(secret: IdHashSecret) -> Self {
+        Self { ids: HashMap::with_hasher(secret), filter: ExactMapFilter::default() }
     }
 
-    fn insert(&mut self, id: Id, location: Location) {
+    fn insert(&mut self, id: Id, location: RecordLocation) {
         self.ids.insert(id, location);
         if !self.filter.add(hash_id(id)) {
-            self.filter.begin(2 * self.ids.len());
+            self.filter.reset(2 * self.ids.len());
             // Without memory for bits this ends at the first id.
             let _all = self.ids.keys().all(|&id| self.filter.add(hash_id(id)));
         }
     }
 
     /// Have room for `more` ids. `Memory`, and nothing has changed, where the system refuses.
-    fn make_room(&mut self, more: usize) -> Result<()> {
-        let bytes = (self.ids.len() + more) * (size_of::<(Id, Location)>() + 1);
-        self.ids.try_reserve(more).map_err(|_| memory::refused(WHAT, bytes))
+    fn reserve(&mut self, more: usize) -> Result<()> {
+        let bytes = (self.ids.len() + more) * (size_of::<(Id, RecordLocation)>() + 1);
+        self.ids.try_reserve(more).map_err(|_| memory::refused_error(MEMORY_PURPOSE, bytes))
     }
 }
 
 /// A bit for each of some hashes, of which at most one in eight is set (Bloom, "Space/time trade-offs in hash coding with allowable errors",
 /// 1970, with one hash). Bits of ids that are gone stay until it is made again.
 #[derive(Debug, Default)]
-struct Filter {
+struct ExactMapFilter {
     /// A power of two. Where there are none, every id may be here.
     words: Vec<u64>,
     added: usize,
 }
 
-impl Filter {
-    const LEAST_BITS: usize = 1 << 9;
+impl ExactMapFilter {
+    const MIN_BITS: usize = 1 << 9;
 
     /// Whether an id of this hash may have been added.
     #[inline]
-    fn may_have(&self, hash: u64) -> bool {
+    fn may_contain(&self, hash: u64) -> bool {
         let word = (hash / 64) as usize & self.words.len().wrapping_sub(1);
         self.words.get(word).is_none_or(|word| word >> (hash % 64) & 1 != 0)
     }
@@ -86,8 +86,8 @@ impl Filter {
     }
 
     /// Begin anew, with bits for twice so many ids. Where the system refuses the memory there are none, which costs only time.
-    fn begin(&mut self, ids: usize) {
-        let words = (ids * 16).next_power_of_two().max(Self::LEAST_BITS) / 64;
+    fn reset(&mut self, ids: usize) {
+        let words = (ids * 16).next_power_of_two().max(Self::MIN_BITS) / 64;
         *self = Self::default();
         if self.words.try_reserve_exact(words).is_ok() {
             self.words.resize(words, 0);
@@ -95,14 +95,14 @@ impl Filter {
     }
 }
 
-impl Default for Exact {
+impl Default for ExactMap {
     fn default() -> Self {
-        let secret = Secret(secret());
-        Self { maps: vec![Map::new(secret)], len: 0, room: 0, secret }
+        let secret = IdHashSecret(secret());
+        Self { maps: vec![ExactMapShard::new(secret)], len: 0, spare_capacity: 0, secret }
     }
 }
 
-impl Exact {
+impl ExactMap {
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -111,12 +111,14 @@ impl Exact {
         // hashbrown keeps a control byte a bucket and fills seven eighths of them.
         let buckets: usize = self.maps.iter().map(|map| map.ids.capacity() / 7 * 8).sum();
         let words: usize = self.maps.iter().map(|map| map.filter.words.capacity()).sum();
-        buckets * (size_of::<(Id, Location)>() + 1) + self.maps.capacity() * size_of::<Map>() + words * size_of::<u64>()
+        buckets * (size_of::<(Id, RecordLocation)>() + 1)
+            + self.maps.capacity() * size_of::<ExactMapShard>()
+            + words * size_of::<u64>()
     }
 
     #[inline]
     fn map_of(&self, id: Id) -> usize {
-        if self.maps.len() == 1 { 0 } else { (self.secret.spread(id) >> 32) as usize % MAPS }
+        if self.maps.len() == 1 { 0 } else { (self.secret.hash(id) >> 32) as usize % MAPS }
     }
 
     /// The map of an id that may be here; `None` where it surely is not.
@@ -126,40 +128,40 @@ impl Exact {
             return None;
         }
         let map = self.map_of(id);
-        self.maps[map].filter.may_have(hash_id(id)).then_some(map)
+        self.maps[map].filter.may_contain(hash_id(id)).then_some(map)
     }
 
     #[inline]
-    pub(super) fn get(&self, id: Id) -> Option<Location> {
+    pub(super) fn get(&self, id: Id) -> Option<RecordLocation> {
         self.maps[self.map_with(id)?].ids.get(&id).copied()
     }
 
     #[inline]
-    pub(super) fn get_mut(&mut self, id: Id) -> Option<&mut Location> {
+    pub(super) fn get_mut(&mut self, id: Id) -> Option<&mut RecordLocation> {
         let map = self.map_with(id)?;
         self.maps[map].ids.get_mut(&id)
     }
 
     #[inline]
-    pub(super) fn remove(&mut self, id: Id) -> Option<Location> {
+    pub(super) fn remove(&mut self, id: Id) -> Option<RecordLocation> {
         let map = self.map_with(id)?;
         let removed = self.maps[map].ids.remove(&id);
         self.len -= usize::from(removed.is_some());
         removed
     }
 
-    pub(super) fn locations(&self) -> impl Iterator<Item = Location> + '_ {
+    pub(super) fn locations(&self) -> impl Iterator<Item = RecordLocation> + '_ {
         self.maps.iter().flat_map(|map| map.ids.values()).copied()
     }
 
     /// Add an id that is known to be absent. `Memory`, and nothing has changed, where it has no room and the system gives none.
-    pub(super) fn insert(&mut self, id: Id, location: Location) -> Result<()> {
+    pub(super) fn insert(&mut self, id: Id, location: RecordLocation) -> Result<()> {
         let map = self.map_of(id);
-        if self.room == 0 {
-            self.maps[map].make_room(1)?;
+        if self.spare_capacity == 0 {
+            self.maps[map].reserve(1)?;
         }
         self.maps[map].insert(id, location);
-        self.room = self.room.saturating_sub(1);
+        self.spare_capacity = self.spare_capacity.saturating_sub(1);
         self.len += 1;
         Ok(())
     }
@@ -168,33 +170,33 @@ impl Exact {
     ///
     /// Errors: `Memory`, and no id is elsewhere than before.
     pub(super) fn reserve(&mut self, more: usize) -> Result<()> {
-        if self.maps.len() == 1 && self.len + more > FEW {
-            self.spread()?;
+        if self.maps.len() == 1 && self.len + more > SINGLE_MAP_IDS {
+            self.split_map()?;
         }
         // Chance gives no map four times its share and 16 more.
         let each = if self.maps.len() == 1 { more } else { more.min(more * 4 / MAPS + 16) };
-        if self.room >= each {
+        if self.spare_capacity >= each {
             return Ok(());
         }
         for map in &mut self.maps {
-            map.make_room(each)?;
+            map.reserve(each)?;
         }
-        self.room = self.maps.iter().map(|map| map.ids.capacity() - map.ids.len()).min().unwrap_or(0);
+        self.spare_capacity = self.maps.iter().map(|map| map.ids.capacity() - map.ids.len()).min().unwrap_or(0);
         Ok(())
     }
 
     /// Go over to many maps.
-    fn spread(&mut self) -> Result<()> {
+    fn split_map(&mut self) -> Result<()> {
         let mut maps = Vec::new();
-        memory::reserve(&mut maps, WHAT, MAPS)?;
+        memory::reserve(&mut maps, MEMORY_PURPOSE, MAPS)?;
         for _ in 0..MAPS {
-            let mut map = Map::new(self.secret);
+            let mut map = ExactMapShard::new(self.secret);
             // Chance gives no map as much.
-            map.make_room(4 * self.len / MAPS + 64)?;
+            map.reserve(4 * self.len / MAPS + 64)?;
             maps.push(map);
         }
         let few = std::mem::replace(&mut self.maps, maps);
-        self.room = 0;
+        self.spare_capacity = 0;
         for (id, location) in few.into_iter().flat_map(|map| map.ids) {
             let map = self.map_of(id);
             self.maps[map].insert(id, location);
@@ -203,15 +205,15 @@ impl Exact {
     }
 }
 
-const WHAT: &str = "hold the index of the rows on SSD";
+const MEMORY_PURPOSE: &str = "hold the index of the rows on SSD";
 
 /// Hashes ids in a way that nobody knows.
 #[derive(Clone, Copy, Debug)]
-struct Secret(u64);
+struct IdHashSecret(u64);
 
-impl Secret {
+impl IdHashSecret {
     #[inline]
-    fn spread(self, id: Id) -> u64 {
+    fn hash(self, id: Id) -> u64 {
         hash_id((hash_id(id) ^ self.0) as Id)
     }
 }
@@ -219,11 +221,11 @@ impl Secret {
 /// The hash of one id.
 #[derive(Clone, Copy, Debug)]
 struct IdHasher {
-    secret: Secret,
+    secret: IdHashSecret,
     hash: u64,
 }
 
-impl BuildHasher for Secret {
+impl BuildHasher for IdHashSecret {
     type Hasher = IdHasher;
     fn build_hasher(&self) -> IdHasher {
         IdHasher { secret: *self, hash: 0 }
@@ -238,6 +240,6 @@ impl Hasher for IdHasher {
         unreachable!("ids are hashed as i64")
     }
     fn write_i64(&mut self, id: Id) {
-        self.hash = self.secret.spread(id);
+        self.hash = self.secret.hash(id);
     }
 }

@@ -1,87 +1,89 @@
 //! Fills an empty index from ids, sub-table after sub-table. Each is made at its final size, and several threads may make some at the same
 //! time.
 
-use super::location::Location;
-use super::pages::{EMPTY, PAGE};
-use super::prints::Prints;
-use super::{LOCATION_BITS, SubTable, TagIndex, size};
+use super::location::RecordLocation;
+use super::pages::{EMPTY, PAGE_ENTRIES};
+use super::prints::FingerprintHasher;
+use super::{LOCATION_BITS, SubTable, TagIndex, sub_table_size};
 use crate::error::Result;
 use crate::types::{Id, id_of_hash};
 
 /// Makes sub-tables for one index. It is cheap to copy.
 #[derive(Clone, Copy, Debug)]
-pub struct Filler {
-    prints: Prints,
+pub struct SubTableBuilder {
+    hasher: FingerprintHasher,
 }
 
 /// A sub-table that was made and is to be put into its index.
 #[derive(Debug)]
-pub struct Filled {
+pub struct BuiltSubTable {
     table: usize,
     sub_table: SubTable,
     /// All positions, a whole number of pages.
     entries: Vec<u64>,
-    exact: Vec<(Id, Location)>,
+    exact: Vec<(Id, RecordLocation)>,
 }
 
-impl Filler {
+impl SubTableBuilder {
     /// Sub-tables of the index.
     pub fn sub_tables(self) -> usize {
-        1 << self.prints.sub_table_bits
+        1 << self.hasher.sub_table_bits
     }
 
     /// The least hash of the ids of a sub-table; `None` past the last.
     pub fn first_hash(self, table: usize) -> Option<u64> {
-        (table < self.sub_tables()).then(|| ((table as u64) << 48) << (16 - self.prints.sub_table_bits))
+        (table < self.sub_tables()).then(|| ((table as u64) << 48) << (16 - self.hasher.sub_table_bits))
     }
 
     /// Make the sub-tables of `ids`, which are distinct. All ids of a sub-table are in one call, and lie side by side.
-    pub fn fill(self, ids: &[(u64, Location)]) -> Vec<Filled> {
-        let same_table =
-            |a: &(u64, Location), b: &(u64, Location)| self.prints.print(a.0).0 == self.prints.print(b.0).0;
-        ids.chunk_by(same_table).map(|ids| self.fill_one(ids)).collect()
+    pub fn build(self, ids: &[(u64, RecordLocation)]) -> Vec<BuiltSubTable> {
+        let same_table = |a: &(u64, RecordLocation), b: &(u64, RecordLocation)| {
+            self.hasher.fingerprint(a.0).0 == self.hasher.fingerprint(b.0).0
+        };
+        ids.chunk_by(same_table).map(|ids| self.build_one(ids)).collect()
     }
 
-    fn fill_one(self, ids: &[(u64, Location)]) -> Filled {
-        let table = self.prints.print(ids[0].0).0;
+    fn build_one(self, ids: &[(u64, RecordLocation)]) -> BuiltSubTable {
+        let table = self.hasher.fingerprint(ids[0].0).0;
         let mut sub_table = SubTable::default();
         while (sub_table.limit as usize) < ids.len() {
             sub_table.level += 1;
-            (sub_table.homes, sub_table.limit) = size(table, sub_table.level);
+            (sub_table.homes, sub_table.limit) = sub_table_size(table, sub_table.level);
         }
         // Room for the overhang in most cases.
-        let mut entries = vec![EMPTY; (sub_table.homes as usize + PAGE / 2).next_multiple_of(PAGE)];
+        let mut entries = vec![EMPTY; (sub_table.homes as usize + PAGE_ENTRIES / 2).next_multiple_of(PAGE_ENTRIES)];
         let mut exact = Vec::new();
         let (mut next, mut last) = (0, None);
-        for (entry, hash) in self.by_tag(ids) {
+        for (entry, hash) in self.sorted_by_tag(ids) {
             let tag = entry >> LOCATION_BITS;
             if last == Some(tag) {
-                exact.push((id_of_hash(hash), Location::from_bits(entry)));
+                exact.push((id_of_hash(hash), RecordLocation::from_bits(entry)));
                 continue;
             }
             last = Some(tag);
             // Ascending tags: each entry goes to its home or right behind the one before it.
-            let at = self.prints.home(tag, sub_table.homes).max(next);
+            let at = self.hasher.home(tag, sub_table.homes).max(next);
             if at == entries.len() {
-                entries.resize(at + PAGE, EMPTY);
+                entries.resize(at + PAGE_ENTRIES, EMPTY);
             }
             entries[at] = entry;
             next = at + 1;
             sub_table.len += 1;
         }
         // As many pages as growing would give it.
-        entries.truncate(next.max(sub_table.homes as usize).next_multiple_of(PAGE));
-        Filled { table, sub_table, entries, exact }
+        entries.truncate(next.max(sub_table.homes as usize).next_multiple_of(PAGE_ENTRIES));
+        BuiltSubTable { table, sub_table, entries, exact }
     }
 
     /// The entries of ids, with their hashes, by ascending tag. Tags are spread evenly, so nearly all of it is putting each into its
     /// bucket.
-    fn by_tag(self, ids: &[(u64, Location)]) -> Vec<(u64, u64)> {
-        let buckets = (ids.len() / 4).next_power_of_two().min(1 << self.prints.tag_bits);
-        let shift = self.prints.tag_bits - buckets.trailing_zeros();
+    fn sorted_by_tag(self, ids: &[(u64, RecordLocation)]) -> Vec<(u64, u64)> {
+        let buckets = (ids.len() / 4).next_power_of_two().min(1 << self.hasher.tag_bits);
+        let shift = self.hasher.tag_bits - buckets.trailing_zeros();
         let bucket = |entry: u64| (entry >> LOCATION_BITS >> shift) as usize;
-        let entry =
-            |(hash, location): (u64, Location)| (self.prints.print(hash).1 << LOCATION_BITS | location.bits(), hash);
+        let entry = |(hash, location): (u64, RecordLocation)| {
+            (self.hasher.fingerprint(hash).1 << LOCATION_BITS | location.bits(), hash)
+        };
         let mut ends = vec![0_u32; buckets];
         for &id in ids {
             ends[bucket(entry(id).0)] += 1;
@@ -109,8 +111,8 @@ impl Filler {
 
 impl TagIndex {
     /// Makes sub-tables for this index.
-    pub fn filler(&self) -> Filler {
-        Filler { prints: self.prints }
+    pub fn sub_table_builder(&self) -> SubTableBuilder {
+        SubTableBuilder { hasher: self.hasher }
     }
 
     /// Put sub-tables made by its [`TagIndex::filler`] in the place of empty ones.
@@ -119,13 +121,13 @@ impl TagIndex {
     ///
     /// # Panics
     /// When a sub-table of theirs is not empty.
-    pub fn adopt(&mut self, filled: &[Filled]) -> Result<()> {
-        self.pool.reserve(filled.iter().map(|table| table.entries.len() / PAGE).sum())?;
-        for Filled { table, sub_table, entries, exact } in filled {
+    pub fn adopt(&mut self, filled: &[BuiltSubTable]) -> Result<()> {
+        self.pool.reserve(filled.iter().map(|table| table.entries.len() / PAGE_ENTRIES).sum())?;
+        for BuiltSubTable { table, sub_table, entries, exact } in filled {
             assert!(self.tables[*table].pages.is_empty(), "sub-table {table} is not empty");
-            let mut pages = Vec::with_capacity(entries.len() / PAGE);
-            for page_entries in entries.chunks_exact(PAGE) {
-                let page = self.pool.take_as_it_is();
+            let mut pages = Vec::with_capacity(entries.len() / PAGE_ENTRIES);
+            for page_entries in entries.chunks_exact(PAGE_ENTRIES) {
+                let page = self.pool.take_unfilled();
                 self.pool.page_mut(page).copy_from_slice(page_entries);
                 pages.push(page);
             }

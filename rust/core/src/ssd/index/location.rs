@@ -2,14 +2,14 @@
 
 /// Where a record is: the number of its segment, below 2²⁰ − 1, and its own number there, below 2²⁰.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Location {
+pub struct RecordLocation {
     /// Number of the segment.
     pub segment: u32,
     /// Number of the record in its segment.
     pub record: u32,
 }
 
-impl Location {
+impl RecordLocation {
     /// One past the largest segment number that an index holds.
     pub const MAX_SEGMENTS: u32 = (1 << 20) - 1;
     /// One past the largest record number that an index holds.

@@ -7,14 +7,14 @@ use crate::types::{Id, hash_id};
 
 /// How an id's print is taken from its hash.
 #[derive(Clone, Copy, Debug)]
-pub struct Prints {
+pub struct FingerprintHasher {
     pub(super) sub_table_bits: u32,
     pub(super) tag_bits: u32,
     /// What tags depend on. The second and the third, which multiply, are odd.
     secret: [u64; 3],
 }
 
-impl Prints {
+impl FingerprintHasher {
     /// Prints of 2^`sub_table_bits` sub-tables and tags of `tag_bits` bits, with a secret of their own.
     pub(super) fn new(sub_table_bits: u32, tag_bits: u32) -> Self {
         Self { sub_table_bits, tag_bits, secret: [secret(), secret() | 1, secret() | 1] }
@@ -22,12 +22,12 @@ impl Prints {
 
     /// Whether two ids have the same print.
     pub fn are_equal(self, one: Id, other: Id) -> bool {
-        self.print(hash_id(one)) == self.print(hash_id(other))
+        self.fingerprint(hash_id(one)) == self.fingerprint(hash_id(other))
     }
 
     /// Sub-table and tag of a hash.
     #[inline]
-    pub(super) fn print(self, hash: u64) -> (usize, u64) {
+    pub(super) fn fingerprint(self, hash: u64) -> (usize, u64) {
         let table = (hash >> 48) as usize >> (16 - self.sub_table_bits);
         // One product leaves hashes at equal steps at equal steps again, which by chance are close to a whole turn. The second product
         // takes the steps apart.

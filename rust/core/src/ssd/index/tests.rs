@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn at(number: u64) -> Location {
-    Location { segment: (number >> 10) as u32 & 0xffff, record: number as u32 & 0x3ff }
+fn at(number: u64) -> RecordLocation {
+    RecordLocation { segment: (number >> 10) as u32 & 0xffff, record: number as u32 & 0x3ff }
 }
 
 /// Check that tags are sorted, that each can be reached from its home without a gap, and that counts are right.
@@ -36,7 +36,7 @@ fn check_structure(index: &TagIndex) {
 }
 
 #[test]
-fn ids_of_one_print_keep_their_own_locations() {
+fn colliding_ids_keep_their_locations() {
     let mut index = TagIndex::with_sub_tables(0, 1);
     let ids: Vec<Id> = [0, -1, i64::MIN, i64::MAX, 7, 1 << 40].to_vec();
     for (number, &id) in ids.iter().enumerate() {
@@ -50,9 +50,9 @@ fn ids_of_one_print_keep_their_own_locations() {
 }
 
 #[test]
-fn an_id_in_the_exact_map_stays_findable_when_the_owner_of_its_print_goes_and_another_comes() {
+fn exact_map_id_survives_removal_of_its_fingerprint_owner() {
     let mut index = TagIndex::with_sub_tables(0, 1);
-    let same: Vec<Id> = (0..).filter(|&id| index.print(id).1 == 1).take(3).collect();
+    let same: Vec<Id> = (0..).filter(|&id| index.fingerprint(id).1 == 1).take(3).collect();
     index.insert(same[0], at(10));
     index.insert(same[1], at(11));
     assert_eq!(index.remove(same[0]), Some(at(10)));
@@ -69,10 +69,10 @@ fn an_id_in_the_exact_map_stays_findable_when_the_owner_of_its_print_goes_and_an
 }
 
 #[test]
-fn the_largest_tag_and_location_are_no_gap() {
-    let largest = Location { segment: Location::MAX_SEGMENTS - 1, record: Location::MAX_RECORDS - 1 };
+fn largest_tag_and_location_are_not_empty() {
+    let largest = RecordLocation { segment: RecordLocation::MAX_SEGMENTS - 1, record: RecordLocation::MAX_RECORDS - 1 };
     let mut index = TagIndex::with_sub_tables(0, 4);
-    let id = (0..1000).find(|&id| index.print(id).1 == 15).expect("one id in sixteen");
+    let id = (0..1000).find(|&id| index.fingerprint(id).1 == 15).expect("one id in sixteen");
     assert_eq!(index.get(id), None);
     index.insert(id, largest);
     assert_eq!(index.get(id), Some(largest));
@@ -82,11 +82,11 @@ fn the_largest_tag_and_location_are_no_gap() {
 #[test]
 #[should_panic(expected = "more than 40 bits")]
 fn a_location_that_does_not_fit_is_refused() {
-    TagIndex::new(24).insert(1, Location { segment: Location::MAX_SEGMENTS, record: 0 });
+    TagIndex::new(24).insert(1, RecordLocation { segment: RecordLocation::MAX_SEGMENTS, record: 0 });
 }
 
 #[test]
-fn an_id_costs_at_most_twelve_bytes_at_any_size_from_a_million_on_and_growth_is_spread() {
+fn id_takes_at_most_12_bytes_and_growth_is_gradual() {
     let mut index = TagIndex::new(24);
     let mut worst = 0.0_f64;
     let mut most_growths_in_a_percent = 0;
@@ -168,18 +168,18 @@ proptest! {
         clears: bool,
     ) {
         let mut index = TagIndex::with_sub_tables(sub_table_bits, tag_bits);
-        let mut model: BTreeMap<Id, Location> = ids.iter().enumerate().map(|(n, id)| (*id, at(n as u64))).collect();
+        let mut model: BTreeMap<Id, RecordLocation> = ids.iter().enumerate().map(|(n, id)| (*id, at(n as u64))).collect();
         for (id, place) in &model {
             index.insert(*id, *place);
         }
         let asked: Vec<Id> = (-410..410).collect();
-        let mut found = vec![Found::NONE; asked.len()];
+        let mut found = vec![TagMatch::NONE; asked.len()];
         index.find_batch(&asked, &mut found);
-        let one_by_one: Vec<Option<Location>> = asked.iter().map(|id| index.get(*id)).collect();
-        prop_assert_eq!(found.iter().map(Found::location).collect::<Vec<_>>(), one_by_one);
+        let one_by_one: Vec<Option<RecordLocation>> = asked.iter().map(|id| index.get(*id)).collect();
+        prop_assert_eq!(found.iter().map(TagMatch::location).collect::<Vec<_>>(), one_by_one);
         let mut portable = vec![None; asked.len()];
-        index.each_found_portably(&asked, &mut |at, found| portable[at] = found.location());
-        prop_assert_eq!(found.iter().map(Found::location).collect::<Vec<_>>(), portable);
+        index.for_each_match_portable(&asked, &mut |at, found| portable[at] = found.location());
+        prop_assert_eq!(found.iter().map(TagMatch::location).collect::<Vec<_>>(), portable);
         if clears {
             index.clear();
             model.clear();
@@ -195,9 +195,9 @@ proptest! {
         for (number, (id, found)) in asked.iter().zip(&found).enumerate() {
             let location = at(20_000 + number as u64);
             let Some(before) = model.get_mut(id) else { continue };
-            prop_assert!(index.is_found_at(*id, found, *before));
-            prop_assert!(!index.is_found_at(*id, found, location));
-            prop_assert_eq!(index.replace_found(*id, found, location), Some(*before));
+            prop_assert!(index.is_match_at(*id, found, *before));
+            prop_assert!(!index.is_match_at(*id, found, location));
+            prop_assert_eq!(index.replace_match(*id, found, location), Some(*before));
             *before = location;
         }
         check_structure(&index);
@@ -215,17 +215,17 @@ proptest! {
         ids in prop::collection::btree_set(any::<i64>(), 0..3000),
         more in prop::collection::vec(any::<i64>(), 0..300),
     ) {
-        let mut model: BTreeMap<Id, Location> = ids.iter().enumerate().map(|(n, id)| (*id, at(n as u64))).collect();
-        let mut sorted: Vec<(u64, Location)> = model.iter().map(|(id, place)| (hash_id(*id), *place)).collect();
+        let mut model: BTreeMap<Id, RecordLocation> = ids.iter().enumerate().map(|(n, id)| (*id, at(n as u64))).collect();
+        let mut sorted: Vec<(u64, RecordLocation)> = model.iter().map(|(id, place)| (hash_id(*id), *place)).collect();
         sorted.sort_unstable();
         let mut index = TagIndex::with_sub_tables(sub_table_bits, tag_bits);
-        let filler = index.filler();
+        let filler = index.sub_table_builder();
         for table in 0..filler.sub_tables() {
             let end = filler.first_hash(table + 1);
             let rows: Vec<_> = sorted.iter().copied().filter(|(hash, _)| {
                 filler.first_hash(table).is_some_and(|first| *hash >= first) && end.is_none_or(|end| *hash < end)
             }).collect();
-            index.adopt(&filler.fill(&rows)).unwrap();
+            index.adopt(&filler.build(&rows)).unwrap();
         }
         check_structure(&index);
         for (number, id) in more.into_iter().enumerate() {
@@ -254,8 +254,8 @@ proptest! {
         let promised = {
             let pool = index.pool.used();
             index.reserve(more).unwrap();
-            let grown = 2 * index.tables.len().min(more) + more / (PAGE / 2) + pool / 4;
-            prop_assert!(index.pool.room() >= pool + grown);
+            let grown = 2 * index.tables.len().min(more) + more / (PAGE_ENTRIES / 2) + pool / 4;
+            prop_assert!(index.pool.reserved_pages() >= pool + grown);
             pool + grown
         };
         for number in 0..more as u64 {
@@ -276,20 +276,20 @@ fn chosen(which: &str, number: u64) -> u64 {
 }
 
 #[test]
-fn ids_that_are_chosen_to_meet_are_spread_over_their_sub_table() {
+fn adversarial_ids_are_spread_over_their_sub_table() {
     const IDS: u64 = 60_000;
     for which in ["one print", "tags side by side"] {
         let mut index = TagIndex::new(24);
         let mut filled = TagIndex::new(24);
         let ids: Vec<Id> = (0..IDS).map(|number| crate::types::id_of_hash(chosen(which, number))).collect();
-        let tables: BTreeSet<usize> = ids.iter().map(|id| index.print(*id).0).collect();
+        let tables: BTreeSet<usize> = ids.iter().map(|id| index.fingerprint(*id).0).collect();
         index.reserve(ids.len()).unwrap();
         for (number, &id) in ids.iter().enumerate() {
             index.insert(id, at(number as u64));
         }
-        let mut sorted: Vec<(u64, Location)> = (0..).zip(&ids).map(|(n, id)| (hash_id(*id), at(n))).collect();
+        let mut sorted: Vec<(u64, RecordLocation)> = (0..).zip(&ids).map(|(n, id)| (hash_id(*id), at(n))).collect();
         sorted.sort_unstable();
-        filled.adopt(&filled.filler().fill(&sorted)).unwrap();
+        filled.adopt(&filled.sub_table_builder().build(&sorted)).unwrap();
         for index in [&index, &filled] {
             check_structure(index);
             assert!(ids.iter().enumerate().all(|(number, id)| index.is_at(*id, at(number as u64))));
@@ -309,7 +309,7 @@ fn ids_that_are_chosen_to_meet_are_spread_over_their_sub_table() {
 }
 
 #[test]
-fn many_ids_of_one_print_are_found_in_one_map_and_in_many() {
+fn many_colliding_ids_are_found() {
     let mut index = TagIndex::with_sub_tables(0, 1);
     let ids: Vec<Id> = (0..100_000_u64).map(|number| crate::types::id_of_hash(number << 20)).collect();
     for (number, &id) in ids.iter().enumerate() {

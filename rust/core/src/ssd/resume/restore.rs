@@ -11,17 +11,17 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, IoFile, Open, descriptors};
-use crate::ssd::format::end::most_padding;
-use crate::ssd::format::footer::{MOST_ENTRY_BYTES, TRAILER_BYTES, decode_trailer};
+use crate::io::{IoEngine, IoFile, IoOpenMode, descriptors};
+use crate::ssd::format::end::max_padding_bytes;
+use crate::ssd::format::footer::{MAX_ENTRY_BYTES, TRAILER_BYTES, decode_trailer};
 use crate::ssd::format::names::segment_path;
 use crate::ssd::format::record::RecordFormat;
-use crate::ssd::format::segment::{Content, MAX_HEADER_BYTES};
-use crate::ssd::format::state::{Named, StateFile};
-use crate::ssd::index::{Filler, Location, TagIndex};
-use crate::ssd::segment::file::{Sealed, Segment};
-use crate::ssd::segment::footers::{Footers, Hashes, check_crc, positions};
-use crate::ssd::segment::home::Home;
+use crate::ssd::format::segment::{MAX_HEADER_BYTES, SegmentContent};
+use crate::ssd::format::state::{SegmentDescriptor, StateFile};
+use crate::ssd::index::{RecordLocation, SubTableBuilder, TagIndex};
+use crate::ssd::segment::file::{SealedInfo, Segment};
+use crate::ssd::segment::footers::{FooterHashRange, FooterReader, bound_positions, check_crc};
+use crate::ssd::segment::home::SegmentContext;
 use crate::ssd::tier::state::TierState;
 use crate::sync::lock;
 
@@ -32,44 +32,52 @@ const READ_AHEAD_BYTES: u64 = 64 << 20;
 /// The most bytes of one read, which has at least a page. Larger reads make a disk hardly faster.
 const READ_BYTES: u64 = 60 << 10;
 /// There is one thread for each so many entries.
-const ENTRIES_A_THREAD: u64 = 1 << 18;
+const ENTRIES_PER_THREAD: u64 = 1 << 18;
 /// There are at most so many threads. Each waits for its reads, and sorts what it has read while others wait, so that the disk is kept
 /// busy.
-const MOST_THREADS: u64 = 4;
+const MAX_THREADS: u64 = 4;
 
 /// The file of a segment that a state names. All of it was checked except entries and records.
-pub(crate) struct Found {
+pub(crate) struct CheckedSegmentFile {
     serial: u64,
-    content: Content,
+    content: SegmentContent,
     format: RecordFormat,
     file: Arc<dyn IoFile>,
-    sealed: Sealed,
+    sealed: SealedInfo,
 }
 
-impl Found {
+impl CheckedSegmentFile {
     /// Make it a segment, which holds its bytes of the cap.
-    fn take(self, home: &Home) -> Result<Arc<Segment>> {
+    fn into_segment(self, context: &SegmentContext) -> Result<Arc<Segment>> {
         let Self { serial, content, format, file, sealed } = self;
-        Segment::reopened(home, serial, (content, format), file, sealed).map(Arc::new)
+        Segment::reopened(context, serial, (content, format), file, sealed).map(Arc::new)
     }
 }
 
 /// Open the segment that a state names, and check all of it except entries and records.
-pub(crate) fn open_segment(home: &Home, named: &Named, path: &Path) -> Result<Arc<Segment>> {
-    find_segment(home, named, path)?.take(home)
+pub(crate) fn open_segment(
+    context: &SegmentContext,
+    descriptor: &SegmentDescriptor,
+    path: &Path,
+) -> Result<Arc<Segment>> {
+    check_segment_file(context, descriptor, path)?.into_segment(context)
 }
 
-fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
-    if !home.engine.exists(path)? {
+fn check_segment_file(
+    context: &SegmentContext,
+    descriptor: &SegmentDescriptor,
+    path: &Path,
+) -> Result<CheckedSegmentFile> {
+    if !context.engine.exists(path)? {
         return Err(Error::corruption(path, 0, "a segment that the state names", "there", "missing"));
     }
-    descriptors::check_reserve(&home.dir)?;
-    let file = home.engine.open(path, Open::Read)?;
+    descriptors::check_reserve(&context.dir)?;
+    let file = context.engine.open(path, IoOpenMode::Read)?;
     let file_bytes = file.len()?;
-    if file_bytes != named.file_bytes {
-        return Err(Error::corruption(path, 0, "the file's length", named.file_bytes, file_bytes));
+    if file_bytes != descriptor.file_bytes {
+        return Err(Error::corruption(path, 0, "the file's length", descriptor.file_bytes, file_bytes));
     }
-    let header_bytes = home.schema.header_bytes();
+    let header_bytes = context.schema.header_bytes();
     let least = (header_bytes + TRAILER_BYTES) as u64;
     if file_bytes < least {
         return Err(Error::corruption(path, 0, "the file's length", format!("at least {least}"), file_bytes));
@@ -77,23 +85,26 @@ fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
     debug_assert!(header_bytes <= MAX_HEADER_BYTES);
     let mut header = vec![0; header_bytes];
     file.read_at(0, &mut header)?;
-    let (content, format) = home.schema.check_header(&header, path, named.serial)?;
-    if (content == Content::Tombstones) != named.tombstones {
-        let expected = if named.tombstones { "tombstones" } else { "rows" };
+    let (content, format) = context.schema.check_header(&header, path, descriptor.serial)?;
+    if (content == SegmentContent::Tombstones) != descriptor.tombstones {
+        let expected = if descriptor.tombstones { "tombstones" } else { "rows" };
         return Err(Error::corruption(path, 12, "the segment's content", expected, format!("{content:?}")));
     }
     let mut trailer = [0; TRAILER_BYTES];
     let at = file_bytes - TRAILER_BYTES as u64;
     file.read_at(at, &mut trailer)?;
-    let trailer = decode_trailer(&trailer, path, at, named.serial)?;
-    if trailer.crc != named.crc {
-        let (expected, got) = (format!("{:08x}", named.crc), format!("{:08x}", trailer.crc));
+    let trailer = decode_trailer(&trailer, path, at, descriptor.serial)?;
+    if trailer.crc != descriptor.crc {
+        let (expected, got) = (format!("{:08x}", descriptor.crc), format!("{:08x}", trailer.crc));
         return Err(Error::corruption(path, at, "the footer's checksum named by the state", expected, got));
     }
-    let record_bytes = home.schema.record_bytes(content, format.widths);
-    let records = u64::from(trailer.records) * (record_bytes + trailer.entries().bytes()) as u64;
+    let record_bytes = context.schema.record_bytes(content, format.widths);
+    let records = u64::from(trailer.records) * (record_bytes + trailer.entry_format().bytes()) as u64;
     let padded_from = header_bytes as u64 + records;
-    if trailer.records > Location::MAX_RECORDS || padded_from > at || at - padded_from > most_padding(file_bytes) {
+    if trailer.records > RecordLocation::MAX_RECORDS
+        || padded_from > at
+        || at - padded_from > max_padding_bytes(file_bytes)
+    {
         let expected = format!("that of {file_bytes} bytes");
         return Err(Error::corruption(path, at + 8, "the number of records", expected, trailer.records));
     }
@@ -102,23 +113,30 @@ fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
     if let Some(byte) = padding.iter().position(|byte| *byte != 0) {
         return Err(Error::corruption(path, padded_from + byte as u64, "a byte of padding", 0, padding[byte]));
     }
-    Ok(Found { serial: named.serial, content, format, file, sealed: Sealed { trailer, file_bytes } })
+    Ok(CheckedSegmentFile {
+        serial: descriptor.serial,
+        content,
+        format,
+        file,
+        sealed: SealedInfo { trailer, file_bytes },
+    })
 }
 
 /// The segments that states name, each of which is opened once.
 #[derive(Default)]
-pub(crate) struct Opened {
+pub(crate) struct OpenedSegments {
     by_serial: HashMap<u64, Arc<Segment>>,
 }
 
-impl Opened {
+impl OpenedSegments {
     /// The segments of `state`, all or none. Where the state is damaged, no file of it holds bytes of the cap.
-    pub(crate) fn segments_of(&mut self, home: &Home, state: &StateFile) -> Result<Vec<Arc<Segment>>> {
+    pub(crate) fn segments_of(&mut self, context: &SegmentContext, state: &StateFile) -> Result<Vec<Arc<Segment>>> {
         let new = state.segments.iter().filter(|named| !self.contains(named.serial));
-        let find = |named: &Named| find_segment(home, named, &segment_path(&home.dir, named.serial));
-        let found: Vec<Found> = new.map(find).collect::<Result<_>>()?;
+        let find =
+            |named: &SegmentDescriptor| check_segment_file(context, named, &segment_path(&context.dir, named.serial));
+        let found: Vec<CheckedSegmentFile> = new.map(find).collect::<Result<_>>()?;
         for found in found {
-            self.by_serial.insert(found.serial, found.take(home)?);
+            self.by_serial.insert(found.serial, found.into_segment(context)?);
         }
         Ok(state.segments.iter().map(|named| self.by_serial[&named.serial].clone()).collect())
     }
@@ -130,7 +148,7 @@ impl Opened {
 }
 
 #[derive(Clone, Copy, Default)]
-struct Candidate {
+struct RestoreCandidate {
     hash: u64,
     write_seq: u64,
     /// Position among the segments.
@@ -139,7 +157,7 @@ struct Candidate {
 }
 
 /// What a thread has found in its part of the footers, beside the rows.
-struct Part {
+struct RestorePart {
     /// This part's share of the checksum of each segment's footer. The exclusive or of the shares of all parts is the checksum.
     checksums: Vec<u32>,
     /// The live records of each segment.
@@ -148,7 +166,7 @@ struct Part {
 }
 
 /// What all threads of a restore share.
-struct Restore<'a> {
+struct RestoreJob<'a> {
     engine: &'a dyn IoEngine,
     segments: &'a [Arc<Segment>],
     /// Entries with a larger `write_seq` do not belong to the state.
@@ -157,30 +175,30 @@ struct Restore<'a> {
     read_ahead: u32,
     /// Sub-tables that are handled at once.
     tables_at_once: usize,
-    filler: Filler,
+    filler: SubTableBuilder,
     index: Mutex<&'a mut TagIndex>,
 }
 
 /// Sorts candidates by hash, and those of one hash with the newest first. Hashes are spread evenly, so nearly all of the work is to put
 /// each into its bucket.
 #[derive(Default)]
-struct Sorter {
-    found: Vec<Candidate>,
-    sorted: Vec<Candidate>,
+struct CandidateSorter {
+    candidates: Vec<RestoreCandidate>,
+    sorted: Vec<RestoreCandidate>,
     ends: Vec<u32>,
 }
 
-impl Sorter {
+impl CandidateSorter {
     /// Sort the candidates that were found, whose hashes are `begin..end`. Nothing is found afterwards.
-    fn sorted(&mut self, (begin, end): Hashes) -> &[Candidate] {
-        let buckets = (self.found.len() / 4).max(2).next_power_of_two();
+    fn sorted(&mut self, (begin, end): FooterHashRange) -> &[RestoreCandidate] {
+        let buckets = (self.candidates.len() / 4).max(2).next_power_of_two();
         let width = end.unwrap_or(0).wrapping_sub(begin).wrapping_sub(1);
         // The least shift that leaves no more than so many buckets.
         let shift = (64 - width.leading_zeros()).saturating_sub(buckets.trailing_zeros());
-        let bucket = |candidate: &Candidate| ((candidate.hash - begin) >> shift) as usize;
+        let bucket = |candidate: &RestoreCandidate| ((candidate.hash - begin) >> shift) as usize;
         self.ends.clear();
         self.ends.resize(buckets, 0);
-        for candidate in &self.found {
+        for candidate in &self.candidates {
             self.ends[bucket(candidate)] += 1;
         }
         let mut before = 0;
@@ -189,8 +207,8 @@ impl Sorter {
         }
         // At first these are starts. Each moves to its end as the bucket fills.
         self.sorted.clear();
-        self.sorted.resize(self.found.len(), Candidate::default());
-        for candidate in self.found.drain(..) {
+        self.sorted.resize(self.candidates.len(), RestoreCandidate::default());
+        for candidate in self.candidates.drain(..) {
             let end = &mut self.ends[bucket(&candidate)];
             self.sorted[*end as usize] = candidate;
             *end += 1;
@@ -207,22 +225,27 @@ impl Sorter {
     }
 }
 
-impl Restore<'_> {
+impl RestoreJob<'_> {
     /// Fill the sub-tables `tables` from the part of the footers that holds their `hashes`. `begin` and `end` say by segment where the part
     /// is.
-    fn part(&self, tables: Range<usize>, (begin, end): (&[u32], &[u32]), hashes: Hashes) -> Result<Part> {
-        let mut footers = Footers::new(self.engine, self.segments, (begin, end), hashes, self.read_ahead)?;
+    fn restore_part(
+        &self,
+        tables: Range<usize>,
+        (begin, end): (&[u32], &[u32]),
+        hashes: FooterHashRange,
+    ) -> Result<RestorePart> {
+        let mut footers = FooterReader::new(self.engine, self.segments, (begin, end), hashes, self.read_ahead)?;
         let mut live = vec![0; self.segments.len()];
         let mut highest_epoch = 0;
-        let mut sorter = Sorter::default();
-        let mut rows: Vec<(u64, Location)> = Vec::new();
+        let mut sorter = CandidateSorter::default();
+        let mut rows: Vec<(u64, RecordLocation)> = Vec::new();
         for first in tables.clone().step_by(self.tables_at_once) {
             let end_hash = self.filler.first_hash(tables.end.min(first + self.tables_at_once));
-            footers.below(end_hash, |segment, hash, entry| {
+            footers.for_each_below(end_hash, |segment, hash, entry| {
                 if entry.write_seq <= self.write_seq {
                     highest_epoch = highest_epoch.max(entry.modified_epoch);
                     let (segment, record) = (segment as u32, entry.record);
-                    sorter.found.push(Candidate { hash, write_seq: entry.write_seq, segment, record });
+                    sorter.candidates.push(RestoreCandidate { hash, write_seq: entry.write_seq, segment, record });
                 }
             })?;
             let mut last = None;
@@ -230,29 +253,33 @@ impl Restore<'_> {
                 // The newest of an id comes first, and where it is a tombstone there is no row.
                 let newest = last.replace(candidate.hash) != Some(candidate.hash);
                 let segment = &self.segments[candidate.segment as usize];
-                if newest && segment.content == Content::Rows {
+                if newest && segment.content == SegmentContent::Rows {
                     rows.push((candidate.hash, segment.location(candidate.record)));
                     live[candidate.segment as usize] += 1;
                 }
             }
-            let filled = self.filler.fill(&rows);
+            let filled = self.filler.build(&rows);
             lock(&self.index).adopt(&filled)?;
             rows.clear();
         }
-        Ok(Part { checksums: footers.finish()?, live, highest_epoch })
+        Ok(RestorePart { checksums: footers.finish()?, live, highest_epoch })
     }
 
     /// Fill the whole index with `threads` threads.
-    fn run(&self, threads: usize) -> Result<Vec<Part>> {
+    fn run(&self, threads: usize) -> Result<Vec<RestorePart>> {
         let bounds: Vec<usize> = (0..=threads).map(|thread| self.filler.sub_tables() * thread / threads).collect();
         let hashes: Vec<Option<u64>> = bounds.iter().map(|&bound| self.filler.first_hash(bound)).collect();
         let inner: Vec<u64> = hashes[1..threads].iter().flatten().copied().collect();
         let mut starts = vec![vec![0; self.segments.len()]];
-        starts.extend(positions(self.engine, self.segments, &inner)?);
+        starts.extend(bound_positions(self.engine, self.segments, &inner)?);
         starts.push(self.segments.iter().map(|segment| segment.records()).collect());
         let part = |thread: usize| {
             let places = (starts[thread].as_slice(), starts[thread + 1].as_slice());
-            self.part(bounds[thread]..bounds[thread + 1], places, (hashes[thread].unwrap_or(0), hashes[thread + 1]))
+            self.restore_part(
+                bounds[thread]..bounds[thread + 1],
+                places,
+                (hashes[thread].unwrap_or(0), hashes[thread + 1]),
+            )
         };
         if threads == 1 {
             return Ok(vec![part(0)?]);
@@ -267,7 +294,7 @@ impl Restore<'_> {
                 thread.join().map_err(|_| failed("ended in a panic".into()))?
             });
             // All are waited for, also after the first error.
-            let ended: Vec<Result<Part>> = ended.collect();
+            let ended: Vec<Result<RestorePart>> = ended.collect();
             ended.into_iter().collect()
         })
     }
@@ -275,36 +302,36 @@ impl Restore<'_> {
 
 /// How many threads restore so many entries. `threads` takes the place of the usual number.
 fn threads_for(entries: u64, tables: usize, threads: Option<usize>) -> usize {
-    let usual = (entries / ENTRIES_A_THREAD).clamp(1, MOST_THREADS);
+    let usual = (entries / ENTRIES_PER_THREAD).clamp(1, MAX_THREADS);
     threads.unwrap_or(usual as usize).clamp(1, tables)
 }
 
 /// What the file at `path` says that the segments hold.
-pub(crate) struct Wanted<'a> {
+pub(crate) struct ExpectedSegments<'a> {
     pub(crate) write_seq: u64,
     pub(crate) rows: u64,
     pub(crate) path: &'a Path,
 }
 
-/// The state of a tier that has what `wanted` says of `segments`. `index` is empty.
+/// The state of a tier that has what `expected` says of `segments`. `index` is empty.
 pub(crate) fn restore(
     mut index: TagIndex,
-    wanted: &Wanted<'_>,
+    expected: &ExpectedSegments<'_>,
     segments: &[Arc<Segment>],
-    home: &Home,
+    context: &SegmentContext,
     threads: Option<usize>,
 ) -> Result<TierState> {
     let entries: u64 = segments.iter().map(|s| u64::from(s.records())).sum();
-    let filler = index.filler();
+    let filler = index.sub_table_builder();
     let tables = filler.sub_tables();
     let threads = threads_for(entries, tables, threads);
     let read_bytes = (READ_AHEAD_BYTES / (segments.len().max(1) * threads) as u64).clamp(4096, READ_BYTES);
     let tables_at_once = (RANGE_ENTRIES * tables as u64).div_ceil(entries.max(1)).clamp(1, tables as u64) as usize;
-    let restore = Restore {
-        engine: &*home.engine,
+    let restore = RestoreJob {
+        engine: &*context.engine,
         segments,
-        write_seq: wanted.write_seq,
-        read_ahead: read_bytes as u32 / MOST_ENTRY_BYTES as u32,
+        write_seq: expected.write_seq,
+        read_ahead: read_bytes as u32 / MAX_ENTRY_BYTES as u32,
         tables_at_once,
         filler,
         index: Mutex::new(&mut index),
@@ -315,9 +342,9 @@ pub(crate) fn restore(
         segment.set_live(parts.iter().map(|part| part.live[at]).sum());
     }
     let rows = index.len() as u64;
-    if rows != wanted.rows {
-        return Err(Error::corruption(wanted.path, 0, "the rows that the footers hold", wanted.rows, rows));
+    if rows != expected.rows {
+        return Err(Error::corruption(expected.path, 0, "the rows that the footers hold", expected.rows, rows));
     }
     let highest_epoch = parts.iter().map(|part| part.highest_epoch).max().unwrap_or(0);
-    Ok(TierState::restored(index, segments, (wanted.write_seq, highest_epoch)))
+    Ok(TierState::restored(index, segments, (expected.write_seq, highest_epoch)))
 }

@@ -5,18 +5,18 @@ use std::sync::Arc;
 
 use crate::config::SsdConfig;
 use crate::error::{Error, Result};
-use crate::io::{IoEngine, Open, link_or_copy};
+use crate::io::{IoEngine, IoOpenMode, link_or_copy};
 use crate::rows::{RowHeader, RowLayout, RowRef};
 use crate::ssd::format::names::segment_path;
-use crate::ssd::format::segment::Schema;
+use crate::ssd::format::segment::SegmentSchema;
 use crate::ssd::format::state::SegmentSet;
-use crate::ssd::identity::Identity;
+use crate::ssd::identity::ShardIdentity;
 use crate::ssd::index::{TAG_BITS, TagIndex};
-use crate::ssd::resume::restore::{Wanted, open_segment, restore};
-use crate::ssd::room::geometry::Geometry;
+use crate::ssd::resume::restore::{ExpectedSegments, open_segment, restore};
+use crate::ssd::room::geometry::SegmentSizing;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::footers::read_entries;
-use crate::ssd::segment::home::Home;
+use crate::ssd::segment::home::SegmentContext;
 use crate::ssd::tier::state::TierState;
 use crate::ssd::work::scan::ScanSink;
 use crate::types::Id;
@@ -28,31 +28,31 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 /// Segments outside any tier's directory. Their headers, footers and lengths were checked.
 #[derive(Clone, Debug)]
-pub struct SegmentFiles {
+pub struct LinkedSegments {
     engine: Arc<dyn IoEngine>,
-    identity: Identity,
+    identity: ShardIdentity,
     layout: RowLayout,
     set: SegmentSet,
     /// Where they are, in the set's order.
     paths: Vec<PathBuf>,
     /// The file that names the set.
-    named_in: PathBuf,
+    manifest_path: PathBuf,
 }
 
-impl SegmentFiles {
-    /// The segments `set` of the table `identity`, as the file `named_in` names them. `path_of` says where the one with a serial is.
+impl LinkedSegments {
+    /// The segments `set` of the table `identity`, as the file `manifest_path` names them. `path_of` says where the one with a serial is.
     ///
     /// Errors: `Corruption` where a file is missing, has another length, belongs to another table or state, or has a damaged footer.
     pub fn open(
         engine: Arc<dyn IoEngine>,
-        (identity, layout): (Identity, RowLayout),
+        (identity, layout): (ShardIdentity, RowLayout),
         set: &SegmentSet,
         path_of: impl Fn(u64) -> PathBuf,
-        named_in: PathBuf,
+        manifest_path: PathBuf,
     ) -> Result<Self> {
         let paths = set.segments.iter().map(|named| path_of(named.serial)).collect();
-        let files = Self { engine, identity, layout, set: set.clone(), paths, named_in };
-        let home = files.home()?;
+        let files = Self { engine, identity, layout, set: set.clone(), paths, manifest_path };
+        let home = files.segment_context()?;
         for segment in files.segments(&home)? {
             read_entries(&*files.engine, &segment)?;
         }
@@ -74,30 +74,30 @@ impl SegmentFiles {
         self.layout
     }
 
-    fn home(&self) -> Result<Home> {
-        let schema = Schema::new(self.identity.key, &self.identity.optimizer, &self.layout);
-        let geometry = Geometry::new(READ_ONLY_CAP_BYTES, &schema, None)?;
-        let dir = self.named_in.parent().unwrap_or(Path::new(".")).to_owned();
-        let home = Home::new(dir, schema, geometry, None, Arc::clone(&self.engine))?;
+    fn segment_context(&self) -> Result<SegmentContext> {
+        let schema = SegmentSchema::new(self.identity.key, &self.identity.optimizer, &self.layout);
+        let geometry = SegmentSizing::new(READ_ONLY_CAP_BYTES, &schema, None)?;
+        let dir = self.manifest_path.parent().unwrap_or(Path::new(".")).to_owned();
+        let home = SegmentContext::new(dir, schema, geometry, None, Arc::clone(&self.engine))?;
         // Whatever happens, these files are somebody else's.
         home.space.close();
         Ok(home)
     }
 
-    fn segments(&self, home: &Home) -> Result<Vec<Arc<Segment>>> {
+    fn segments(&self, context: &SegmentContext) -> Result<Vec<Arc<Segment>>> {
         let named = self.set.segments.iter().zip(&self.paths);
-        named.map(|(named, path)| open_segment(home, named, path)).collect()
+        named.map(|(named, path)| open_segment(context, named, path)).collect()
     }
 
-    fn wanted(&self) -> Wanted<'_> {
-        Wanted { write_seq: self.set.write_seq, rows: self.set.rows, path: &self.named_in }
+    fn expected(&self) -> ExpectedSegments<'_> {
+        ExpectedSegments { write_seq: self.set.write_seq, rows: self.set.rows, path: &self.manifest_path }
     }
 
     /// Hand every row to `sink` once, in no particular order. Every record is verified. It takes about 10 bytes of RAM a row until it ends.
     pub fn read(&self, sink: &mut ScanSink<'_>) -> Result<()> {
-        let home = self.home()?;
+        let home = self.segment_context()?;
         let segments = self.segments(&home)?;
-        let state = restore(TagIndex::new(TAG_BITS), &self.wanted(), &segments, &home, None)?;
+        let state = restore(TagIndex::new(TAG_BITS), &self.expected(), &segments, &home, None)?;
         let mut rows = 0;
         for segment in &segments {
             rows += self.read_segment(segment, state.index(), sink)?;
@@ -105,7 +105,7 @@ impl SegmentFiles {
         if rows == self.set.rows {
             return Ok(());
         }
-        Err(Error::corruption(&self.named_in, 0, "the rows that the segments hold", self.set.rows, rows))
+        Err(Error::corruption(&self.manifest_path, 0, "the rows that the segments hold", self.set.rows, rows))
     }
 
     /// Hand the rows of a segment that `index` points to to `sink`; how many they are.
@@ -136,25 +136,25 @@ impl SegmentFiles {
         Ok(rows)
     }
 
-    /// Make them the contents of the tier at `home`, whose directory has no segment.
+    /// Make them the contents of the tier at `context`, whose directory has no segment.
     pub(crate) fn install(
         &self,
         config: &SsdConfig,
-        home: &Home,
+        context: &SegmentContext,
         index: TagIndex,
         threads: Option<usize>,
     ) -> Result<TierState> {
-        home.geometry.check_room(config, self.rows(), self.bytes())?;
+        context.sizing.check_space(config, self.rows(), self.bytes())?;
         let mut segments = Vec::with_capacity(self.paths.len());
         for (named, from) in self.set.segments.iter().zip(&self.paths) {
-            let to = segment_path(&home.dir, named.serial);
-            link_or_copy(&*home.engine, &*self.engine.open(from, Open::Read)?, &to)?;
+            let to = segment_path(&context.dir, named.serial);
+            link_or_copy(&*context.engine, &*self.engine.open(from, IoOpenMode::Read)?, &to)?;
             // For as long as the file has this name too, no other tier takes it for its own alone and writes it again.
             if !self.engine.exists(from)? {
                 return Err(Error::io("link", from, &std::io::Error::from_raw_os_error(libc::ENOENT)));
             }
-            segments.push(open_segment(home, named, &to)?);
+            segments.push(open_segment(context, named, &to)?);
         }
-        restore(index, &self.wanted(), &segments, home, threads)
+        restore(index, &self.expected(), &segments, context, threads)
     }
 }

@@ -4,20 +4,20 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, LOCK_FILE};
-use crate::ssd::directory::{DIR_MODE, hold_alone};
-use crate::ssd::format::names::{is_temporary, segment_serial, state_token};
+use crate::ssd::directory::{DIR_MODE, lock_tier_dir};
+use crate::ssd::format::names::{is_temporary, segment_serial, state_commit_id};
 
 /// See [`SsdTier::remove_shard`](crate::ssd::SsdTier::remove_shard).
-pub(crate) fn remove(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
+pub(crate) fn remove_shard(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
     engine.check_private(dir, DIR_MODE)?;
     // This comes before the lock, which would make a file in a directory that is not ours.
-    check_ours(dir, &engine.list(dir)?)?;
-    let held = hold_alone(engine, dir)?;
+    check_tier_directory(dir, &engine.list(dir)?)?;
+    let held = lock_tier_dir(engine, dir)?;
     // It is looked at again, because from now on only those add something who know nothing of locks.
     let listing = engine.list(dir)?;
-    check_ours(dir, &listing)?;
+    check_tier_directory(dir, &listing)?;
     // States go first, so that no state is ever without its segments.
-    for path in listing.iter().filter(|path| state_token(path).is_some() || is_temporary(path)) {
+    for path in listing.iter().filter(|path| state_commit_id(path).is_some() || is_temporary(path)) {
         engine.remove_file(path)?;
     }
     engine.sync_dir(dir)?;
@@ -27,10 +27,10 @@ pub(crate) fn remove(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
 }
 
 /// `State` unless `listing` is that of a tier's directory: its lock file, and beside it nothing but states and segments.
-fn check_ours(dir: &Path, listing: &[PathBuf]) -> Result<()> {
+fn check_tier_directory(dir: &Path, listing: &[PathBuf]) -> Result<()> {
     let is_lock = |path: &Path| path.file_name().is_some_and(|name| name == LOCK_FILE);
     let is_ours = |path: &Path| {
-        is_lock(path) || state_token(path).is_some() || segment_serial(path).is_some() || is_temporary(path)
+        is_lock(path) || state_commit_id(path).is_some() || segment_serial(path).is_some() || is_temporary(path)
     };
     let refuse = |what: String| {
         let message =

@@ -3,7 +3,7 @@
 //! Compaction moves the live records of a segment elsewhere, so that its file can go. It works as late as it can, because what waits longer
 //! has more dead records. What it looks for, in this order:
 //!
-//! 1. [`Choice::MakeRoom`]: room is short, and the segment is named by no published state, so that its bytes are free at once.
+//! 1. [`Choice::FreeSpace`]: room is short, and the segment is named by no published state, so that its bytes are free at once.
 //! 2. [`Choice::FreeTombstones`]: tombstones pile up, and this oldest segment with dead records is what keeps them.
 //! 3. [`Choice::Thin`]: published states name the segment, many of its records are dead, and there is room for both copies. The next
 //!    publishes free it.
@@ -20,7 +20,7 @@ const SHORT_SEGMENTS: u64 = 5;
 /// the next one what is written finds no room but this.
 const SHORT_SHARE: u64 = 8;
 /// Room is short, in a tier that is published, where less than 4 segments are free, however small the cap is.
-const LEAST_SHORT_SEGMENTS: u64 = 4;
+const MIN_SHORT_SEGMENTS: u64 = 4;
 /// Where less than 3 segments are free, rows from RAM wait: 2 are kept, and theirs is the third. Then any segment is worth moving.
 const URGENT_SEGMENTS: u64 = 3;
 /// While rows need not wait, a published tier moves segments of which at most half is live. Moving those costs at most as much writing as
@@ -28,7 +28,7 @@ const URGENT_SEGMENTS: u64 = 3;
 const WORTH_MOVING: f64 = 0.5;
 /// While rows wait and giving up published states would make room, a segment is moved that is three quarters live at most. Moving fuller
 /// ones writes more than three records for the room of one, where a state that is given up costs nothing.
-const WORTH_MOVING_BEFORE_GIVING_UP: f64 = 0.75;
+const WORTH_MOVING_BEFORE_DROPPING_STATES: f64 = 0.75;
 /// Segments that have to be free before anything is moved for another reason than room: it must not make room short itself.
 const FREE_TO_MOVE_FOR_TOMBSTONES: u64 = 2;
 /// Segments that have to be free before named or small segments are moved. What is moved then frees nothing before the next publish.
@@ -52,9 +52,9 @@ const SMALL_SHARE_OF_CAP: u64 = 8;
 
 /// What is chosen, with the slot of the segment that is to be moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Choice {
+pub(crate) enum CompactionChoice {
     /// Move it, because room is short.
-    MakeRoom(u32),
+    FreeSpace(u32),
     /// Move it, so that tombstones can go.
     FreeTombstones(u32),
     /// Move it, so that the next publishes free it.
@@ -65,11 +65,11 @@ pub(crate) enum Choice {
     Nothing,
 }
 
-impl Choice {
+impl CompactionChoice {
     /// The slot of the segment that is to be moved.
     pub(crate) fn slot(self) -> Option<u32> {
         match self {
-            Self::MakeRoom(slot) | Self::FreeTombstones(slot) | Self::Thin(slot) | Self::Merge(slot) => Some(slot),
+            Self::FreeSpace(slot) | Self::FreeTombstones(slot) | Self::Thin(slot) | Self::Merge(slot) => Some(slot),
             Self::Nothing => None,
         }
     }
@@ -77,7 +77,7 @@ impl Choice {
     /// The reason, in a word.
     pub(crate) fn reason(self) -> &'static str {
         match self {
-            Self::MakeRoom(_) => "make room",
+            Self::FreeSpace(_) => "make room",
             Self::FreeTombstones(_) => "free tombstones",
             Self::Thin(_) => "thin",
             Self::Merge(_) => "merge",
@@ -88,7 +88,7 @@ impl Choice {
 
 /// A tier, as far as compaction has to know it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct View {
+pub(crate) struct CompactionView {
     /// Whether anything can be moved: the tier is neither closed nor read-only.
     pub(crate) can_write: bool,
     /// Bytes of the cap.
@@ -136,7 +136,7 @@ pub(crate) struct SegmentView {
     /// Bytes of the cap that it holds.
     pub(crate) held_bytes: u64,
     /// How many of the current set and the published states name it.
-    pub(crate) names: u32,
+    pub(crate) ref_count: u32,
     /// The next record's `write_seq` when the segment was made.
     pub(crate) made_seq: u64,
 }
@@ -144,7 +144,7 @@ pub(crate) struct SegmentView {
 impl SegmentView {
     /// Its live records, as a share of those that its bytes take in a full segment of records as they are written now. Below 1, moving its
     /// rows to full segments makes room.
-    pub(crate) fn share(&self, view: &View) -> f64 {
+    pub(crate) fn utilization(&self, view: &CompactionView) -> f64 {
         let held = self.held_bytes as f64 * f64::from(view.rows_per_segment);
         f64::from(self.live) * view.full_bytes as f64 / held.max(1.0)
     }
@@ -156,14 +156,14 @@ impl SegmentView {
 
     /// Room by cost: what moving it makes free, for what is read and written for it, times its age. By age, segments wait whose records are
     /// about to die (Rosenblum, Ousterhout: The design and implementation of a log-structured file system, 1992).
-    fn benefit(&self, view: &View) -> f64 {
+    fn benefit(&self, view: &CompactionView) -> f64 {
         let age = view.next_seq.saturating_sub(self.made_seq).max(1) as f64;
-        let share = self.share(view);
+        let share = self.utilization(view);
         (1.0 - share) / (1.0 + share) * age
     }
 }
 
-impl View {
+impl CompactionView {
     fn segments(&self, count: u64) -> u64 {
         self.segment_bytes * count
     }
@@ -175,7 +175,7 @@ impl View {
 
     fn is_short(&self) -> bool {
         let short = if self.was_published {
-            (self.cap_bytes / SHORT_SHARE).max(self.segments(LEAST_SHORT_SEGMENTS))
+            (self.cap_bytes / SHORT_SHARE).max(self.segments(MIN_SHORT_SEGMENTS))
         } else {
             self.segments(SHORT_SEGMENTS)
         };
@@ -183,9 +183,10 @@ impl View {
     }
 
     /// Whether giving up published states would make room, now or by compaction.
-    pub(crate) fn states_are_in_the_way(&self, mut segments: impl Iterator<Item = SegmentView>) -> bool {
+    pub(crate) fn states_hold_space(&self, mut segments: impl Iterator<Item = SegmentView>) -> bool {
         // A segment that is being closed does not yet hold the bytes that it will hold.
-        self.states > 0 && (self.retained_bytes > 0 || segments.any(|s| s.names > 1 && s.sealed && s.share(self) < 1.0))
+        self.states > 0
+            && (self.retained_bytes > 0 || segments.any(|s| s.ref_count > 1 && s.sealed && s.utilization(self) < 1.0))
     }
 
     /// The largest share of a segment that is worth moving where room is short.
@@ -194,8 +195,8 @@ impl View {
             1.0
         } else if !self.is_urgent() {
             WORTH_MOVING
-        } else if self.states_are_in_the_way(segments) {
-            WORTH_MOVING_BEFORE_GIVING_UP
+        } else if self.states_hold_space(segments) {
+            WORTH_MOVING_BEFORE_DROPPING_STATES
         } else {
             1.0
         }
@@ -203,44 +204,45 @@ impl View {
 }
 
 /// Choose what compaction takes next.
-pub(crate) fn choose(view: &View, segments: impl Iterator<Item = SegmentView> + Clone) -> Choice {
+pub(crate) fn choose(view: &CompactionView, segments: impl Iterator<Item = SegmentView> + Clone) -> CompactionChoice {
     // Each segment that is being moved must find its room: none could be finished if all were half moved when the room ends.
     let one_more = view.segments(u64::from(view.moving) + 1);
     if !view.can_write || (view.moving > 0 && (view.moving >= COMPACTORS || view.free_bytes < one_more)) {
-        return Choice::Nothing;
+        return CompactionChoice::Nothing;
     }
     let candidates = segments.clone().filter(|s| s.can_move && u64::from(s.live) <= view.rows_to_move);
     if view.is_short() {
         let most = view.worth_moving(segments);
-        let unnamed = candidates.clone().filter(|s| s.names == 1 && s.share(view) < 1.0 && s.share(view) <= most);
+        let unnamed =
+            candidates.clone().filter(|s| s.ref_count == 1 && s.utilization(view) < 1.0 && s.utilization(view) <= most);
         if let Some(best) = unnamed.max_by(|a, b| a.benefit(view).total_cmp(&b.benefit(view))) {
-            return Choice::MakeRoom(best.slot);
+            return CompactionChoice::FreeSpace(best.slot);
         }
     }
     if view.free_bytes < view.segments(FREE_TO_MOVE_FOR_TOMBSTONES) {
-        return Choice::Nothing;
+        return CompactionChoice::Nothing;
     }
     if view.tombstone_bytes > view.cap_bytes / TOMBSTONE_SHARE || view.tombstone_segments > TOMBSTONE_SEGMENTS {
         let with_dead = candidates.clone().filter(|s| s.live < s.records && s.serial < view.tombstones_before);
         if let Some(oldest) = with_dead.min_by_key(|s| s.serial) {
-            return Choice::FreeTombstones(oldest.slot);
+            return CompactionChoice::FreeTombstones(oldest.slot);
         }
     }
     if view.free_bytes < view.segments(FREE_TO_MOVE_WITHOUT_GAIN) {
-        return Choice::Nothing;
+        return CompactionChoice::Nothing;
     }
     if view.free_bytes < view.cap_bytes / THIN_BELOW_FREE_SHARE
         && view.retained_bytes < view.cap_bytes / THIN_BELOW_RETAINED_SHARE
     {
-        let named = candidates.clone().filter(|s| s.names > 1 && s.live_share() < THIN_LIVE_SHARE);
+        let named = candidates.clone().filter(|s| s.ref_count > 1 && s.live_share() < THIN_LIVE_SHARE);
         if let Some(emptiest) = named.min_by(|a, b| a.live_share().total_cmp(&b.live_share())) {
-            return Choice::Thin(emptiest.slot);
+            return CompactionChoice::Thin(emptiest.slot);
         }
     }
     let small = candidates.filter(|s| s.records <= view.rows_per_segment / SMALL_SHARE_OF_ROWS);
     let many = SMALL_SEGMENTS.min(view.cap_bytes / view.segment_bytes / SMALL_SHARE_OF_CAP);
     if small.clone().count() as u64 <= many {
-        return Choice::Nothing;
+        return CompactionChoice::Nothing;
     }
-    small.min_by_key(|s| s.records).map_or(Choice::Nothing, |smallest| Choice::Merge(smallest.slot))
+    small.min_by_key(|s| s.records).map_or(CompactionChoice::Nothing, |smallest| CompactionChoice::Merge(smallest.slot))
 }

@@ -3,12 +3,12 @@
 use crate::config::SsdConfig;
 use crate::error::{Error, Kind, Result};
 use crate::io::ALIGNMENT;
-use crate::ssd::classes::MOST_CLASSES;
+use crate::ssd::classes::MAX_HOTNESS_CLASSES;
 use crate::ssd::format::end::file_bytes;
-use crate::ssd::format::footer::{MOST_ENTRY_BYTES, TRAILER_BYTES, most_entry_bytes_with_steps};
-use crate::ssd::format::head::{Highest, MOST_HEAD_BYTES, Widths};
-use crate::ssd::format::segment::{Content, MAX_HEADER_BYTES, Schema};
-use crate::ssd::index::{Location, TagIndex};
+use crate::ssd::format::footer::{MAX_ENTRY_BYTES, TRAILER_BYTES, max_entry_bytes_with_steps};
+use crate::ssd::format::head::{HeadWidths, MAX_HEAD_BYTES, RecordMaxima};
+use crate::ssd::format::segment::{MAX_HEADER_BYTES, SegmentContent, SegmentSchema};
+use crate::ssd::index::{RecordLocation, TagIndex};
 use crate::ssd::workers::COMPACTORS;
 
 /// No segment has more than 64 MiB.
@@ -17,47 +17,47 @@ const LARGEST_SEGMENT: u64 = 64 << 20;
 const SMALLEST_SEGMENT: u64 = 8 << 10;
 /// A cap is divided into 512 segments where they are neither the largest nor the smallest. There are many, because some of them are kept
 /// free or are half full.
-const SEGMENTS_A_CAP: u64 = 512;
-/// A small cap is divided into 64 segments, or more of [`WORTHWHILE_SEGMENT`].
-const FEWEST_SEGMENTS_A_CAP: u64 = 64;
+const SEGMENTS_PER_CAP: u64 = 512;
+/// A small cap is divided into 64 segments, or more of [`EFFICIENT_SEGMENT_BYTES`].
+const MIN_SEGMENTS_PER_CAP: u64 = 64;
 /// Smaller segments than 4 MiB cost too much each.
-const WORTHWHILE_SEGMENT: u64 = 4 << 20;
+const EFFICIENT_SEGMENT_BYTES: u64 = 4 << 20;
 /// Classes of rows where segments are few.
-const FEW_CLASSES: u8 = 2;
+const FEW_HOTNESS_CLASSES: u8 = 2;
 /// Segments that no row can count on, beside the open ones of rows: that of tombstones, one that compaction writes into, and one that is to
 /// be opened.
-const SPARE_SEGMENTS: u64 = 3;
+const OVERHEAD_SEGMENTS: u64 = 3;
 /// One part in 16 of the cap is kept for records that are dead and not yet compacted, and for tombstones. It is at least the second segment
 /// that compaction needs.
 const DEAD_SHARE: u64 = 16;
 /// Bytes of a state's file for its fields.
 const STATE_BYTES: u64 = 1024;
 /// Bytes of a state's file for each segment that it names.
-const STATE_BYTES_A_SEGMENT: u64 = 64;
+const STATE_BYTES_PER_SEGMENT: u64 = 64;
 /// The caller's note in a state takes at most this part of the cap: 1/2048.
-const NOTE_SHARE: u64 = 2048;
+const METADATA_SHARE: u64 = 2048;
 /// The caller's note in a state takes at most 128 MiB, however large the cap is.
-const MOST_NOTE_BYTES: u64 = 128 << 20;
-/// Whole segments that stay free while nothing is being moved. See [`Geometry::kept_bytes`].
-const KEPT_SEGMENTS: u32 = 2;
+const MAX_METADATA_BYTES: u64 = 128 << 20;
+/// Whole segments that stay free while nothing is being moved. See [`SegmentSizing::reserved_bytes`].
+const RESERVED_SEGMENTS: u32 = 2;
 
 /// The most bytes of a note where the cap is `cap_bytes`.
-pub(crate) fn note_bytes(cap_bytes: u64) -> usize {
-    (cap_bytes / NOTE_SHARE).min(MOST_NOTE_BYTES) as usize
+pub(crate) fn max_metadata_bytes(cap_bytes: u64) -> usize {
+    (cap_bytes / METADATA_SHARE).min(MAX_METADATA_BYTES) as usize
 }
 
 /// The least cap whose notes may have so many bytes.
-pub(crate) fn cap_for_note(note_bytes: usize) -> u64 {
-    note_bytes as u64 * NOTE_SHARE
+pub(crate) fn cap_for_metadata(metadata_bytes: usize) -> u64 {
+    metadata_bytes as u64 * METADATA_SHARE
 }
 
-fn spare_segments(classes: u8) -> u64 {
-    SPARE_SEGMENTS + u64::from(classes)
+fn overhead_segments(classes: u8) -> u64 {
+    OVERHEAD_SEGMENTS + u64::from(classes)
 }
 
 /// How a table's files are laid out.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Geometry {
+pub(crate) struct SegmentSizing {
     /// Bytes for segments: the cap without what states and the lock file take.
     pub(crate) cap_bytes: u64,
     /// The most bytes of a segment's file.
@@ -68,35 +68,35 @@ pub(crate) struct Geometry {
     /// Rows that a segment has room for at least.
     pub(crate) rows_per_segment: u32,
     /// Classes of rows; see `classes`.
-    pub(crate) classes: u8,
+    pub(crate) hotness_classes: u8,
     /// Rows that fit, with the headroom left free.
     pub(crate) capacity_rows: u64,
     /// The most bytes of the caller's note in a state.
-    pub(crate) note_bytes: usize,
+    pub(crate) max_metadata_bytes: usize,
 }
 
-impl Geometry {
+impl SegmentSizing {
     /// Divide `cap_bytes`. `segment_bytes` takes the place of the usual size, for tests.
     ///
     /// Errors: `Config` where the cap is too small for one row, or larger than an index can number.
-    pub(crate) fn new(cap_bytes: u64, schema: &Schema, segment_bytes: Option<u64>) -> Result<Self> {
-        let row_bytes = schema.most_record_bytes(Content::Rows);
+    pub(crate) fn new(cap_bytes: u64, schema: &SegmentSchema, segment_bytes: Option<u64>) -> Result<Self> {
+        let row_bytes = schema.max_record_bytes(SegmentContent::Rows);
         let header_bytes = schema.header_bytes();
         debug_assert!(header_bytes <= MAX_HEADER_BYTES);
         let frame = header_bytes + TRAILER_BYTES;
         let (segment_bytes, rows_per_segment) = segment_size(cap_bytes, frame, row_bytes, segment_bytes);
         let segments = cap_bytes / segment_bytes;
-        let note_bytes = note_bytes(cap_bytes);
-        let state = STATE_BYTES + STATE_BYTES_A_SEGMENT * (segments + 64) + note_bytes as u64;
+        let note_bytes = max_metadata_bytes(cap_bytes);
+        let state = STATE_BYTES + STATE_BYTES_PER_SEGMENT * (segments + 64) + note_bytes as u64;
         // Two states and the one being published; the lock file.
         let fixed = 3 * state.next_multiple_of(ALIGNMENT as u64) + ALIGNMENT as u64;
-        let classes = if segments < 2 * FEWEST_SEGMENTS_A_CAP { FEW_CLASSES } else { MOST_CLASSES };
-        let spare = spare_segments(classes);
+        let classes = if segments < 2 * MIN_SEGMENTS_PER_CAP { FEW_HOTNESS_CLASSES } else { MAX_HOTNESS_CLASSES };
+        let spare = overhead_segments(classes);
         let usable = cap_bytes.saturating_sub(fixed + spare * segment_bytes);
         let usable = u128::from(usable.saturating_sub(segment_bytes.max(usable / DEAD_SHARE)));
         let capacity_rows = (usable * u128::from(rows_per_segment) / u128::from(segment_bytes)) as u64;
-        if segments > u64::from(Location::MAX_SEGMENTS) {
-            let most = segment_bytes * u64::from(Location::MAX_SEGMENTS);
+        if segments > u64::from(RecordLocation::MAX_SEGMENTS) {
+            let most = segment_bytes * u64::from(RecordLocation::MAX_SEGMENTS);
             return Err(Error::new(
                 Kind::Config,
                 format!(
@@ -121,15 +121,15 @@ impl Geometry {
             header_bytes,
             row_bytes,
             rows_per_segment,
-            classes,
-            capacity_rows: capacity_rows.min(TagIndex::MOST_IDS),
-            note_bytes,
+            hotness_classes: classes,
+            capacity_rows: capacity_rows.min(TagIndex::MAX_IDS),
+            max_metadata_bytes: note_bytes,
         })
     }
 
     /// Bytes that no row can count on: those of open segments, and those kept free.
-    fn spare_bytes(&self) -> u64 {
-        spare_segments(self.classes) * self.segment_bytes
+    fn overhead_bytes(&self) -> u64 {
+        overhead_segments(self.hotness_classes) * self.segment_bytes
     }
 
     /// Bytes that stay free when a row from RAM is taken, or an open segment is closed by a publish.
@@ -137,46 +137,46 @@ impl Geometry {
     /// While nothing is being moved they are two segments: then either one whole segment is free, or the room in open segments takes the
     /// live rows of any segment. While something is being moved they are one segment for each that can be moved at a time, or rows from RAM
     /// would take the room that the others need.
-    pub(crate) fn kept_bytes(&self, moving: u32) -> u64 {
-        let segments = if moving == 0 { KEPT_SEGMENTS } else { COMPACTORS };
+    pub(crate) fn reserved_bytes(&self, moving: u32) -> u64 {
+        let segments = if moving == 0 { RESERVED_SEGMENTS } else { COMPACTORS };
         self.segment_bytes * u64::from(segments)
     }
 
     /// Bytes of a row's record that is written now, where none has more than this.
-    pub(crate) fn record_bytes(&self, highest: &Highest) -> usize {
-        self.row_bytes - MOST_HEAD_BYTES + Widths::of_rows(highest).bytes()
+    pub(crate) fn record_bytes(&self, highest: &RecordMaxima) -> usize {
+        self.row_bytes - MAX_HEAD_BYTES + HeadWidths::of_rows(highest).bytes()
     }
 
     /// Rows that a segment takes at least, where none has more than this.
     ///
-    /// [`Geometry::rows_per_segment`] fit in any case: where there is no room for their last steps, the footer leaves these out.
-    pub(crate) fn rows_in(&self, highest: &Highest) -> u64 {
+    /// [`SegmentSizing::rows_per_segment`] fit in any case: where there is no room for their last steps, the footer leaves these out.
+    pub(crate) fn min_rows_per_segment(&self, highest: &RecordMaxima) -> u64 {
         let record_bytes = self.record_bytes(highest);
-        let most = (self.segment_bytes / record_bytes as u64).min(u64::from(Location::MAX_RECORDS));
-        let entry_bytes = most_entry_bytes_with_steps(most as u32, highest);
+        let most = (self.segment_bytes / record_bytes as u64).min(u64::from(RecordLocation::MAX_RECORDS));
+        let entry_bytes = max_entry_bytes_with_steps(most as u32, highest);
         let room = self.segment_bytes.saturating_sub((self.header_bytes + TRAILER_BYTES) as u64);
         most.min(room / (record_bytes + entry_bytes) as u64).max(u64::from(self.rows_per_segment))
     }
 
     /// Bytes of a segment that takes no more rows, where none has more than this. They are less than a segment's room where it has as many
     /// records as an index can number.
-    pub(crate) fn full_bytes(&self, highest: &Highest) -> u64 {
-        let rows = self.rows_in(highest);
-        let each = self.record_bytes(highest) + most_entry_bytes_with_steps(rows as u32, highest);
+    pub(crate) fn full_bytes(&self, highest: &RecordMaxima) -> u64 {
+        let rows = self.min_rows_per_segment(highest);
+        let each = self.record_bytes(highest) + max_entry_bytes_with_steps(rows as u32, highest);
         let frame = (self.header_bytes + TRAILER_BYTES) as u64;
         let least = (frame + rows * each as u64).next_multiple_of(ALIGNMENT as u64);
         file_bytes(least.min(self.segment_bytes), self.segment_bytes)
     }
 
-    /// `Config` where the cap is too small for `rows` in segments that hold `held` bytes. What compaction needs is free whenever a state is
+    /// `Config` where the cap is too small for `rows` in segments that hold `held_bytes` bytes. What compaction needs is free whenever a state is
     /// made, so it has to be free when the state is resumed.
-    pub(crate) fn check_room(&self, config: &SsdConfig, rows: u64, held: u64) -> Result<()> {
-        if rows <= self.capacity_rows && held + self.kept_bytes(0) <= self.cap_bytes {
+    pub(crate) fn check_space(&self, config: &SsdConfig, rows: u64, held_bytes: u64) -> Result<()> {
+        if rows <= self.capacity_rows && held_bytes + self.reserved_bytes(0) <= self.cap_bytes {
             return Ok(());
         }
         let overhead = config.bytes - self.cap_bytes;
         let records = rows * self.segment_bytes.div_ceil(u64::from(self.rows_per_segment));
-        let least = held.max(records + records / 8) + self.spare_bytes() + self.segment_bytes + overhead;
+        let least = held_bytes.max(records + records / 8) + self.overhead_bytes() + self.segment_bytes + overhead;
         Err(Error::new(
             Kind::Config,
             format!(
@@ -190,18 +190,18 @@ impl Geometry {
 
 /// The bytes of a segment, and the rows that it has room for, where header and trailer take `frame` bytes.
 fn segment_size(cap_bytes: u64, frame: usize, row_bytes: usize, segment_bytes: Option<u64>) -> (u64, u32) {
-    let one_row = (frame + row_bytes + MOST_ENTRY_BYTES).next_multiple_of(ALIGNMENT) as u64;
+    let one_row = (frame + row_bytes + MAX_ENTRY_BYTES).next_multiple_of(ALIGNMENT) as u64;
     let target = segment_bytes
         .unwrap_or_else(|| {
-            let few = (cap_bytes / FEWEST_SEGMENTS_A_CAP).min(WORTHWHILE_SEGMENT);
-            (cap_bytes / SEGMENTS_A_CAP).max(few).clamp(SMALLEST_SEGMENT, LARGEST_SEGMENT)
+            let few = (cap_bytes / MIN_SEGMENTS_PER_CAP).min(EFFICIENT_SEGMENT_BYTES);
+            (cap_bytes / SEGMENTS_PER_CAP).max(few).clamp(SMALLEST_SEGMENT, LARGEST_SEGMENT)
         })
         .max(one_row)
         .next_multiple_of(ALIGNMENT as u64);
-    let fit = (target - frame as u64) / (row_bytes + MOST_ENTRY_BYTES) as u64;
-    let rows_per_segment = fit.min(u64::from(Location::MAX_RECORDS)) as u32;
+    let fit = (target - frame as u64) / (row_bytes + MAX_ENTRY_BYTES) as u64;
+    let rows_per_segment = fit.min(u64::from(RecordLocation::MAX_RECORDS)) as u32;
     // A segment that is full of records before it is full of bytes is made smaller.
-    let full = frame as u64 + u64::from(rows_per_segment) * (row_bytes + MOST_ENTRY_BYTES) as u64;
+    let full = frame as u64 + u64::from(rows_per_segment) * (row_bytes + MAX_ENTRY_BYTES) as u64;
     (full.next_multiple_of(ALIGNMENT as u64), rows_per_segment)
 }
 
@@ -210,69 +210,70 @@ mod tests {
     use super::*;
     use crate::config::OptimizerKind;
 
-    fn geometry(cap: u64, dim: usize) -> Result<Geometry> {
-        Geometry::new(cap, &Schema::new(1, "adam", &OptimizerKind::Adam.layout(dim)), None)
+    fn sizing(cap: u64, dim: usize) -> Result<SegmentSizing> {
+        SegmentSizing::new(cap, &SegmentSchema::new(1, "adam", &OptimizerKind::Adam.layout(dim)), None)
     }
 
     #[test]
-    fn the_rows_of_the_capacity_and_the_headroom_fit_the_cap() {
+    fn capacity_and_headroom_fit_the_cap() {
         for dim in [1, 16, 64, 1000, 65_536] {
             for cap in [256 << 10, 1 << 20, 100 << 20, 16 << 30, 1 << 44] {
-                let Ok(g) = geometry(cap, dim) else {
+                let Ok(g) = sizing(cap, dim) else {
                     assert!(cap < 10 * (dim as u64 * 12 + 4096).max(8192) + (128 << 10), "{cap} refused for {dim}");
                     continue;
                 };
                 assert!(g.segment_bytes % ALIGNMENT as u64 == 0 && g.rows_per_segment >= 1);
                 // What is full of live rows when compaction can do no more.
-                let full = u128::from(g.cap_bytes - g.spare_bytes() - g.segment_bytes);
+                let full = u128::from(g.cap_bytes - g.overhead_bytes() - g.segment_bytes);
                 let (rows, bytes) = (u128::from(g.rows_per_segment), u128::from(g.segment_bytes));
                 assert!(u128::from(g.capacity_rows) * bytes <= full * rows, "{g:?}");
-                assert!(g.rows_per_segment <= Location::MAX_RECORDS);
+                assert!(g.rows_per_segment <= RecordLocation::MAX_RECORDS);
             }
         }
     }
 
     #[test]
-    fn no_capacity_is_larger_than_what_the_index_takes() {
-        let small = Schema::new(1, "sgd", &OptimizerKind::Sgd.layout(1));
-        let g = Geometry::new(60 << 40, &small, None).unwrap();
-        assert_eq!(g.capacity_rows, TagIndex::MOST_IDS);
-        let error = Geometry::new(65 << 40, &small, None).unwrap_err();
+    fn capacity_is_bounded_by_the_index() {
+        let small = SegmentSchema::new(1, "sgd", &OptimizerKind::Sgd.layout(1));
+        let g = SegmentSizing::new(60 << 40, &small, None).unwrap();
+        assert_eq!(g.capacity_rows, TagIndex::MAX_IDS);
+        let error = SegmentSizing::new(65 << 40, &small, None).unwrap_err();
         assert_eq!(error.kind(), Kind::Config);
         let most = error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
-        assert!(Geometry::new(most, &small, None).is_ok());
+        assert!(SegmentSizing::new(most, &small, None).is_ok());
     }
 
     #[test]
-    fn a_full_segment_has_fewer_bytes_where_its_records_are_as_many_as_can_be_numbered() {
-        let full = |dim: usize, highest: &Highest| {
-            let g = Geometry::new(1 << 40, &Schema::new(1, "sgd", &OptimizerKind::Sgd.layout(dim)), None).unwrap();
-            (g.rows_in(highest), g.full_bytes(highest), g.segment_bytes)
+    fn full_segment_is_smaller_at_the_record_limit() {
+        let full = |dim: usize, highest: &RecordMaxima| {
+            let g = SegmentSizing::new(1 << 40, &SegmentSchema::new(1, "sgd", &OptimizerKind::Sgd.layout(dim)), None)
+                .unwrap();
+            (g.min_rows_per_segment(highest), g.full_bytes(highest), g.segment_bytes)
         };
-        for highest in [Highest::default(), Highest::ANY] {
+        for highest in [RecordMaxima::default(), RecordMaxima::ANY] {
             let (_, full, room) = full(64, &highest);
             assert_eq!(full, room);
         }
-        let narrow = Highest { write_seq: 1 << 31, ..Highest::default() };
+        let narrow = RecordMaxima { write_seq: 1 << 31, ..RecordMaxima::default() };
         let (rows, full, room) = full(4, &narrow);
-        assert_eq!(rows, u64::from(Location::MAX_RECORDS));
+        assert_eq!(rows, u64::from(RecordLocation::MAX_RECORDS));
         // A record has 16 bytes and 4 floats, and its entry has 8 bytes of an id, 4 and 3 of its numbers.
         assert!((rows * (16 + 16 + 8 + 4 + 2)..room / 10 * 9).contains(&full), "{full} of {room}");
     }
 
     #[test]
     fn four_fifths_of_a_large_cap_can_be_live() {
-        let schema = Schema::new(1, "rowwise_adagrad", &OptimizerKind::RowWiseAdagrad.layout(64));
-        let g = Geometry::new(8 << 30, &schema, None).unwrap();
+        let schema = SegmentSchema::new(1, "rowwise_adagrad", &OptimizerKind::RowWiseAdagrad.layout(64));
+        let g = SegmentSizing::new(8 << 30, &schema, None).unwrap();
         assert!(g.capacity_rows * g.row_bytes as u64 > (8 << 30) / 5 * 4, "{g:?}");
     }
 
     #[test]
-    fn a_cap_below_one_row_is_refused_with_the_least_that_works() {
-        let error = geometry(100, 16).unwrap_err();
+    fn cap_below_one_row_names_the_minimum() {
+        let error = sizing(100, 16).unwrap_err();
         assert_eq!(error.kind(), Kind::Config);
         let least: u64 =
             error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
-        assert!(geometry(least, 16).is_ok(), "{least}");
+        assert!(sizing(least, 16).is_ok(), "{least}");
     }
 }

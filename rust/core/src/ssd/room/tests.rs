@@ -4,8 +4,8 @@ mod model;
 
 use proptest::prelude::*;
 
-use super::compaction::{Choice, SegmentView, View, choose};
-use super::waiting::{self, Step, next_for_room};
+use super::compaction::{CompactionChoice, CompactionView, SegmentView, choose};
+use super::waiting::{self, SpaceWaitStep, next_space_wait_step};
 use crate::ssd::workers::COMPACTORS;
 
 /// Bytes of a full segment in these tests, which has 100 rows.
@@ -13,8 +13,8 @@ const UNIT: u64 = 1000;
 const ROWS: u32 = 100;
 
 /// A tier with a cap of 100 segments, of which so many are free. It was never published.
-fn tier(free: u64) -> View {
-    View {
+fn tier(free: u64) -> CompactionView {
+    CompactionView {
         can_write: true,
         cap_bytes: 100 * UNIT,
         segment_bytes: UNIT,
@@ -34,8 +34,8 @@ fn tier(free: u64) -> View {
 }
 
 /// As [`tier`], with two published states.
-fn published(free: u64) -> View {
-    View { was_published: true, states: 2, ..tier(free) }
+fn published(free: u64) -> CompactionView {
+    CompactionView { was_published: true, states: 2, ..tier(free) }
 }
 
 /// A full segment of which so many records are live, made when the record with number `made_seq` was written.
@@ -48,7 +48,7 @@ fn full(slot: u32, live: u32, made_seq: u64) -> SegmentView {
         records: ROWS,
         live,
         held_bytes: UNIT,
-        names: 1,
+        ref_count: 1,
         made_seq,
     }
 }
@@ -59,132 +59,220 @@ fn short(slot: u32, records: u32) -> SegmentView {
     SegmentView { records, live: records, held_bytes, ..full(slot, 0, 0) }
 }
 
-fn named(segment: SegmentView) -> SegmentView {
-    SegmentView { names: 2, ..segment }
+fn referenced_twice(segment: SegmentView) -> SegmentView {
+    SegmentView { ref_count: 2, ..segment }
 }
 
 #[test]
-fn what_compaction_takes() {
+fn compaction_choice_by_case() {
     let many_short = |count: u32| (0..count).map(|slot| short(slot, 20 - slot.min(10))).collect::<Vec<_>>();
-    let tombs = |view: View| View { tombstone_segments: 9, tombstone_bytes: 900, tombstones_before: 50, ..view };
-    let cases: Vec<(&str, View, Vec<SegmentView>, Choice)> = vec![
-        ("there is room", tier(50), vec![full(1, 1, 0)], Choice::Nothing),
-        ("room is short and a segment has dead records", tier(4), vec![full(1, 99, 0)], Choice::MakeRoom(1)),
-        ("five free segments are enough", tier(5), vec![full(1, 1, 0)], Choice::Nothing),
-        ("room is short and nothing is dead", tier(4), vec![full(1, 100, 0)], Choice::Nothing),
+    let tombs = |view: CompactionView| CompactionView {
+        tombstone_segments: 9,
+        tombstone_bytes: 900,
+        tombstones_before: 50,
+        ..view
+    };
+    let cases: Vec<(&str, CompactionView, Vec<SegmentView>, CompactionChoice)> = vec![
+        ("there is room", tier(50), vec![full(1, 1, 0)], CompactionChoice::Nothing),
+        ("room is short and a segment has dead records", tier(4), vec![full(1, 99, 0)], CompactionChoice::FreeSpace(1)),
+        ("five free segments are enough", tier(5), vec![full(1, 1, 0)], CompactionChoice::Nothing),
+        ("room is short and nothing is dead", tier(4), vec![full(1, 100, 0)], CompactionChoice::Nothing),
         (
             "a segment with room that was never filled counts as if the rest were dead",
             tier(1),
             { vec![SegmentView { held_bytes: UNIT, ..short(1, 60) }] },
-            Choice::MakeRoom(1),
+            CompactionChoice::FreeSpace(1),
         ),
-        ("of two equally old the emptier", tier(4), vec![full(1, 60, 0), full(2, 40, 0)], Choice::MakeRoom(2)),
-        ("an older one may be fuller", tier(4), vec![full(1, 60, 0), full(2, 40, 999)], Choice::MakeRoom(1)),
-        ("nothing is written any more", View { can_write: false, ..tier(1) }, vec![full(1, 1, 0)], Choice::Nothing),
+        (
+            "of two equally old the emptier",
+            tier(4),
+            vec![full(1, 60, 0), full(2, 40, 0)],
+            CompactionChoice::FreeSpace(2),
+        ),
+        ("an older one may be fuller", tier(4), vec![full(1, 60, 0), full(2, 40, 999)], CompactionChoice::FreeSpace(1)),
+        (
+            "nothing is written any more",
+            CompactionView { can_write: false, ..tier(1) },
+            vec![full(1, 1, 0)],
+            CompactionChoice::Nothing,
+        ),
         (
             "a scan, a mover or damage has it",
             tier(1),
             { vec![SegmentView { can_move: false, ..full(1, 1, 0) }] },
-            Choice::Nothing,
+            CompactionChoice::Nothing,
         ),
         (
             "its live rows do not fit",
-            View { rows_to_move: 9, ..tier(1) },
+            CompactionView { rows_to_move: 9, ..tier(1) },
             { vec![full(1, 10, 0), full(2, 50, 0)] },
-            Choice::Nothing,
+            CompactionChoice::Nothing,
         ),
-        ("the one that fits", View { rows_to_move: 50, ..tier(1) }, vec![full(1, 60, 0), full(2, 50, 0)], {
-            Choice::MakeRoom(2)
+        ("the one that fits", CompactionView { rows_to_move: 50, ..tier(1) }, vec![full(1, 60, 0), full(2, 50, 0)], {
+            CompactionChoice::FreeSpace(2)
         }),
         (
             "as many are moved as there are threads",
-            View { moving: COMPACTORS, ..tier(4) },
+            CompactionView { moving: COMPACTORS, ..tier(4) },
             { vec![full(1, 1, 0)] },
-            Choice::Nothing,
+            CompactionChoice::Nothing,
         ),
-        ("two are moved and a third has its room", View { moving: 2, ..tier(3) }, vec![full(1, 1, 0)], {
-            Choice::MakeRoom(1)
+        ("two are moved and a third has its room", CompactionView { moving: 2, ..tier(3) }, vec![full(1, 1, 0)], {
+            CompactionChoice::FreeSpace(1)
         }),
-        ("two are moved and a third has none", View { moving: 2, ..tier(2) }, vec![full(1, 1, 0)], Choice::Nothing),
-        ("a published tier keeps an eighth of the cap", published(12), vec![full(1, 50, 0)], Choice::MakeRoom(1)),
-        ("where more is free it takes none", published(13), vec![full(1, 50, 0)], Choice::Nothing),
+        (
+            "two are moved and a third has none",
+            CompactionView { moving: 2, ..tier(2) },
+            vec![full(1, 1, 0)],
+            CompactionChoice::Nothing,
+        ),
+        (
+            "a published tier keeps an eighth of the cap",
+            published(12),
+            vec![full(1, 50, 0)],
+            CompactionChoice::FreeSpace(1),
+        ),
+        ("where more is free it takes none", published(13), vec![full(1, 50, 0)], CompactionChoice::Nothing),
         (
             "of a small cap it keeps four segments",
-            View { cap_bytes: 16 * UNIT, ..published(3) },
+            CompactionView { cap_bytes: 16 * UNIT, ..published(3) },
             { vec![full(1, 50, 0)] },
-            Choice::MakeRoom(1),
+            CompactionChoice::FreeSpace(1),
         ),
-        ("and no fifth", View { cap_bytes: 16 * UNIT, ..published(4) }, vec![full(1, 50, 0)], Choice::Nothing),
-        ("it leaves a segment that is more than half live", published(12), vec![full(1, 51, 0)], Choice::Nothing),
-        ("also where three segments are free", published(3), vec![full(1, 51, 0)], Choice::Nothing),
-        ("but takes it where rows wait", published(2), vec![full(1, 99, 0)], Choice::MakeRoom(1)),
+        (
+            "and no fifth",
+            CompactionView { cap_bytes: 16 * UNIT, ..published(4) },
+            vec![full(1, 50, 0)],
+            CompactionChoice::Nothing,
+        ),
+        (
+            "it leaves a segment that is more than half live",
+            published(12),
+            vec![full(1, 51, 0)],
+            CompactionChoice::Nothing,
+        ),
+        ("also where three segments are free", published(3), vec![full(1, 51, 0)], CompactionChoice::Nothing),
+        ("but takes it where rows wait", published(2), vec![full(1, 99, 0)], CompactionChoice::FreeSpace(1)),
         (
             "but not above three quarters where giving up states makes room",
-            { View { retained_bytes: UNIT, ..published(2) } },
+            { CompactionView { retained_bytes: UNIT, ..published(2) } },
             vec![full(1, 76, 0)],
-            Choice::Nothing,
+            CompactionChoice::Nothing,
         ),
-        ("and up to three quarters then", View { retained_bytes: UNIT, ..published(2) }, vec![full(1, 75, 0)], {
-            Choice::MakeRoom(1)
-        }),
-        ("a named segment makes no room", published(1), vec![named(full(1, 1, 0))], Choice::Nothing),
-        ("tombstones pile up", tombs(tier(50)), vec![full(9, 99, 0), full(4, 99, 0)], Choice::FreeTombstones(4)),
+        (
+            "and up to three quarters then",
+            CompactionView { retained_bytes: UNIT, ..published(2) },
+            vec![full(1, 75, 0)],
+            { CompactionChoice::FreeSpace(1) },
+        ),
+        (
+            "a named segment makes no room",
+            published(1),
+            vec![referenced_twice(full(1, 1, 0))],
+            CompactionChoice::Nothing,
+        ),
+        (
+            "tombstones pile up",
+            tombs(tier(50)),
+            vec![full(9, 99, 0), full(4, 99, 0)],
+            CompactionChoice::FreeTombstones(4),
+        ),
         (
             "tombstones hold a sixteenth",
-            View { tombstone_bytes: 6251, tombstones_before: 50, ..tier(50) },
+            CompactionView { tombstone_bytes: 6251, tombstones_before: 50, ..tier(50) },
             { vec![full(4, 99, 0)] },
-            Choice::FreeTombstones(4),
+            CompactionChoice::FreeTombstones(4),
         ),
         (
             "up to a sixteenth, in up to eight segments, they stay",
-            View { tombstone_segments: 8, tombstone_bytes: 6250, tombstones_before: 50, ..tier(50) },
+            CompactionView { tombstone_segments: 8, tombstone_bytes: 6250, tombstones_before: 50, ..tier(50) },
             { vec![full(4, 99, 0)] },
-            Choice::Nothing,
+            CompactionChoice::Nothing,
         ),
-        ("later segments keep no tombstones", tombs(tier(50)), vec![full(50, 1, 0)], Choice::Nothing),
-        ("full segments keep no tombstones", tombs(tier(50)), vec![full(4, 100, 0)], Choice::Nothing),
-        ("there is no room to free tombstones", tombs(published(1)), vec![named(full(4, 1, 0))], Choice::Nothing),
-        ("there is just room for it", tombs(published(2)), vec![named(full(4, 1, 0))], Choice::FreeTombstones(4)),
+        ("later segments keep no tombstones", tombs(tier(50)), vec![full(50, 1, 0)], CompactionChoice::Nothing),
+        ("full segments keep no tombstones", tombs(tier(50)), vec![full(4, 100, 0)], CompactionChoice::Nothing),
+        (
+            "there is no room to free tombstones",
+            tombs(published(1)),
+            vec![referenced_twice(full(4, 1, 0))],
+            CompactionChoice::Nothing,
+        ),
+        (
+            "there is just room for it",
+            tombs(published(2)),
+            vec![referenced_twice(full(4, 1, 0))],
+            CompactionChoice::FreeTombstones(4),
+        ),
         (
             "named segments with dead records are thinned out",
             published(30),
-            { vec![named(full(1, 59, 0)), named(full(2, 20, 0))] },
-            Choice::Thin(2),
+            { vec![referenced_twice(full(1, 59, 0)), referenced_twice(full(2, 20, 0))] },
+            CompactionChoice::Thin(2),
         ),
-        ("also one that is 0.59 live", published(30), vec![named(full(1, 59, 0))], Choice::Thin(1)),
-        ("above 0.6 live they stay", published(30), vec![named(full(1, 60, 0))], Choice::Nothing),
+        (
+            "also one that is 0.59 live",
+            published(30),
+            vec![referenced_twice(full(1, 59, 0))],
+            CompactionChoice::Thin(1),
+        ),
+        ("above 0.6 live they stay", published(30), vec![referenced_twice(full(1, 60, 0))], CompactionChoice::Nothing),
         (
             "where much is retained they stay",
-            View { retained_bytes: 25 * UNIT, ..published(30) },
-            { vec![named(full(1, 1, 0))] },
-            Choice::Nothing,
+            CompactionView { retained_bytes: 25 * UNIT, ..published(30) },
+            { vec![referenced_twice(full(1, 1, 0))] },
+            CompactionChoice::Nothing,
         ),
         (
             "where a little less is retained they do not",
-            View { retained_bytes: 24 * UNIT, ..published(30) },
-            { vec![named(full(1, 1, 0))] },
-            Choice::Thin(1),
+            CompactionView { retained_bytes: 24 * UNIT, ..published(30) },
+            { vec![referenced_twice(full(1, 1, 0))] },
+            CompactionChoice::Thin(1),
         ),
-        ("where less than a third is free they do not", published(33), vec![named(full(1, 1, 0))], Choice::Thin(1)),
-        ("four free segments are enough for that", published(4), vec![named(full(1, 1, 0))], Choice::Thin(1)),
-        ("three are not", published(3), vec![named(full(1, 1, 0))], Choice::Nothing),
-        ("where a third is free they stay", published(34), vec![named(full(1, 1, 0))], Choice::Nothing),
-        ("many small ones", published(50), many_short(13), Choice::Merge(10)),
-        ("a few small ones", published(50), many_short(12), Choice::Nothing),
+        (
+            "where less than a third is free they do not",
+            published(33),
+            vec![referenced_twice(full(1, 1, 0))],
+            CompactionChoice::Thin(1),
+        ),
+        (
+            "four free segments are enough for that",
+            published(4),
+            vec![referenced_twice(full(1, 1, 0))],
+            CompactionChoice::Thin(1),
+        ),
+        ("three are not", published(3), vec![referenced_twice(full(1, 1, 0))], CompactionChoice::Nothing),
+        (
+            "where a third is free they stay",
+            published(34),
+            vec![referenced_twice(full(1, 1, 0))],
+            CompactionChoice::Nothing,
+        ),
+        ("many small ones", published(50), many_short(13), CompactionChoice::Merge(10)),
+        ("a few small ones", published(50), many_short(12), CompactionChoice::Nothing),
         (
             "a large cap bears sixteen small ones",
-            View { cap_bytes: 1000 * UNIT, ..published(500) },
+            CompactionView { cap_bytes: 1000 * UNIT, ..published(500) },
             { (0..16).map(|slot| short(slot, 20)).collect() },
-            Choice::Nothing,
+            CompactionChoice::Nothing,
         ),
         (
             "and no seventeenth",
-            View { cap_bytes: 1000 * UNIT, ..published(500) },
+            CompactionView { cap_bytes: 1000 * UNIT, ..published(500) },
             { (0..17).map(|slot| short(slot, 20)).collect() },
-            Choice::Merge(0),
+            CompactionChoice::Merge(0),
         ),
-        ("a quarter full is small", published(50), (0..13).map(|slot| short(slot, 25)).collect(), Choice::Merge(0)),
-        ("fuller is not small", published(50), (0..40).map(|slot| short(slot, 26)).collect(), Choice::Nothing),
+        (
+            "a quarter full is small",
+            published(50),
+            (0..13).map(|slot| short(slot, 25)).collect(),
+            CompactionChoice::Merge(0),
+        ),
+        (
+            "fuller is not small",
+            published(50),
+            (0..40).map(|slot| short(slot, 26)).collect(),
+            CompactionChoice::Nothing,
+        ),
     ];
     for (case, view, segments, expected) in cases {
         assert_eq!(choose(&view, segments.into_iter()), expected, "{case}");
@@ -192,45 +280,46 @@ fn what_compaction_takes() {
 }
 
 /// Changes what whoever waits for room sees.
-type Change = fn(&mut waiting::View);
+type SpaceViewChange = fn(&mut waiting::SpaceWaitView);
 
 #[test]
-fn what_whoever_waits_for_room_does() {
-    let nothing = waiting::View { free_bytes: 2 * UNIT, needed_bytes: 3 * UNIT, ..waiting::View::default() };
-    let all = waiting::View {
+fn wait_step_by_priority() {
+    let nothing =
+        waiting::SpaceWaitView { free_bytes: 2 * UNIT, needed_bytes: 3 * UNIT, ..waiting::SpaceWaitView::default() };
+    let all = waiting::SpaceWaitView {
         is_compacting: true,
         has_changed: true,
         has_failed: true,
-        open_in_the_way: true,
-        moment_is_unread: true,
-        takers: 1,
-        states_are_in_the_way: true,
-        room_is_coming: true,
-        file_is_stuck: true,
+        open_segment_holds_space: true,
+        snapshot_is_unread: true,
+        scan_consumers: 1,
+        states_hold_space: true,
+        space_is_pending: true,
+        file_removal_failed: true,
         segment_is_unreadable: true,
         ..nothing
     };
     // Each row takes away what the step before it was for.
-    let steps: [(Change, Step); 12] = [
-        (|view| view.free_bytes = view.needed_bytes, Step::Go),
-        (|view| view.free_bytes -= 1, Step::Compact),
-        (|view| view.is_compacting = false, Step::LookAgain),
-        (|view| view.has_changed = false, Step::ReadOnly),
-        (|view| view.has_failed = false, Step::CloseOpen),
-        (|view| view.open_in_the_way = false, Step::ReadForMoment),
-        (|view| view.moment_is_unread = false, Step::EndScans),
-        (|view| view.takers = 0, Step::GiveUpState),
-        (|view| view.states_are_in_the_way = false, Step::Wait),
-        (|view| view.room_is_coming = false, Step::FilesAreStuck),
-        (|view| view.file_is_stuck = false, Step::SegmentIsUnreadable),
-        (|view| view.segment_is_unreadable = false, Step::Full),
+    let steps: [(SpaceViewChange, SpaceWaitStep); 12] = [
+        (|view| view.free_bytes = view.needed_bytes, SpaceWaitStep::Proceed),
+        (|view| view.free_bytes -= 1, SpaceWaitStep::Compact),
+        (|view| view.is_compacting = false, SpaceWaitStep::Retry),
+        (|view| view.has_changed = false, SpaceWaitStep::ReadOnly),
+        (|view| view.has_failed = false, SpaceWaitStep::SealOpen),
+        (|view| view.open_segment_holds_space = false, SpaceWaitStep::ReadForSnapshot),
+        (|view| view.snapshot_is_unread = false, SpaceWaitStep::CancelScans),
+        (|view| view.scan_consumers = 0, SpaceWaitStep::DropState),
+        (|view| view.states_hold_space = false, SpaceWaitStep::Wait),
+        (|view| view.space_is_pending = false, SpaceWaitStep::FileRemovalFailed),
+        (|view| view.file_removal_failed = false, SpaceWaitStep::SegmentUnreadable),
+        (|view| view.segment_is_unreadable = false, SpaceWaitStep::Full),
     ];
     let mut view = all;
     for (change, expected) in steps {
         change(&mut view);
-        assert_eq!(next_for_room(&view), expected, "{view:?}");
+        assert_eq!(next_space_wait_step(&view), expected, "{view:?}");
     }
-    assert_eq!(next_for_room(&nothing), Step::Full);
+    assert_eq!(next_space_wait_step(&nothing), SpaceWaitStep::Full);
 }
 
 prop_compose! {
@@ -242,9 +331,9 @@ prop_compose! {
         states in 0..3_usize,
         retained in 0..40_u64,
         (tombstone_segments, tombstones_before) in (0..12_usize, 0..12_u64),
-    ) -> View {
+    ) -> CompactionView {
         let states = if was_published { states } else { 0 };
-        View {
+        CompactionView {
             can_write,
             moving,
             rows_to_move,
@@ -274,7 +363,7 @@ prop_compose! {
             sealed,
             live: live.min(records),
             held_bytes: (least + more_bytes).min(UNIT),
-            names,
+            ref_count: names,
             made_seq,
             ..short(0, records)
         }
@@ -290,20 +379,20 @@ fn any_segments() -> impl Strategy<Value = Vec<SegmentView>> {
     })
 }
 
-fn any_waiting() -> impl Strategy<Value = waiting::View> {
+fn any_waiting() -> impl Strategy<Value = waiting::SpaceWaitView> {
     let flags = any::<[bool; 9]>();
-    (flags, 0..3_usize, 0..6_u64, 3..6_u64).prop_map(|(flags, takers, free, needed)| waiting::View {
+    (flags, 0..3_usize, 0..6_u64, 3..6_u64).prop_map(|(flags, takers, free, needed)| waiting::SpaceWaitView {
         free_bytes: free * UNIT,
         needed_bytes: needed * UNIT,
         is_compacting: flags[0],
         has_changed: flags[1],
         has_failed: flags[2],
-        open_in_the_way: flags[3],
-        moment_is_unread: flags[4],
-        takers,
-        states_are_in_the_way: flags[5],
-        room_is_coming: flags[6],
-        file_is_stuck: flags[7],
+        open_segment_holds_space: flags[3],
+        snapshot_is_unread: flags[4],
+        scan_consumers: takers,
+        states_hold_space: flags[5],
+        space_is_pending: flags[6],
+        file_removal_failed: flags[7],
         segment_is_unreadable: flags[8],
     })
 }
@@ -325,9 +414,9 @@ proptest! {
     /// Property C2: what makes room frees more at once than its live rows take in full segments.
     #[test]
     fn making_room_makes_room(view in any_view(), segments in any_segments()) {
-        if let Choice::MakeRoom(slot) = choose(&view, segments.iter().copied()) {
+        if let CompactionChoice::FreeSpace(slot) = choose(&view, segments.iter().copied()) {
             let chosen = segments[slot as usize];
-            prop_assert_eq!(chosen.names, 1, "no published state keeps the file");
+            prop_assert_eq!(chosen.ref_count, 1, "no published state keeps the file");
             let taken = u64::from(chosen.live) * UNIT;
             let dead = chosen.live < chosen.records;
             prop_assert!(dead || taken < chosen.held_bytes * u64::from(ROWS));
@@ -337,16 +426,16 @@ proptest! {
     /// Property C3: while rows wait and no state could be given up for them, any segment is taken that makes room and can be moved.
     #[test]
     fn no_room_is_left_lying(view in any_view(), segments in any_segments()) {
-        let view = View { free_bytes: view.free_bytes % (3 * UNIT), moving: 0, can_write: true, ..view };
-        let makes_room = |s: &SegmentView| s.can_move && s.names == 1 && s.share(&view) < 1.0;
+        let view = CompactionView { free_bytes: view.free_bytes % (3 * UNIT), moving: 0, can_write: true, ..view };
+        let makes_room = |s: &SegmentView| s.can_move && s.ref_count == 1 && s.utilization(&view) < 1.0;
         let fits = |s: &SegmentView| u64::from(s.live) <= view.rows_to_move;
         let could = segments.iter().any(|s| makes_room(s) && fits(s));
         let choice = choose(&view, segments.iter().copied());
-        if could && !view.states_are_in_the_way(segments.iter().copied()) {
-            prop_assert!(matches!(choice, Choice::MakeRoom(_)), "{:?}", choice);
+        if could && !view.states_hold_space(segments.iter().copied()) {
+            prop_assert!(matches!(choice, CompactionChoice::FreeSpace(_)), "{:?}", choice);
         }
         if !could {
-            prop_assert!(!matches!(choice, Choice::MakeRoom(_)), "{:?}", choice);
+            prop_assert!(!matches!(choice, CompactionChoice::FreeSpace(_)), "{:?}", choice);
         }
     }
 
@@ -354,7 +443,7 @@ proptest! {
     #[test]
     fn nothing_else_makes_room_short(view in any_view(), segments in any_segments()) {
         let choice = choose(&view, segments.iter().copied());
-        if matches!(choice, Choice::FreeTombstones(_) | Choice::Thin(_) | Choice::Merge(_)) {
+        if matches!(choice, CompactionChoice::FreeTombstones(_) | CompactionChoice::Thin(_) | CompactionChoice::Merge(_)) {
             prop_assert!(view.free_bytes >= 2 * UNIT);
         }
     }
@@ -362,19 +451,19 @@ proptest! {
     /// Property W1: a step needs only what is there.
     #[test]
     fn a_step_can_be_done(view in any_waiting()) {
-        let there = match next_for_room(&view) {
-            Step::Go => view.free_bytes >= view.needed_bytes,
-            Step::Compact => view.is_compacting,
-            Step::LookAgain => view.has_changed,
-            Step::ReadOnly => view.has_failed,
-            Step::CloseOpen => view.open_in_the_way,
-            Step::ReadForMoment => view.moment_is_unread,
-            Step::EndScans => view.takers > 0,
-            Step::GiveUpState => view.states_are_in_the_way,
-            Step::Wait => view.room_is_coming,
-            Step::FilesAreStuck => view.file_is_stuck,
-            Step::SegmentIsUnreadable => view.segment_is_unreadable,
-            Step::Full => true,
+        let there = match next_space_wait_step(&view) {
+            SpaceWaitStep::Proceed => view.free_bytes >= view.needed_bytes,
+            SpaceWaitStep::Compact => view.is_compacting,
+            SpaceWaitStep::Retry => view.has_changed,
+            SpaceWaitStep::ReadOnly => view.has_failed,
+            SpaceWaitStep::SealOpen => view.open_segment_holds_space,
+            SpaceWaitStep::ReadForSnapshot => view.snapshot_is_unread,
+            SpaceWaitStep::CancelScans => view.scan_consumers > 0,
+            SpaceWaitStep::DropState => view.states_hold_space,
+            SpaceWaitStep::Wait => view.space_is_pending,
+            SpaceWaitStep::FileRemovalFailed => view.file_removal_failed,
+            SpaceWaitStep::SegmentUnreadable => view.segment_is_unreadable,
+            SpaceWaitStep::Full => true,
         };
         prop_assert!(there);
     }
@@ -382,22 +471,22 @@ proptest! {
     /// Property W2: an error that says why comes only where nothing is left that could make room.
     #[test]
     fn nobody_is_refused_while_something_could_make_room(view in any_waiting()) {
-        if matches!(next_for_room(&view), Step::FilesAreStuck | Step::SegmentIsUnreadable | Step::Full) {
-            prop_assert!(view.free_bytes < view.needed_bytes && view.takers == 0);
-            prop_assert!(!view.is_compacting && !view.has_changed && !view.open_in_the_way && !view.moment_is_unread);
-            prop_assert!(!view.states_are_in_the_way && !view.room_is_coming);
+        if matches!(next_space_wait_step(&view), SpaceWaitStep::FileRemovalFailed | SpaceWaitStep::SegmentUnreadable | SpaceWaitStep::Full) {
+            prop_assert!(view.free_bytes < view.needed_bytes && view.scan_consumers == 0);
+            prop_assert!(!view.is_compacting && !view.has_changed && !view.open_segment_holds_space && !view.snapshot_is_unread);
+            prop_assert!(!view.states_hold_space && !view.space_is_pending);
         }
     }
 
     /// Property W3: nobody waits for a change that nothing will bring, and no state goes while anything else could make room.
     #[test]
     fn states_go_last(view in any_waiting()) {
-        let step = next_for_room(&view);
-        if step == Step::Wait {
-            prop_assert!(view.room_is_coming);
+        let step = next_space_wait_step(&view);
+        if step == SpaceWaitStep::Wait {
+            prop_assert!(view.space_is_pending);
         }
-        if step == Step::GiveUpState {
-            prop_assert!(!view.is_compacting && !view.open_in_the_way && !view.moment_is_unread && view.takers == 0);
+        if step == SpaceWaitStep::DropState {
+            prop_assert!(!view.is_compacting && !view.open_segment_holds_space && !view.snapshot_is_unread && view.scan_consumers == 0);
         }
     }
 }

@@ -10,31 +10,31 @@ use crate::sync::{Condvar, Mutex, lock, wait};
 /// Bytes of a buffer of the pool.
 pub(crate) const BLOCK_BYTES: usize = 1 << 20;
 /// Buffers that are kept to be used again.
-const KEPT: usize = 16;
+const MAX_FREE_BUFFERS: usize = 16;
 /// Where more buffers than these are out, tables are asked to hand in half-filled ones.
-const SHARE: usize = 64;
+const SOFT_LIMIT_BUFFERS: usize = 64;
 /// Where as many buffers wait for the disk, appending waits too.
-pub(crate) const WAITING: usize = 24;
+pub(crate) const MAX_WAITING_BUFFERS: usize = 24;
 
 #[derive(Debug, Default)]
-struct Counts {
+struct WriteBufferCounts {
     free: Vec<AlignedBuf>,
-    out: usize,
+    in_use: usize,
     waiting: usize,
 }
 
 /// The buffers of the process.
 #[derive(Debug, Default)]
-pub(crate) struct Pool {
-    counts: Mutex<Counts>,
+pub(crate) struct WriteBufferPool {
+    counts: Mutex<WriteBufferCounts>,
     written: Condvar,
 }
 
-impl Pool {
+impl WriteBufferPool {
     /// The process's pool.
     #[cfg(not(loom))]
     pub(crate) fn of_process() -> &'static Self {
-        static POOL: crate::process::PerProcess<Pool> = crate::process::PerProcess::new();
+        static POOL: crate::process::PerProcess<WriteBufferPool> = crate::process::PerProcess::new();
         POOL.get(|| Ok(Self::default())).expect("a pool is made without fail")
     }
 
@@ -42,7 +42,7 @@ impl Pool {
     #[cfg(loom)]
     pub(crate) fn of_process() -> &'static Self {
         loom::lazy_static! {
-            static ref POOL: Pool = Pool::default();
+            static ref POOL: WriteBufferPool = WriteBufferPool::default();
         }
         &POOL
     }
@@ -53,7 +53,7 @@ impl Pool {
             return AlignedBuf::zeroed(bytes);
         }
         let mut counts = lock(&self.counts);
-        counts.out += 1;
+        counts.in_use += 1;
         let free = counts.free.pop();
         drop(counts);
         free.unwrap_or_else(|| AlignedBuf::zeroed(bytes))
@@ -66,43 +66,43 @@ impl Pool {
     }
 
     /// Give a buffer back.
-    pub(crate) fn give(&self, buffer: AlignedBuf) {
+    pub(crate) fn give_back(&self, buffer: AlignedBuf) {
         if buffer.len() != BLOCK_BYTES {
             return;
         }
         let mut counts = lock(&self.counts);
-        counts.out = counts.out.saturating_sub(1);
-        if counts.free.len() < KEPT {
+        counts.in_use = counts.in_use.saturating_sub(1);
+        if counts.free.len() < MAX_FREE_BUFFERS {
             counts.free.push(buffer);
         }
     }
 
     /// Whether tables should hand in their half-filled buffers.
     pub(crate) fn is_short(&self) -> bool {
-        lock(&self.counts).out > SHARE
+        lock(&self.counts).in_use > SOFT_LIMIT_BUFFERS
     }
 
     /// Buffers that tables and the writers have now.
     #[cfg(test)]
-    pub(crate) fn out(&self) -> usize {
-        lock(&self.counts).out
+    pub(crate) fn in_use(&self) -> usize {
+        lock(&self.counts).in_use
     }
 
     /// Wait while too many buffers wait for the disk. To be called without any lock.
     pub(crate) fn throttle(&self) {
         let mut counts = lock(&self.counts);
-        while counts.waiting >= WAITING {
+        while counts.waiting >= MAX_WAITING_BUFFERS {
             counts = wait(&self.written, counts);
         }
     }
 
     /// A buffer begins to wait for the disk.
-    pub(crate) fn submitted(&self) {
+    pub(crate) fn begin_write(&self) {
         lock(&self.counts).waiting += 1;
     }
 
     /// A buffer no longer waits for the disk.
-    pub(crate) fn done(&self) {
+    pub(crate) fn end_write(&self) {
         lock(&self.counts).waiting -= 1;
         self.written.notify_all();
     }
@@ -111,7 +111,7 @@ impl Pool {
 /// A filled buffer on its way to disk. It has the bytes `start..start + filled` of the file. The first `to_write` of them are to be
 /// written; the rest is in the next block too.
 #[derive(Debug)]
-pub(crate) struct Block {
+pub(crate) struct WriteBlock {
     /// `None` only while it is dropped.
     buffer: Option<AlignedBuf>,
     pub(crate) start: u64,
@@ -119,15 +119,15 @@ pub(crate) struct Block {
     pub(crate) to_write: usize,
 }
 
-impl Drop for Block {
+impl Drop for WriteBlock {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
-            Pool::of_process().give(buffer);
+            WriteBufferPool::of_process().give_back(buffer);
         }
     }
 }
 
-impl Block {
+impl WriteBlock {
     pub(crate) fn new(buffer: AlignedBuf, start: u64, filled: usize, to_write: usize) -> Self {
         Self { buffer: Some(buffer), start, filled, to_write }
     }

@@ -11,25 +11,25 @@ use std::sync::{Arc, OnceLock};
 
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, IoFile};
-use crate::ssd::classes::Classes;
-use crate::ssd::format::end::{End, end_of};
-use crate::ssd::format::footer::{EntryFormat, Steps, Trailer};
-use crate::ssd::format::head::Highest;
+use crate::ssd::classes::HotnessClasses;
+use crate::ssd::format::end::{SegmentTail, encode_tail};
+use crate::ssd::format::footer::{EntryFormat, FooterTrailer, StepRange};
+use crate::ssd::format::head::RecordMaxima;
 use crate::ssd::format::record::{Record, RecordFormat, decode, decode_with};
-use crate::ssd::format::segment::Content;
-use crate::ssd::format::state::Named;
-use crate::ssd::index::Location;
-use crate::ssd::room::space::Space;
-use crate::ssd::segment::buffer::{Block, Pool};
-use crate::ssd::segment::home::Home;
-use crate::ssd::segment::unwritten::{Job, Place, Unwritten};
-use crate::ssd::workers::{Task, Workers};
+use crate::ssd::format::segment::SegmentContent;
+use crate::ssd::format::state::SegmentDescriptor;
+use crate::ssd::index::RecordLocation;
+use crate::ssd::room::space::SpaceTracker;
+use crate::ssd::segment::buffer::{WriteBlock, WriteBufferPool};
+use crate::ssd::segment::home::SegmentContext;
+use crate::ssd::segment::unwritten::{SegmentByteSource, SegmentJob, UnwrittenBlocks};
+use crate::ssd::workers::{SsdTask, SsdWorkers};
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering, lock};
 
 /// What is known of a segment once its footer is written.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sealed {
-    pub(crate) trailer: Trailer,
+pub(crate) struct SealedInfo {
+    pub(crate) trailer: FooterTrailer,
     pub(crate) file_bytes: u64,
 }
 
@@ -41,29 +41,29 @@ pub(crate) struct Segment {
     pub(crate) serial: u64,
     /// Its number in locations. Another segment gets that only when this one is dropped.
     pub(crate) slot: u32,
-    pub(crate) content: Content,
+    pub(crate) content: SegmentContent,
     /// How its records lie, and what ties them to it.
     pub(crate) format: RecordFormat,
     /// Bytes of each record.
     pub(crate) record_bytes: usize,
     pub(crate) header_bytes: usize,
     /// The class of its rows; see `classes`.
-    pub(crate) class: u8,
+    pub(crate) hotness: u8,
     /// The tier's next `write_seq` when the segment was made.
     pub(crate) made_seq: u64,
     pub(crate) file: Arc<dyn IoFile>,
     engine: Arc<dyn IoEngine>,
-    space: Arc<Space>,
+    space: Arc<SpaceTracker>,
     /// Bytes of the cap that it holds.
     held_bytes: AtomicU64,
-    unwritten: Unwritten,
-    sealed: OnceLock<Sealed>,
+    unwritten: UnwrittenBlocks,
+    sealed: OnceLock<SealedInfo>,
     /// Whether all of it is durable.
     synced: AtomicBool,
     /// How many of the current set and the published states name it.
-    names: AtomicU32,
+    ref_count: AtomicU32,
     /// Whether none names it any more.
-    doomed: AtomicBool,
+    is_unreferenced: AtomicBool,
     /// Records that the index points to. Changes under the tier's lock.
     live: AtomicU32,
     /// Records in it. Changes under the tier's lock.
@@ -73,7 +73,7 @@ pub(crate) struct Segment {
     /// The highest `modified_epoch` of its records. Changes under the tier's lock.
     highest_epoch: AtomicU32,
     /// Scans that are to come to it. Compaction must not empty it before.
-    scans: AtomicU32,
+    pending_scans: AtomicU32,
     /// Whether compaction is moving its rows. Changes under the tier's lock.
     moving: AtomicBool,
     /// Whether compaction met bytes in it that it could not read, so that it stays as it is.
@@ -83,26 +83,26 @@ pub(crate) struct Segment {
 }
 
 /// What a segment is made for: its content, its class, and the tier's next `write_seq`.
-pub(crate) type Purpose = (Content, u8, u64);
+pub(crate) type SegmentPurpose = (SegmentContent, u8, u64);
 
 impl Segment {
     /// A sealed segment found on disk, which the caller has checked.
     pub(crate) fn reopened(
-        home: &Home,
+        context: &SegmentContext,
         serial: u64,
-        (content, format): (Content, RecordFormat),
+        (content, format): (SegmentContent, RecordFormat),
         file: Arc<dyn IoFile>,
-        sealed: Sealed,
+        sealed: SealedInfo,
     ) -> Result<Self> {
         // Files do not keep the class: the rows are of the class of rows that nothing is known of.
-        let purpose = (content, Classes::of_new(), sealed.trailer.highest_seq);
-        let segment = Self::make(home, (serial, format), purpose, file, sealed.file_bytes)?;
+        let purpose = (content, HotnessClasses::for_new_row(), sealed.trailer.highest_seq);
+        let segment = Self::make(context, (serial, format), purpose, file, sealed.file_bytes)?;
         let middle = u64::midpoint(sealed.trailer.lowest_seq, sealed.trailer.highest_seq);
         let records = u64::from(sealed.trailer.records);
         segment.seq_sum.store(middle.saturating_mul(records), Ordering::Relaxed);
         segment.highest_epoch.store(sealed.trailer.highest_epoch, Ordering::Relaxed);
         segment.synced.store(true, Ordering::Relaxed);
-        segment.unwritten.written_to(sealed.file_bytes);
+        segment.unwritten.set_written(sealed.file_bytes);
         segment.records.store(sealed.trailer.records, Ordering::Relaxed);
         segment.sealed.set(sealed).expect("just made");
         Ok(segment)
@@ -110,35 +110,35 @@ impl Segment {
 
     /// Segment `serial`, with records of this format. Its file is there and holds `bytes` of the cap.
     pub(crate) fn make(
-        home: &Home,
+        context: &SegmentContext,
         (serial, format): (u64, RecordFormat),
-        (content, class, made_seq): Purpose,
+        (content, class, made_seq): SegmentPurpose,
         file: Arc<dyn IoFile>,
         bytes: u64,
     ) -> Result<Self> {
         Ok(Self {
             serial,
-            slot: home.space.take(bytes)?,
+            slot: context.space.reserve(bytes)?,
             content,
             format,
-            record_bytes: home.schema.record_bytes(content, format.widths),
-            header_bytes: home.geometry.header_bytes,
-            class,
+            record_bytes: context.schema.record_bytes(content, format.widths),
+            header_bytes: context.sizing.header_bytes,
+            hotness: class,
             made_seq,
             file,
-            engine: home.engine.clone(),
-            space: home.space.clone(),
+            engine: context.engine.clone(),
+            space: context.space.clone(),
             held_bytes: AtomicU64::new(bytes),
-            unwritten: Unwritten::default(),
+            unwritten: UnwrittenBlocks::default(),
             sealed: OnceLock::new(),
             synced: AtomicBool::new(false),
-            names: AtomicU32::new(0),
-            doomed: AtomicBool::new(false),
+            ref_count: AtomicU32::new(0),
+            is_unreferenced: AtomicBool::new(false),
             live: AtomicU32::new(0),
             records: AtomicU32::new(0),
             seq_sum: AtomicU64::new(0),
             highest_epoch: AtomicU32::new(0),
-            scans: AtomicU32::new(0),
+            pending_scans: AtomicU32::new(0),
             moving: AtomicBool::new(false),
             damaged: AtomicBool::new(false),
             damage: Mutex::default(),
@@ -158,8 +158,8 @@ impl Segment {
 
     /// The location of record `number`.
     #[inline]
-    pub(crate) fn location(&self, number: u32) -> Location {
-        Location { segment: self.slot, record: number }
+    pub(crate) fn location(&self, number: u32) -> RecordLocation {
+        RecordLocation { segment: self.slot, record: number }
     }
 
     /// Check and take apart its record `number`, which is `bytes`.
@@ -176,12 +176,12 @@ impl Segment {
 
     /// Find the `len` bytes at `offset`; `with` gets them if they are in a block.
     #[inline]
-    pub(crate) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> Place {
+    pub(crate) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> SegmentByteSource {
         self.unwritten.locate(offset, len, with)
     }
 
     /// What is known of it once its footer is written.
-    pub(crate) fn sealed(&self) -> Option<&Sealed> {
+    pub(crate) fn sealed(&self) -> Option<&SealedInfo> {
         self.sealed.get()
     }
 
@@ -192,27 +192,27 @@ impl Segment {
 
     /// How the entries of its footer lie. It must be sealed.
     pub(crate) fn entry_format(&self) -> EntryFormat {
-        self.sealed().map(|sealed| sealed.trailer.entries()).expect("only sealed segments have a footer")
+        self.sealed().map(|sealed| sealed.trailer.entry_format()).expect("only sealed segments have a footer")
     }
 
     /// The last steps of its rows, where its footer has them.
-    pub(crate) fn steps(&self) -> Option<Steps> {
+    pub(crate) fn step_range(&self) -> Option<StepRange> {
         self.sealed().and_then(|sealed| sealed.trailer.steps)
     }
 
     /// No record of it has more than this. It must be sealed.
-    pub(crate) fn highest(&self) -> Highest {
+    pub(crate) fn highest(&self) -> RecordMaxima {
         let highest = self.format.widths.highest();
-        let last_step = self.steps().map_or(highest.last_step, |steps| steps.highest);
-        Highest { write_seq: 0, last_step, modified_epoch: self.highest_epoch(), ..highest }
+        let last_step = self.step_range().map_or(highest.last_step, |steps| steps.highest);
+        RecordMaxima { write_seq: 0, last_step, modified_epoch: self.highest_epoch(), ..highest }
     }
 
     /// How a state names it, once it is sealed.
-    pub(crate) fn named(&self) -> Option<Named> {
+    pub(crate) fn descriptor(&self) -> Option<SegmentDescriptor> {
         let sealed = self.sealed()?;
-        Some(Named {
+        Some(SegmentDescriptor {
             serial: self.serial,
-            tombstones: self.content == Content::Tombstones,
+            tombstones: self.content == SegmentContent::Tombstones,
             file_bytes: sealed.file_bytes,
             crc: sealed.trailer.crc,
         })
@@ -281,17 +281,17 @@ impl Segment {
 
     /// A scan is to come to it.
     pub(crate) fn begin_scan(&self) {
-        self.scans.fetch_add(1, Ordering::Relaxed);
+        self.pending_scans.fetch_add(1, Ordering::Relaxed);
     }
 
     /// A scan has come to it, or never will.
     pub(crate) fn end_scan(&self) {
-        self.scans.fetch_sub(1, Ordering::Relaxed);
+        self.pending_scans.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Whether a scan is to come to it.
-    pub(crate) fn is_to_be_scanned(&self) -> bool {
-        self.scans.load(Ordering::Relaxed) > 0
+    pub(crate) fn has_pending_scans(&self) -> bool {
+        self.pending_scans.load(Ordering::Relaxed) > 0
     }
 
     /// Whether compaction is moving its rows.
@@ -321,7 +321,7 @@ impl Segment {
     }
 
     /// Let compaction try again, unless the bytes themselves are damaged.
-    pub(crate) fn forgive(&self) {
+    pub(crate) fn retry_damaged(&self) {
         let mut damage = lock(&self.damage);
         if damage.as_ref().is_some_and(|cause| cause.kind() != Kind::Corruption) {
             *damage = None;
@@ -330,34 +330,34 @@ impl Segment {
     }
 
     /// How many of the current set and the published states name it.
-    pub(crate) fn names(&self) -> u32 {
-        self.names.load(Ordering::Relaxed)
+    pub(crate) fn ref_count(&self) -> u32 {
+        self.ref_count.load(Ordering::Relaxed)
     }
 
     /// The current set or a published state names it from now on.
-    pub(crate) fn name(&self) {
-        self.names.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn add_ref(&self) {
+        self.ref_count.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The current set or a published state no longer names it.
-    pub(crate) fn unname(&self) {
-        if self.names.fetch_sub(1, Ordering::Relaxed) == 1 {
-            self.doomed.store(true, Ordering::Relaxed);
+    pub(crate) fn remove_ref(&self) {
+        if self.ref_count.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.is_unreferenced.store(true, Ordering::Relaxed);
         }
     }
 
     /// Have the writers do a job that has a block. Until it is done the bytes are found in the block.
-    pub(crate) fn submit(self: &Arc<Self>, block: Arc<Block>, job: Job, workers: &Workers) {
+    pub(crate) fn submit(self: &Arc<Self>, block: Arc<WriteBlock>, job: SegmentJob, workers: &SsdWorkers) {
         self.unwritten.add_block(block);
-        Pool::of_process().submitted();
+        WriteBufferPool::of_process().begin_write();
         self.enqueue(job, workers);
     }
 
     /// Have the writers make it durable, if it is not. It must be sealed. Nothing but a state that names it needs that: a segment goes only
     /// when no state needs it, and what the current set has in its place is durable before a state names it.
-    pub(crate) fn sync(self: &Arc<Self>, workers: &Workers) {
+    pub(crate) fn sync(self: &Arc<Self>, workers: &SsdWorkers) {
         if !self.is_synced() {
-            self.enqueue(Job::Sync, workers);
+            self.enqueue(SegmentJob::Sync, workers);
         }
     }
 
@@ -366,58 +366,59 @@ impl Segment {
         self.synced.load(Ordering::Acquire)
     }
 
-    fn enqueue(self: &Arc<Self>, job: Job, workers: &Workers) {
-        self.space.begin();
+    fn enqueue(self: &Arc<Self>, job: SegmentJob, workers: &SsdWorkers) {
+        self.space.begin_job();
         if self.unwritten.add_job(job) {
-            workers.write(Box::new(DoJobs(self.clone())));
+            workers.submit_write(Box::new(SegmentJobTask(self.clone())));
         }
     }
 
     /// Do the jobs that wait. One thread at a time does.
-    fn do_jobs(&self) {
+    fn run_jobs(&self) {
         while let Some(job) = self.unwritten.next_job() {
             let has_block = job.block().is_some();
             let run = || {
-                if self.doomed.load(Ordering::Relaxed) {
+                if self.is_unreferenced.load(Ordering::Relaxed) {
                     job.block().into_iter().for_each(|block| self.unwritten.drop_block(block));
                     return Ok(());
                 }
                 // After a failure blocks stay, to be read from there.
-                if self.space.has_failed() { Ok(()) } else { self.run(job) }
+                if self.space.has_failed() { Ok(()) } else { self.run_job(job) }
             };
             let result = catch_unwind(AssertUnwindSafe(run))
                 .unwrap_or_else(|panic| Err(Error::panicked(&format!("writing {}", self.path().display()), &*panic)));
             if has_block {
-                Pool::of_process().done();
+                WriteBufferPool::of_process().end_write();
             }
-            self.space.end(result);
+            self.space.end_job(result);
         }
     }
 
-    fn run(&self, job: Job) -> Result<()> {
+    fn run_job(&self, job: SegmentJob) -> Result<()> {
         match job {
-            Job::Write(block) => {
+            SegmentJob::Write(block) => {
                 self.file.write_at(block.start, &block.bytes()[..block.to_write])?;
-                self.space.wrote(block.to_write);
-                self.unwritten.written_to(block.start + block.to_write as u64);
+                self.space.count_written(block.to_write);
+                self.unwritten.set_written(block.start + block.to_write as u64);
                 self.unwritten.drop_block(&block);
             }
-            Job::Seal { tail, mut entries } => {
+            SegmentJob::Seal { tail, mut entries } => {
                 let room = self.held_bytes();
                 let records = &tail.bytes()[..tail.filled];
-                let End { bytes, trailer, file_bytes } = end_of(tail.start, records, &mut entries, self.serial, room)?;
+                let SegmentTail { bytes, trailer, file_bytes } =
+                    encode_tail(tail.start, records, &mut entries, self.serial, room)?;
                 self.file.write_at(tail.start, &bytes)?;
-                self.space.wrote(bytes.len());
+                self.space.count_written(bytes.len());
                 if file_bytes < room {
                     self.file.set_len(file_bytes)?;
                 }
-                self.unwritten.written_to(file_bytes);
+                self.unwritten.set_written(file_bytes);
                 self.unwritten.drop_block(&tail);
                 let before = self.held_bytes.swap(file_bytes, Ordering::Relaxed);
-                self.sealed.get_or_init(|| Sealed { trailer, file_bytes });
+                self.sealed.get_or_init(|| SealedInfo { trailer, file_bytes });
                 self.space.resize(before, file_bytes);
             }
-            Job::Sync => {
+            SegmentJob::Sync => {
                 self.file.sync()?;
                 self.synced.store(true, Ordering::Release);
             }
@@ -427,11 +428,11 @@ impl Segment {
 }
 
 /// The writers' task for a segment.
-struct DoJobs(Arc<Segment>);
+struct SegmentJobTask(Arc<Segment>);
 
-impl Task for DoJobs {
+impl SsdTask for SegmentJobTask {
     fn run(self: Box<Self>) {
-        self.0.do_jobs();
+        self.0.run_jobs();
     }
 }
 
@@ -439,12 +440,12 @@ impl Drop for Segment {
     fn drop(&mut self) {
         // Loom does not know that this is the last holder, and so these are the last values. It finds them where they are changed.
         let held = self.held_bytes.fetch_add(0, Ordering::Relaxed);
-        let doomed = self.doomed.fetch_or(false, Ordering::Relaxed);
+        let doomed = self.is_unreferenced.fetch_or(false, Ordering::Relaxed);
         // A file that cannot be removed goes on holding its bytes; whoever opens the directory next removes it.
         let remove = || self.engine.remove_file(self.path());
         // A file with other names is somebody else's too.
         let alone = || self.file.links().is_ok_and(|links| links == 1);
-        let gone = doomed && self.space.remove_or_keep(self.path(), held, alone, remove);
+        let gone = doomed && self.space.remove_or_reuse(self.path(), held, alone, remove);
         self.space.release(self.slot, held, gone);
     }
 }

@@ -6,20 +6,20 @@
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::io::{IoEngine, Read};
-use crate::ssd::format::footer::{Entry, EntryFormat, MOST_ENTRY_BYTES};
+use crate::io::{IoEngine, IoReadRequest};
+use crate::ssd::format::footer::{EntryFormat, FooterEntry, MAX_ENTRY_BYTES};
 use crate::ssd::segment::file::Segment;
 use crate::types::hash_id;
 
 /// Entries that are read at once while a position in a footer is searched for. They are a page.
-const SEARCH_ENTRIES: u32 = 4096 / MOST_ENTRY_BYTES as u32;
+const SEARCH_ENTRIES: u32 = 4096 / MAX_ENTRY_BYTES as u32;
 
 fn entry_offset(segment: &Segment, entry: u32) -> u64 {
     segment.footer_offset() + u64::from(entry) * segment.entry_format().bytes() as u64
 }
 
-fn read(segment: &Segment, first: u32, count: u32) -> Read {
-    Read {
+fn entries_read(segment: &Segment, first: u32, count: u32) -> IoReadRequest {
+    IoReadRequest {
         file: segment.file.clone(),
         offset: entry_offset(segment, first),
         len: count as usize * segment.entry_format().bytes(),
@@ -27,9 +27,9 @@ fn read(segment: &Segment, first: u32, count: u32) -> Read {
 }
 
 /// Do a batch of reads, and hand the bytes of each to `sink` with its number. Returns the first error of a read or of `sink`.
-fn read_all(
+fn read_each(
     engine: &dyn IoEngine,
-    reads: &[Read],
+    reads: &[IoReadRequest],
     mut sink: impl FnMut(usize, &[u8]) -> Result<()> + Send,
 ) -> Result<()> {
     let mut first = Ok(());
@@ -42,12 +42,12 @@ fn read_all(
     first
 }
 
-fn unordered(segment: &Segment, entry: u32) -> Error {
+fn unordered_error(segment: &Segment, entry: u32) -> Error {
     Error::corruption(segment.path(), entry_offset(segment, entry), "the order of the footer", "ascending", "not")
 }
 
 /// A part of a footer that is read from its start to its end.
-struct Cursor<'a> {
+struct FooterCursor<'a> {
     segment: &'a Arc<Segment>,
     next: u32,
     end: u32,
@@ -55,11 +55,11 @@ struct Cursor<'a> {
     /// Hash and `write_seq` of the last entry that was read.
     last: (u64, u64),
     /// Entries that were read and checked. Those before `at` were handed out.
-    ahead: Vec<Entry>,
+    buffered: Vec<FooterEntry>,
     at: usize,
 }
 
-impl Cursor<'_> {
+impl FooterCursor<'_> {
     /// Whether every entry of a hash below `end` was read.
     fn has_all_below(&self, end: Option<u64>) -> bool {
         self.next == self.end || end.is_some_and(|end| self.last.0 >= end)
@@ -68,10 +68,10 @@ impl Cursor<'_> {
     /// Check and keep the entries that follow.
     fn take(&mut self, bytes: &[u8]) -> Result<()> {
         self.crc = crc32c::crc32c_append(self.crc, bytes);
-        self.ahead.drain(..std::mem::take(&mut self.at));
+        self.buffered.drain(..std::mem::take(&mut self.at));
         let records = self.segment.records();
         let format = self.segment.entry_format();
-        self.ahead.reserve_exact(bytes.len() / format.bytes());
+        self.buffered.reserve_exact(bytes.len() / format.bytes());
         for entry in bytes.chunks_exact(format.bytes()) {
             let entry = format.decode(entry);
             if entry.record >= records {
@@ -79,10 +79,10 @@ impl Cursor<'_> {
                 return Err(Error::corruption(self.segment.path(), at, "a record number", expected, entry.record));
             }
             if entry.key() < self.last {
-                return Err(unordered(self.segment, self.next));
+                return Err(unordered_error(self.segment, self.next));
             }
             self.last = entry.key();
-            self.ahead.push(entry);
+            self.buffered.push(entry);
             self.next += 1;
         }
         Ok(())
@@ -90,57 +90,61 @@ impl Cursor<'_> {
 }
 
 /// A range of hashes: from the first on, and below the second, which is `None` where the range goes to the end.
-pub(crate) type Hashes = (u64, Option<u64>);
+pub(crate) type FooterHashRange = (u64, Option<u64>);
 
 /// Reads the entries of a range of hashes from several footers side by side, by rising hash.
-pub(crate) struct Footers<'a> {
+pub(crate) struct FooterReader<'a> {
     engine: &'a dyn IoEngine,
-    cursors: Vec<Cursor<'a>>,
-    hashes: Hashes,
+    cursors: Vec<FooterCursor<'a>>,
+    hashes: FooterHashRange,
     /// Entries of a footer that are read at once.
     read_ahead: u32,
 }
 
-impl<'a> Footers<'a> {
+impl<'a> FooterReader<'a> {
     /// A reader of the entries `begin[i]..end[i]` of the footer of each of `segments`, which are those of `hashes`.
     pub(crate) fn new(
         engine: &'a dyn IoEngine,
         segments: &'a [Arc<Segment>],
         (begin, end): (&[u32], &[u32]),
-        hashes: Hashes,
+        hashes: FooterHashRange,
         read_ahead: u32,
     ) -> Result<Self> {
         let parts = segments.iter().zip(begin.iter().zip(end));
         let cursors = parts.map(|(segment, (&begin, &end))| {
             // The parts were searched for in footers that were not checked.
             if begin > end {
-                return Err(unordered(segment, end));
+                return Err(unordered_error(segment, end));
             }
             let last = (hashes.0, 0);
-            Ok(Cursor { segment, next: begin, end, crc: 0, last, ahead: Vec::new(), at: 0 })
+            Ok(FooterCursor { segment, next: begin, end, crc: 0, last, buffered: Vec::new(), at: 0 })
         });
         Ok(Self { engine, cursors: cursors.collect::<Result<_>>()?, hashes, read_ahead: read_ahead.max(1) })
     }
 
     /// Hand the entries with hashes below `end` (or all, where it is `None`) that were not handed out yet to `each`, with the position of
     /// their segment and their hash. Those of one segment come in order.
-    pub(crate) fn below(&mut self, end: Option<u64>, mut each: impl FnMut(usize, u64, &Entry)) -> Result<()> {
+    pub(crate) fn for_each_below(
+        &mut self,
+        end: Option<u64>,
+        mut each: impl FnMut(usize, u64, &FooterEntry),
+    ) -> Result<()> {
         loop {
-            let short = |(_, cursor): &(usize, &Cursor<'_>)| !cursor.has_all_below(end);
+            let short = |(_, cursor): &(usize, &FooterCursor<'_>)| !cursor.has_all_below(end);
             let short: Vec<usize> = self.cursors.iter().enumerate().filter(short).map(|(at, _)| at).collect();
             if short.is_empty() {
                 break;
             }
             let reads = short.iter().map(|&at| {
                 let cursor = &self.cursors[at];
-                read(cursor.segment, cursor.next, self.read_ahead.min(cursor.end - cursor.next))
+                entries_read(cursor.segment, cursor.next, self.read_ahead.min(cursor.end - cursor.next))
             });
-            let reads: Vec<Read> = reads.collect();
+            let reads: Vec<IoReadRequest> = reads.collect();
             let cursors = &mut self.cursors;
-            read_all(self.engine, &reads, |number, bytes| cursors[short[number]].take(bytes))?;
+            read_each(self.engine, &reads, |number, bytes| cursors[short[number]].take(bytes))?;
         }
         for (at, cursor) in self.cursors.iter_mut().enumerate() {
-            for entry in &cursor.ahead[cursor.at..] {
+            for entry in &cursor.buffered[cursor.at..] {
                 let hash = hash_id(entry.id);
                 if end.is_some_and(|end| hash >= end) {
                     break;
@@ -159,7 +163,7 @@ impl<'a> Footers<'a> {
         let end_hash = self.hashes.1;
         let parts = self.cursors.iter().map(|cursor| {
             if end_hash.is_some_and(|end| cursor.last.0 >= end) {
-                return Err(unordered(cursor.segment, cursor.end - 1));
+                return Err(unordered_error(cursor.segment, cursor.end - 1));
             }
             let after = cursor.segment.records() - cursor.end;
             Ok(crc32c::crc32c_combine(cursor.crc, 0, after as usize * cursor.segment.entry_format().bytes()))
@@ -179,12 +183,12 @@ pub(crate) fn check_crc(segment: &Segment, crc: u32) -> Result<()> {
 }
 
 /// All entries of a sealed segment, checked, by hash.
-pub(crate) fn read_entries(engine: &dyn IoEngine, segment: &Arc<Segment>) -> Result<Vec<Entry>> {
+pub(crate) fn read_entries(engine: &dyn IoEngine, segment: &Arc<Segment>) -> Result<Vec<FooterEntry>> {
     let records = segment.records();
     let segments = std::slice::from_ref(segment);
-    let mut footers = Footers::new(engine, segments, (&[0], &[records]), (0, None), 1 << 16)?;
+    let mut footers = FooterReader::new(engine, segments, (&[0], &[records]), (0, None), 1 << 16)?;
     let mut entries = Vec::with_capacity(records as usize);
-    footers.below(None, |_, _, entry| entries.push(*entry))?;
+    footers.for_each_below(None, |_, _, entry| entries.push(*entry))?;
     for crc in footers.finish()? {
         check_crc(segment, crc)?;
     }
@@ -192,7 +196,7 @@ pub(crate) fn read_entries(engine: &dyn IoEngine, segment: &Arc<Segment>) -> Res
 }
 
 /// A search in a footer for the first entry whose hash is not below `bound`. Its position is in `low..=high`.
-struct Search {
+struct FooterSearch {
     segment: usize,
     bound: u64,
     /// The lower end of the bracket, and a hash near it.
@@ -202,7 +206,7 @@ struct Search {
     steps: u32,
 }
 
-impl Search {
+impl FooterSearch {
     /// Which entries to read next: those where the bound would be if hashes were spread evenly, which they are. Every third time it is
     /// those in the middle, so that the search ends soon in any footer.
     fn guess(&self) -> (u32, u32) {
@@ -237,23 +241,28 @@ impl Search {
 
 /// For each of `bounds` and each of `segments`, the position of the first entry of its footer whose hash is not below the bound. In a
 /// footer that is not in order it is any position.
-pub(crate) fn positions(engine: &dyn IoEngine, segments: &[Arc<Segment>], bounds: &[u64]) -> Result<Vec<Vec<u32>>> {
+pub(crate) fn bound_positions(
+    engine: &dyn IoEngine,
+    segments: &[Arc<Segment>],
+    bounds: &[u64],
+) -> Result<Vec<Vec<u32>>> {
     let searches = bounds.iter().flat_map(|&bound| {
         segments.iter().enumerate().map(move |(at, segment)| {
             let high = (segment.records(), u64::MAX);
-            Search { segment: at, bound, low: (0, 0), high, steps: 0 }
+            FooterSearch { segment: at, bound, low: (0, 0), high, steps: 0 }
         })
     });
-    let mut searches: Vec<Search> = searches.collect();
+    let mut searches: Vec<FooterSearch> = searches.collect();
     loop {
         let open = searches.iter().enumerate().filter(|(_, search)| search.low.0 < search.high.0);
         let open: Vec<(usize, (u32, u32))> = open.map(|(at, search)| (at, search.guess())).collect();
         if open.is_empty() {
             break;
         }
-        let reads = open.iter().map(|&(at, (first, count))| read(&segments[searches[at].segment], first, count));
-        let reads: Vec<Read> = reads.collect();
-        read_all(engine, &reads, |number, bytes| {
+        let reads =
+            open.iter().map(|&(at, (first, count))| entries_read(&segments[searches[at].segment], first, count));
+        let reads: Vec<IoReadRequest> = reads.collect();
+        read_each(engine, &reads, |number, bytes| {
             let (at, (first, _)) = open[number];
             let format = segments[searches[at].segment].entry_format();
             searches[at].narrow(first, bytes, format);

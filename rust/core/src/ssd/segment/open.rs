@@ -4,17 +4,17 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::io::{ALIGNMENT, AlignedBuf};
-use crate::ssd::format::footer::{Entry, LastStep, TRAILER_BYTES, most_entry_bytes, most_entry_bytes_with_steps};
-use crate::ssd::format::head::{Highest, Widths};
+use crate::ssd::format::footer::{FooterEntry, LastStep, TRAILER_BYTES, max_entry_bytes, max_entry_bytes_with_steps};
+use crate::ssd::format::head::{HeadWidths, RecordMaxima};
 use crate::ssd::format::names::segment_path;
-use crate::ssd::format::segment::Content;
-use crate::ssd::index::Location;
-use crate::ssd::room::geometry::Geometry;
-use crate::ssd::segment::buffer::{Block, Pool};
-use crate::ssd::segment::file::{Purpose, Segment};
-use crate::ssd::segment::home::Home;
-use crate::ssd::segment::unwritten::Job;
-use crate::ssd::workers::Workers;
+use crate::ssd::format::segment::SegmentContent;
+use crate::ssd::index::RecordLocation;
+use crate::ssd::room::geometry::SegmentSizing;
+use crate::ssd::segment::buffer::{WriteBlock, WriteBufferPool};
+use crate::ssd::segment::file::{Segment, SegmentPurpose};
+use crate::ssd::segment::home::SegmentContext;
+use crate::ssd::segment::unwritten::SegmentJob;
+use crate::ssd::workers::SsdWorkers;
 use crate::types::Id;
 
 /// A segment that takes records. The tier's state owns it, so it changes under the tier's lock.
@@ -22,17 +22,17 @@ use crate::types::Id;
 pub(crate) struct OpenSegment {
     segment: Arc<Segment>,
     /// The footer's entries of the records so far, in the order of writing.
-    entries: Vec<Entry>,
+    entries: Vec<FooterEntry>,
     /// Its first `filled` bytes are those of the file from `start` on.
     buffer: AlignedBuf,
     start: u64,
     filled: usize,
     /// The most bytes of the file.
-    room: u64,
+    capacity_bytes: u64,
     /// So many rows fit in any case, if need be without their last steps in the footer. Tombstones have none there.
-    sure_records: u32,
+    guaranteed_records: u32,
     block_bytes: usize,
-    workers: &'static Workers,
+    workers: &'static SsdWorkers,
 }
 
 /// A record as it goes into an open segment, before it is bound to its place there.
@@ -48,15 +48,19 @@ pub(crate) struct NewRecord<'a> {
 impl OpenSegment {
     /// Make the file of segment `serial`, for records whose heads have these widths. The current set names it. `None` where files that could
     /// not be removed hold the room for it.
-    pub(crate) fn create(home: &Home, (serial, widths): (u64, Widths), purpose: Purpose) -> Result<Option<Self>> {
+    pub(crate) fn create(
+        context: &SegmentContext,
+        (serial, widths): (u64, HeadWidths),
+        purpose: SegmentPurpose,
+    ) -> Result<Option<Self>> {
         let content = purpose.0;
-        let path = segment_path(&home.dir, serial);
-        let room = home.geometry.segment_bytes;
-        let Some(file) = home.make_file(&path, room)? else { return Ok(None) };
-        let format = home.schema.record_format(serial, widths);
-        let segment = Segment::make(home, (serial, format), purpose, file, room)?;
-        segment.name();
-        let header = home.schema.header(serial, content, widths);
+        let path = segment_path(&context.dir, serial);
+        let room = context.sizing.segment_bytes;
+        let Some(file) = context.make_file(&path, room)? else { return Ok(None) };
+        let format = context.schema.record_format(serial, widths);
+        let segment = Segment::make(context, (serial, format), purpose, file, room)?;
+        segment.add_ref();
+        let header = context.schema.header(serial, content, widths);
         let mut buffer = AlignedBuf::zeroed(header.len().next_multiple_of(ALIGNMENT));
         buffer[..header.len()].copy_from_slice(&header);
         Ok(Some(Self {
@@ -65,10 +69,14 @@ impl OpenSegment {
             buffer,
             start: 0,
             filled: header.len(),
-            room,
-            sure_records: if content == Content::Rows { home.geometry.rows_per_segment } else { u32::MAX },
-            block_bytes: home.block_bytes,
-            workers: home.workers,
+            capacity_bytes: room,
+            guaranteed_records: if content == SegmentContent::Rows {
+                context.sizing.rows_per_segment
+            } else {
+                u32::MAX
+            },
+            block_bytes: context.block_bytes,
+            workers: context.workers,
         }))
     }
 
@@ -79,65 +87,66 @@ impl OpenSegment {
     }
 
     /// The footer's entries of the records so far, in the order of writing.
-    pub(crate) fn entries(&self) -> &[Entry] {
+    pub(crate) fn entries(&self) -> &[FooterEntry] {
         &self.entries
     }
 
     /// Bytes of RAM that the entries take.
     pub(crate) fn entries_bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<Entry>()
+        self.entries.capacity() * size_of::<FooterEntry>()
     }
 
     /// Widths of its records' heads where none has more than this.
-    pub(crate) fn widths_for(content: Content, highest: &Highest) -> Widths {
+    pub(crate) fn widths_for(content: SegmentContent, highest: &RecordMaxima) -> HeadWidths {
         match content {
-            Content::Rows => Widths::of_rows(highest),
-            Content::Tombstones => Widths::of_tombstones(highest),
+            SegmentContent::Rows => HeadWidths::of_rows(highest),
+            SegmentContent::Tombstones => HeadWidths::of_tombstones(highest),
         }
     }
 
     /// Whether its records' heads are as wide as those that are written now, where none has more than this.
     #[inline]
-    pub(crate) fn has_current_widths(&self, highest: &Highest) -> bool {
+    pub(crate) fn has_current_widths(&self, highest: &RecordMaxima) -> bool {
         self.segment.format.widths == Self::widths_for(self.segment.content, highest)
     }
 
     /// Rows that it takes at least, beside those in it, where none has more than this.
-    pub(crate) fn rows_left(&self, geometry: &Geometry, highest: &Highest) -> u64 {
+    pub(crate) fn rows_left(&self, sizing: &SegmentSizing, highest: &RecordMaxima) -> u64 {
         if !self.has_current_widths(highest) {
             return 0;
         }
-        geometry.rows_in(highest).saturating_sub(self.entries.len() as u64)
+        sizing.min_rows_per_segment(highest).saturating_sub(self.entries.len() as u64)
     }
 
     /// Whether it takes no more record, where none has more than this.
     #[inline]
-    pub(crate) fn is_full(&self, highest: &Highest) -> bool {
-        !self.has_current_widths(highest) || !self.has_room_for(self.entries.len() as u32 + 1, highest)
+    pub(crate) fn is_full(&self, highest: &RecordMaxima) -> bool {
+        !self.has_current_widths(highest) || !self.fits(self.entries.len() as u32 + 1, highest)
     }
 
     /// How many more records it takes, where none has more than this.
-    pub(crate) fn records_left(&self, highest: &Highest) -> usize {
+    pub(crate) fn records_left(&self, highest: &RecordMaxima) -> usize {
         if !self.has_current_widths(highest) {
             return 0;
         }
         let held = self.entries.len() as u32;
-        let (mut fit, mut too_many) = (held, Location::MAX_RECORDS + 1);
+        let (mut fit, mut too_many) = (held, RecordLocation::MAX_RECORDS + 1);
         while fit + 1 < too_many {
             let middle = u32::midpoint(fit, too_many);
-            if self.has_room_for(middle, highest) { fit = middle } else { too_many = middle }
+            if self.fits(middle, highest) { fit = middle } else { too_many = middle }
         }
         (fit - held) as usize
     }
 
     /// Whether so many records have room in all.
     #[inline]
-    fn has_room_for(&self, records: u32, highest: &Highest) -> bool {
+    fn fits(&self, records: u32, highest: &RecordMaxima) -> bool {
         let (frame, each) = (self.segment.header_bytes, self.segment.record_bytes);
-        let fits = |entry| (frame + TRAILER_BYTES) as u64 + u64::from(records) * (each + entry) as u64 <= self.room;
-        records <= Location::MAX_RECORDS
-            && (fits(most_entry_bytes_with_steps(records, highest))
-                || (records <= self.sure_records && fits(most_entry_bytes(records, highest))))
+        let fits =
+            |entry| (frame + TRAILER_BYTES) as u64 + u64::from(records) * (each + entry) as u64 <= self.capacity_bytes;
+        records <= RecordLocation::MAX_RECORDS
+            && (fits(max_entry_bytes_with_steps(records, highest))
+                || (records <= self.guaranteed_records && fits(max_entry_bytes(records, highest))))
     }
 
     /// Room for one more record, and its number. The caller fills all of its bytes.
@@ -151,13 +160,13 @@ impl OpenSegment {
     ) -> (u32, &mut [u8]) {
         let len = self.segment.record_bytes;
         if self.filled + len > self.buffer.len() {
-            self.make_room(len);
+            self.make_buffer_space(len);
         }
         let record = self.entries.len() as u32;
         if self.entries.len() == self.entries.capacity() {
-            self.make_room_for_entries();
+            self.grow_entries();
         }
-        self.entries.push(Entry { id, write_seq, last_step, modified_epoch, record });
+        self.entries.push(FooterEntry { id, write_seq, last_step, modified_epoch, record });
         self.segment.count_record(record, write_seq, modified_epoch);
         let at = self.filled;
         self.filled += len;
@@ -166,20 +175,20 @@ impl OpenSegment {
 
     /// Add a row's record, for which there is room. It counts as live.
     #[inline]
-    pub(crate) fn write_row(&mut self, row: NewRecord<'_>) -> Location {
+    pub(crate) fn write_row(&mut self, row: NewRecord<'_>) -> RecordLocation {
         let binding = self.segment.format.binding;
         self.add_row(row, |record, bytes| binding.bind(record, bytes))
     }
 
     /// As [`OpenSegment::write_row`], of a copy of record `number` of `victim`, which was checked, and whose head lies as here.
-    pub(crate) fn copy_row(&mut self, row: NewRecord<'_>, (victim, number): (&Segment, u32)) -> Location {
+    pub(crate) fn copy_row(&mut self, row: NewRecord<'_>, (victim, number): (&Segment, u32)) -> RecordLocation {
         debug_assert_eq!(victim.format.widths, self.segment.format.widths, "else it is written again");
         let binding = self.segment.format.binding;
         self.add_row(row, |record, bytes| victim.format.binding.rebind(number, (binding, record), bytes))
     }
 
     #[inline]
-    fn add_row(&mut self, row: NewRecord<'_>, bind: impl FnOnce(u32, &mut [u8])) -> Location {
+    fn add_row(&mut self, row: NewRecord<'_>, bind: impl FnOnce(u32, &mut [u8])) -> RecordLocation {
         let (record, room) = self.push(row.id, row.write_seq, row.modified_epoch, LastStep::of(row.last_step));
         room.copy_from_slice(row.bytes);
         bind(record, room);
@@ -188,43 +197,43 @@ impl OpenSegment {
     }
 
     /// Bytes of RAM that the entries will take beside those they have, where `more` records follow.
-    pub(crate) fn entries_to_come(&self, more: usize) -> usize {
+    pub(crate) fn added_entries_bytes(&self, more: usize) -> usize {
         let (entries, room) = (self.entries.len(), self.entries.capacity());
         if entries.saturating_add(more) <= room {
             0
         } else {
-            entries.max(more.min(self.most_entries())) * size_of::<Entry>()
+            entries.max(more.min(self.max_entries())) * size_of::<FooterEntry>()
         }
     }
 
-    fn most_entries(&self) -> usize {
-        self.room as usize / (self.segment.record_bytes + most_entry_bytes(0, &Highest::default())) + 1
+    fn max_entries(&self) -> usize {
+        self.capacity_bytes as usize / (self.segment.record_bytes + max_entry_bytes(0, &RecordMaxima::default())) + 1
     }
 
     /// Make room for twice as many entries, or as many as the file's records can have.
     #[cold]
-    fn make_room_for_entries(&mut self) {
+    fn grow_entries(&mut self) {
         let entries = self.entries.len();
-        self.entries.reserve_exact(entries.max(64).min(self.most_entries().saturating_sub(entries)).max(1));
+        self.entries.reserve_exact(entries.max(64).min(self.max_entries().saturating_sub(entries)).max(1));
     }
 
     #[cold]
-    fn make_room(&mut self, len: usize) {
+    fn make_buffer_space(&mut self, len: usize) {
         if self.buffer.len() < self.block_bytes {
-            let mut larger = Pool::of_process().take(self.block_bytes);
+            let mut larger = WriteBufferPool::of_process().take(self.block_bytes);
             larger[..self.filled].copy_from_slice(&self.buffer[..self.filled]);
             self.buffer = larger;
         }
         if self.filled + len > self.buffer.len() {
             let usual = self.block_bytes;
-            self.hand_in(|_| usual);
+            self.submit_buffer(|_| usual);
         }
     }
 
     /// Give the whole sectors of the buffer to the writers. The bytes that follow go into the next buffer, which has `size(bytes left)`
     /// bytes. It begins with the sector in which the record begins that straddles the end of what is written, so that each record is whole
     /// in a block or in the buffer.
-    fn hand_in(&mut self, size: impl Fn(usize) -> usize) {
+    fn submit_buffer(&mut self, size: impl Fn(usize) -> usize) {
         let end = self.start + self.filled as u64;
         let whole = end - end % ALIGNMENT as u64;
         if whole == self.start {
@@ -238,20 +247,20 @@ impl OpenSegment {
             (straddling - straddling % ALIGNMENT as u64).max(self.start)
         };
         let left = (end - carry) as usize;
-        let mut next = Pool::of_process().take(size(left));
+        let mut next = WriteBufferPool::of_process().take(size(left));
         next[..left].copy_from_slice(&self.buffer[self.filled - left..self.filled]);
         let buffer = std::mem::replace(&mut self.buffer, next);
         let to_write = (whole - self.start) as usize;
-        let block = Arc::new(Block::new(buffer, self.start, self.filled, to_write));
+        let block = Arc::new(WriteBlock::new(buffer, self.start, self.filled, to_write));
         self.start = carry;
         self.filled = left;
-        self.segment.submit(block.clone(), Job::Write(block), self.workers);
+        self.segment.submit(block.clone(), SegmentJob::Write(block), self.workers);
     }
 
     /// Keep no more memory than for the bytes that cannot be written yet.
     pub(crate) fn spill(&mut self) {
         if self.buffer.len() == self.block_bytes {
-            self.hand_in(|left| left.next_multiple_of(ALIGNMENT).max(ALIGNMENT));
+            self.submit_buffer(|left| left.next_multiple_of(ALIGNMENT).max(ALIGNMENT));
         }
     }
 
@@ -265,13 +274,13 @@ impl OpenSegment {
 
     /// Give the buffer back. Nothing of the segment is wanted any more.
     pub(crate) fn abandon(self) {
-        Pool::of_process().give(self.buffer);
+        WriteBufferPool::of_process().give_back(self.buffer);
     }
 
     /// Take no more records. The writers write the rest and the footer, and the segment is [`Segment::sealed`] when that is done.
     pub(crate) fn seal(self) -> Arc<Segment> {
-        let tail = Arc::new(Block::new(self.buffer, self.start, self.filled, 0));
-        self.segment.submit(tail.clone(), Job::Seal { tail, entries: self.entries }, self.workers);
+        let tail = Arc::new(WriteBlock::new(self.buffer, self.start, self.filled, 0));
+        self.segment.submit(tail.clone(), SegmentJob::Seal { tail, entries: self.entries }, self.workers);
         self.segment
     }
 }

@@ -3,24 +3,24 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::ssd::format::footer::Entry;
-use crate::ssd::segment::buffer::Block;
+use crate::ssd::format::footer::FooterEntry;
+use crate::ssd::segment::buffer::WriteBlock;
 use crate::sync::{AtomicU64, Mutex, Ordering, lock};
 
 /// Something that the writers do for a segment.
 #[derive(Debug)]
-pub(crate) enum Job {
+pub(crate) enum SegmentJob {
     /// Write a block.
-    Write(Arc<Block>),
+    Write(Arc<WriteBlock>),
     /// Write the last records and the footer.
-    Seal { tail: Arc<Block>, entries: Vec<Entry> },
+    Seal { tail: Arc<WriteBlock>, entries: Vec<FooterEntry> },
     /// Make the file durable.
     Sync,
 }
 
-impl Job {
+impl SegmentJob {
     /// The block that it writes, if it writes one.
-    pub(crate) fn block(&self) -> Option<&Arc<Block>> {
+    pub(crate) fn block(&self) -> Option<&Arc<WriteBlock>> {
         match self {
             Self::Write(block) | Self::Seal { tail: block, .. } => Some(block),
             Self::Sync => None,
@@ -30,7 +30,7 @@ impl Job {
 
 /// Where bytes of a segment are.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum SegmentByteSource {
     /// In the file.
     File,
     /// In a block on its way to the file. The reader was given them.
@@ -41,61 +41,65 @@ pub(crate) enum Place {
 
 /// Blocks of a segment that are not in its file yet, and the jobs that wait.
 #[derive(Debug, Default)]
-pub(crate) struct Unwritten {
-    jobs: Mutex<Jobs>,
-    blocks: Mutex<Vec<Arc<Block>>>,
+pub(crate) struct UnwrittenBlocks {
+    jobs: Mutex<SegmentJobQueue>,
+    blocks: Mutex<Vec<Arc<WriteBlock>>>,
     /// Bytes from the start of the file that can be read from it.
-    in_file: AtomicU64,
+    written_bytes: AtomicU64,
 }
 
 #[derive(Debug, Default)]
-struct Jobs {
-    waiting: VecDeque<Job>,
+struct SegmentJobQueue {
+    waiting: VecDeque<SegmentJob>,
     /// Whether a writer does them, or has been told to.
     has_writer: bool,
 }
 
-impl Unwritten {
+impl UnwrittenBlocks {
     /// Find the `len` bytes at `offset`; `with` gets them if they are in a block.
     #[inline]
-    pub(crate) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> Place {
+    pub(crate) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> SegmentByteSource {
         let end = offset + len as u64;
-        if self.in_file.load(Ordering::Acquire) >= end {
-            return Place::File;
+        if self.written_bytes.load(Ordering::Acquire) >= end {
+            return SegmentByteSource::File;
         }
         let blocks = lock(&self.blocks);
         if let Some(bytes) = blocks.iter().find_map(|block| block.get(offset, len)) {
             with(bytes);
-            return Place::Block;
+            return SegmentByteSource::Block;
         }
         // A block leaves only after its bytes are in the file.
-        if self.in_file.load(Ordering::Acquire) >= end { Place::File } else { Place::Buffer }
+        if self.written_bytes.load(Ordering::Acquire) >= end {
+            SegmentByteSource::File
+        } else {
+            SegmentByteSource::Buffer
+        }
     }
 
     /// From now on the block's bytes are found in it.
-    pub(crate) fn add_block(&self, block: Arc<Block>) {
+    pub(crate) fn add_block(&self, block: Arc<WriteBlock>) {
         lock(&self.blocks).push(block);
     }
 
     /// The first `bytes` of the segment are in the file.
-    pub(crate) fn written_to(&self, bytes: u64) {
-        self.in_file.store(bytes, Ordering::Release);
+    pub(crate) fn set_written(&self, bytes: u64) {
+        self.written_bytes.store(bytes, Ordering::Release);
     }
 
     /// Let go of a block whose bytes are in the file, or are wanted by nobody.
-    pub(crate) fn drop_block(&self, block: &Arc<Block>) {
+    pub(crate) fn drop_block(&self, block: &Arc<WriteBlock>) {
         lock(&self.blocks).retain(|other| !Arc::ptr_eq(other, block));
     }
 
     /// Add a job; `true` where a writer has to be told.
-    pub(crate) fn add_job(&self, job: Job) -> bool {
+    pub(crate) fn add_job(&self, job: SegmentJob) -> bool {
         let mut jobs = lock(&self.jobs);
         jobs.waiting.push_back(job);
         !std::mem::replace(&mut jobs.has_writer, true)
     }
 
     /// The next job. Where there is none, the next one that is added has a writer told again.
-    pub(crate) fn next_job(&self) -> Option<Job> {
+    pub(crate) fn next_job(&self) -> Option<SegmentJob> {
         let mut jobs = lock(&self.jobs);
         let next = jobs.waiting.pop_front();
         jobs.has_writer = next.is_some();

@@ -2,30 +2,30 @@
 
 use super::*;
 use crate::error::Kind;
-use crate::io::{Fault, FaultEngine, MemoryEngine, Operation};
+use crate::io::{FaultEngine, IoFault, IoOperation, MemoryEngine};
 use crate::ssd::segment::file::Segment;
 use crate::ssd::work::compact;
-use crate::ssd::{Burial, Buried, Dying};
+use crate::ssd::{SsdExpiredRows, SsdExpiryCursor, SsdExpiryRule};
 
 /// Rows that were trained last in `step`.
-fn rows(ids: std::ops::Range<Id>, step: u64) -> Vec<Row> {
+fn rows(ids: std::ops::Range<Id>, step: u64) -> Vec<SsdTestRow> {
     let row = |id| {
-        let mut row = Row::new(id, 1);
+        let mut row = SsdTestRow::new(id, 1);
         row.header.last_step = step;
         row
     };
     ids.map(row).collect()
 }
 
-fn by_step(last_step: u64) -> Dying<'static> {
-    Dying { last_step, by_row: None }
+fn by_step(last_step: u64) -> SsdExpiryRule<'static> {
+    SsdExpiryRule { last_step, row_predicate: None }
 }
 
 /// Go on with a burial to its end, `most` records a call; the ids of the rows that are gone, sorted.
-fn bury(tier: &SsdTier, burial: &mut Burial, dying: &Dying<'_>, most: usize) -> Vec<Id> {
+fn expire(tier: &SsdTier, cursor: &mut SsdExpiryCursor, rule: &SsdExpiryRule<'_>, most: usize) -> Vec<Id> {
     let mut gone = Vec::new();
     loop {
-        let Buried { rows, finished } = tier.bury(burial, dying, &|_| false, most).unwrap();
+        let SsdExpiredRows { rows, finished } = tier.expire(cursor, rule, &|_| false, most).unwrap();
         gone.extend(rows.into_iter().map(|(id, _)| id));
         if finished {
             gone.sort_unstable();
@@ -39,10 +39,10 @@ fn ids_left(tier: &SsdTier) -> Vec<Id> {
 }
 
 #[test]
-fn rows_die_by_their_step_in_buffers_in_open_segments_and_in_sealed_ones() {
+fn rows_expire_by_step_in_buffers_open_and_sealed_segments() {
     for (settles, publishes, most) in [(false, false, 7), (true, false, 100), (true, true, 10_000)] {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-        let (tier, _) = open(&engine, &config(1 << 20, Reopen::Never)).unwrap();
+        let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Never)).unwrap();
         append(&tier, &rows(0..900, 5), |_| false).unwrap();
         append(&tier, &rows(900..1000, 7), |_| false).unwrap();
         append(&tier, &rows(300..400, 8), |_| true).unwrap();
@@ -52,79 +52,79 @@ fn rows_die_by_their_step_in_buffers_in_open_segments_and_in_sealed_ones() {
         if publishes {
             tier.publish(1, StateCounters::default()).unwrap();
         }
-        let gone = bury(&tier, &mut Burial::default(), &by_step(6), most);
+        let gone = expire(&tier, &mut SsdExpiryCursor::default(), &by_step(6), most);
         assert_eq!(gone, (0..300).chain(400..900).collect::<Vec<Id>>());
         assert_eq!(ids_left(&tier), (300..400).chain(900..1000).collect::<Vec<Id>>());
-        assert_eq!(bury(&tier, &mut Burial::default(), &by_step(6), most), [0; 0], "nobody dies twice");
+        assert_eq!(expire(&tier, &mut SsdExpiryCursor::default(), &by_step(6), most), [0; 0], "nobody dies twice");
     }
 }
 
 #[test]
 fn rows_die_by_their_step_in_segments_whose_footers_have_no_steps_also_when_resumed() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Never)).unwrap();
     // The largest step counts as unknown, and then a footer has none.
     append(&tier, &[rows(0..100, 5), rows(100..200, 7), rows(200..201, u64::MAX)].concat(), |_| false).unwrap();
     tier.publish(1, StateCounters::default()).unwrap();
-    assert!(tier.inner.state().segments().iter().all(|segment| segment.steps().is_none()));
-    assert_eq!(bury(&tier, &mut Burial::default(), &by_step(5), 30), (0..100).collect::<Vec<Id>>());
+    assert!(tier.inner.state().segments().iter().all(|segment| segment.step_range().is_none()));
+    assert_eq!(expire(&tier, &mut SsdExpiryCursor::default(), &by_step(5), 30), (0..100).collect::<Vec<Id>>());
     tier.publish(2, StateCounters::default()).unwrap();
     tier.close().unwrap();
-    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Resume)).unwrap();
+    let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Resume)).unwrap();
     let even = |header: &RowHeader, _: &[f32]| header.id % 2 == 0;
-    let dying = Dying { last_step: 7, by_row: Some(&even) };
-    assert_eq!(bury(&tier, &mut Burial::default(), &dying, 30), (100..200).step_by(2).collect::<Vec<Id>>());
+    let dying = SsdExpiryRule { last_step: 7, row_predicate: Some(&even) };
+    assert_eq!(expire(&tier, &mut SsdExpiryCursor::default(), &dying, 30), (100..200).step_by(2).collect::<Vec<Id>>());
     assert_eq!(ids_left(&tier), (101..200).step_by(2).chain([200]).collect::<Vec<Id>>());
 }
 
 #[test]
-fn the_rule_sees_the_rows_up_to_the_step_that_are_not_kept_and_those_that_it_names_die() {
+fn predicate_sees_unkept_rows_up_to_the_step() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Never)).unwrap();
     let (old, new) = (rows(0..500, 5), rows(500..600, 9));
     append(&tier, &old, |_| false).unwrap();
     append(&tier, &new, |_| false).unwrap();
     let seen = std::cell::RefCell::new(Vec::new());
     let rule = |header: &RowHeader, vector: &[f32]| {
-        let row = Row { header: *header, vector: vector.to_vec() };
+        let row = SsdTestRow { header: *header, vector: vector.to_vec() };
         assert_eq!(row, old[header.id as usize]);
         seen.borrow_mut().push(header.id);
         header.id % 3 == 0
     };
-    let dying = Dying { last_step: 5, by_row: Some(&rule) };
+    let dying = SsdExpiryRule { last_step: 5, row_predicate: Some(&rule) };
     let keep = |id: Id| id % 2 == 0;
-    let buried = tier.bury(&mut Burial::default(), &dying, &keep, usize::MAX).unwrap();
+    let buried = tier.expire(&mut SsdExpiryCursor::default(), &dying, &keep, usize::MAX).unwrap();
     assert!(buried.finished);
     assert_eq!(buried.rows, (0..500).filter(|id| id % 6 == 3).map(|id| (id, 1)).collect::<Vec<_>>());
     assert_eq!(seen.into_inner(), (0..500).filter(|id| id % 2 == 1).collect::<Vec<Id>>());
 }
 
 #[test]
-fn rows_that_come_behind_a_burial_are_still_found() {
+fn rows_written_behind_the_cursor_are_found() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-    let (tier, _) = open(&engine, &config(4 << 20, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(4 << 20, ReopenMode::Never)).unwrap();
     append(&tier, &rows(0..1000, 5), |_| false).unwrap();
-    let mut burial = Burial::default();
-    while !tier.bury(&mut burial, &by_step(5), &|_| true, 1000).unwrap().finished {}
+    let mut burial = SsdExpiryCursor::default();
+    while !tier.expire(&mut burial, &by_step(5), &|_| true, 1000).unwrap().finished {}
     // The burial has passed all records, among them those of the open segment, which takes more now.
     append(&tier, &rows(2000..2030, 5), |_| false).unwrap();
     append(&tier, &rows(2030..2060, 6), |_| false).unwrap();
-    assert_eq!(bury(&tier, &mut burial, &by_step(5), 7), (2000..2030).collect::<Vec<Id>>());
+    assert_eq!(expire(&tier, &mut burial, &by_step(5), 7), (2000..2030).collect::<Vec<Id>>());
     assert_eq!(tier.rows(), 1030);
 }
 
 #[test]
-fn rows_that_compaction_moves_while_a_burial_is_under_way_are_found_where_they_come_to() {
+fn rows_moved_by_compaction_during_expiry_are_found() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
     let mut moved_bytes = 0;
     for most in [1, 10, 60, 300] {
-        let (tier, _) = open_tuned(&engine, &config(176 << 10, Reopen::Discard), TINY).unwrap();
+        let (tier, _) = open_tuned(&engine, &config(176 << 10, ReopenMode::Discard), TINY).unwrap();
         append(&tier, &rows(0..700, 5), |_| false).unwrap();
-        let (mut burial, mut gone, mut step) = (Burial::default(), Vec::new(), 0);
+        let (mut burial, mut gone, mut step) = (SsdExpiryCursor::default(), Vec::new(), 0);
         let mut written = std::collections::HashSet::new();
         loop {
             let keep = |id: Id| id % 2 == 0;
-            let buried = tier.bury(&mut burial, &by_step(5), &keep, most).unwrap();
+            let buried = tier.expire(&mut burial, &by_step(5), &keep, most).unwrap();
             gone.extend(buried.rows.into_iter().map(|(id, _)| id));
             if buried.finished {
                 break;
@@ -135,7 +135,7 @@ fn rows_that_compaction_moves_while_a_burial_is_under_way_are_found_where_they_c
                 let first = 1000 + step % 7 * 40;
                 append(&tier, &rows(first..first + 100, 6), |id| written.contains(&id)).unwrap();
                 written.extend(first..first + 100);
-                while step % 5 == 0 && compact::once(&tier.inner) {}
+                while step % 5 == 0 && compact::compact_one(&tier.inner) {}
             }
         }
         gone.sort_unstable();
@@ -147,79 +147,79 @@ fn rows_that_compaction_moves_while_a_burial_is_under_way_are_found_where_they_c
 }
 
 #[test]
-fn a_row_that_cannot_be_read_is_an_error_and_the_burial_goes_on_from_there() {
+fn expiry_resumes_after_an_unreadable_row() {
     let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
     let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
-    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Never)).unwrap();
     append(&tier, &rows(0..1500, 5), |_| false).unwrap();
     tier.publish(1, StateCounters::default()).unwrap();
     let rule = |_: &RowHeader, _: &[f32]| true;
-    let dying = Dying { last_step: 5, by_row: Some(&rule) };
-    let mut burial = Burial::default();
-    let first = tier.bury(&mut burial, &dying, &|_| false, 10).unwrap();
+    let dying = SsdExpiryRule { last_step: 5, row_predicate: Some(&rule) };
+    let mut burial = SsdExpiryCursor::default();
+    let first = tier.expire(&mut burial, &dying, &|_| false, 10).unwrap();
     assert!((1..=10).contains(&first.rows.len()) && !first.finished, "{first:?}");
-    faults.hit_once(Operation::Read, 0, Fault::Flip);
-    let error = tier.bury(&mut burial, &dying, &|_| false, 10).unwrap_err();
+    faults.hit_once(IoOperation::Read, 0, IoFault::Flip);
+    let error = tier.expire(&mut burial, &dying, &|_| false, 10).unwrap_err();
     assert_eq!(error.kind(), Kind::Corruption, "{error}");
-    faults.hit_once(Operation::Read, 1, Fault::Fail(libc::EIO));
-    let some = tier.bury(&mut burial, &dying, &|_| false, 1500).unwrap();
+    faults.hit_once(IoOperation::Read, 1, IoFault::Fail(libc::EIO));
+    let some = tier.expire(&mut burial, &dying, &|_| false, 1500).unwrap();
     let gone = first.rows.len() + some.rows.len();
     assert!(!some.finished && gone < 1500, "{gone} rows are gone");
-    assert_eq!(bury(&tier, &mut burial, &dying, 10).len(), 1500 - gone);
+    assert_eq!(expire(&tier, &mut burial, &dying, 10).len(), 1500 - gone);
     assert_eq!(tier.rows(), 0);
 }
 
 #[test]
-fn a_tier_that_only_reads_buries_nobody() {
+fn read_only_tier_expires_nothing() {
     let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
     let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
-    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Never)).unwrap();
     append(&tier, &rows(0..300, 5), |_| false).unwrap();
-    faults.hit_once(Operation::Sync, 0, Fault::Fail(libc::EIO));
+    faults.hit_once(IoOperation::Sync, 0, IoFault::Fail(libc::EIO));
     tier.publish(1, StateCounters::default()).unwrap_err();
-    let error = tier.bury(&mut Burial::default(), &by_step(5), &|_| false, 10).unwrap_err();
+    let error = tier.expire(&mut SsdExpiryCursor::default(), &by_step(5), &|_| false, 10).unwrap_err();
     assert_eq!(error.kind(), Kind::ReadOnly, "{error}");
     assert_eq!(tier.rows(), 300);
 }
 
 #[test]
-fn where_the_step_alone_decides_no_record_is_read() {
+fn step_rule_reads_no_records() {
     let memory = MemoryEngine::default();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Never)).unwrap();
     append(&tier, &rows(0..1000, 5), |_| false).unwrap();
     append(&tier, &rows(1000..1100, 6), |_| false).unwrap();
     tier.publish(1, StateCounters::default()).unwrap();
     append(&tier, &rows(1100..2000, 7), |_| false).unwrap();
     tier.publish(2, StateCounters::default()).unwrap();
     tier.close().unwrap();
-    let segments = memory.list(&config(1 << 20, Reopen::Resume).dir).unwrap();
+    let segments = memory.list(&config(1 << 20, ReopenMode::Resume).dir).unwrap();
     for path in segments.iter().filter(|path| path.extension().is_some_and(|suffix| suffix == "seg")) {
         let mut bytes = crate::io::read_file(&memory, path, 1 << 20).unwrap();
         // In the first record, behind the header.
         bytes[150] ^= 1;
-        crate::io::publish(&memory, path, &bytes).unwrap();
+        crate::io::write_atomically(&memory, path, &bytes).unwrap();
     }
-    let (tier, _) = open(&engine, &config(1 << 20, Reopen::Resume)).unwrap();
+    let (tier, _) = open(&engine, &config(1 << 20, ReopenMode::Resume)).unwrap();
     assert_eq!(scan(&tier).unwrap_err().kind(), Kind::Corruption);
     let cut = by_step(5);
-    assert_eq!(bury(&tier, &mut Burial::default(), &cut, 1000), (0..1000).collect::<Vec<Id>>());
+    assert_eq!(expire(&tier, &mut SsdExpiryCursor::default(), &cut, 1000), (0..1000).collect::<Vec<Id>>());
     let rule = |_: &RowHeader, _: &[f32]| true;
     // No segment has a row up to this step any more but the one where such rows lay with others.
-    let dying = Dying { last_step: 5, by_row: Some(&rule) };
-    assert_eq!(bury(&tier, &mut Burial::default(), &dying, 1000), [0; 0]);
+    let dying = SsdExpiryRule { last_step: 5, row_predicate: Some(&rule) };
+    assert_eq!(expire(&tier, &mut SsdExpiryCursor::default(), &dying, 1000), [0; 0]);
     let spare = |_: &RowHeader, _: &[f32]| false;
-    let dying = Dying { last_step: 7, by_row: Some(&spare) };
-    let error = tier.bury(&mut Burial::default(), &dying, &|_| false, 1_000_000).unwrap_err();
+    let dying = SsdExpiryRule { last_step: 7, row_predicate: Some(&spare) };
+    let error = tier.expire(&mut SsdExpiryCursor::default(), &dying, &|_| false, 1_000_000).unwrap_err();
     assert_eq!(error.kind(), Kind::Corruption, "{error}");
 }
 
 #[test]
-fn a_slice_of_a_burial_reads_few_footers_also_where_nobody_dies() {
+fn expiry_slice_reads_few_footers_without_expired_rows() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-    let (tier, _) = open_tuned(&engine, &config(1 << 20, Reopen::Never), TINY).unwrap();
+    let (tier, _) = open_tuned(&engine, &config(1 << 20, ReopenMode::Never), TINY).unwrap();
     append(&tier, &rows(0..2000, 9), |_| false).unwrap();
-    let some = |step| -> Vec<Row> { (0..200).flat_map(|at| rows(at * 10..at * 10 + 1, step)).collect() };
+    let some = |step| -> Vec<SsdTestRow> { (0..200).flat_map(|at| rows(at * 10..at * 10 + 1, step)).collect() };
     // Each segment has records of the step that dies, and none of them is live.
     append(&tier, &some(5), |_| true).unwrap();
     append(&tier, &some(9), |_| true).unwrap();
@@ -228,59 +228,60 @@ fn a_slice_of_a_burial_reads_few_footers_also_where_nobody_dies() {
     settle(&tier);
     let with_footers = {
         let state = tier.inner.view();
-        let may_die = |segment: &&Arc<Segment>| segment.live() > 0 && segment.steps().is_some_and(|s| s.lowest <= 5);
+        let may_die =
+            |segment: &&Arc<Segment>| segment.live() > 0 && segment.step_range().is_some_and(|s| s.lowest <= 5);
         state.segments().iter().filter(may_die).count()
     };
-    let (mut burial, mut slices) = (Burial::default(), 1);
-    while !tier.bury(&mut burial, &by_step(5), &|_| false, 1).unwrap().finished {
+    let (mut burial, mut slices) = (SsdExpiryCursor::default(), 1);
+    while !tier.expire(&mut burial, &by_step(5), &|_| false, 1).unwrap().finished {
         slices += 1;
     }
     assert!(with_footers > 2 && slices > with_footers, "{slices} slices for {with_footers} segments");
-    let (mut burial, mut slices) = (Burial::default(), 1);
-    while !tier.bury(&mut burial, &by_step(5), &|_| false, 1 << 20).unwrap().finished {
+    let (mut burial, mut slices) = (SsdExpiryCursor::default(), 1);
+    while !tier.expire(&mut burial, &by_step(5), &|_| false, 1 << 20).unwrap().finished {
         slices += 1;
     }
     assert_eq!(slices, 1);
 }
 
 #[test]
-fn a_burial_that_is_asked_for_once_more_before_every_slice_comes_to_every_record() {
+fn repeated_pass_reaches_every_record() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-    let (tier, _) = open(&engine, &config(4 << 20, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(4 << 20, ReopenMode::Never)).unwrap();
     append(&tier, &rows(0..3000, 5), |_| false).unwrap();
     append(&tier, &rows(3000..3100, 6), |_| false).unwrap();
     settle(&tier);
     let lives = |_: &RowHeader, _: &[f32]| false;
-    let (mut burial, mut gone) = (Burial::default(), Vec::new());
+    let (mut burial, mut gone) = (SsdExpiryCursor::default(), Vec::new());
     // The newer rule takes more than the older one, and the burial is amid its walk by then.
-    tier.bury(&mut burial, &Dying { last_step: 5, by_row: Some(&lives) }, &|_| false, 1500).unwrap();
+    tier.expire(&mut burial, &SsdExpiryRule { last_step: 5, row_predicate: Some(&lives) }, &|_| false, 1500).unwrap();
     for _ in 0..3100 / 50 * 2 {
-        burial.once_more();
-        let buried = tier.bury(&mut burial, &by_step(5), &|_| false, 200).unwrap();
+        burial.repeat_pass();
+        let buried = tier.expire(&mut burial, &by_step(5), &|_| false, 200).unwrap();
         gone.extend(buried.rows.into_iter().map(|(id, _)| id));
     }
     gone.sort_unstable();
     assert_eq!(gone, (0..3000).collect::<Vec<Id>>());
-    assert_eq!(bury(&tier, &mut burial, &by_step(5), 100), [0; 0]);
+    assert_eq!(expire(&tier, &mut burial, &by_step(5), 100), [0; 0]);
 }
 
 #[test]
-fn segments_all_of_whose_rows_die_go_first() {
+fn fully_expired_segments_go_first() {
     let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
-    let (tier, _) = open(&engine, &config(4 << 20, Reopen::Never)).unwrap();
+    let (tier, _) = open(&engine, &config(4 << 20, ReopenMode::Never)).unwrap();
     // Each publish closes the open segment. Of the first segments' rows only some die.
     for (at, ids) in [0..700, 700..1400].into_iter().enumerate() {
-        let mixed: Vec<Row> = ids.flat_map(|id| rows(id..id + 1, if id % 2 == 0 { 5 } else { 9 })).collect();
+        let mixed: Vec<SsdTestRow> = ids.flat_map(|id| rows(id..id + 1, if id % 2 == 0 { 5 } else { 9 })).collect();
         append(&tier, &mixed, |_| false).unwrap();
         tier.publish(at as u64 + 1, StateCounters::default()).unwrap();
     }
     append(&tier, &rows(2000..3000, 5), |_| false).unwrap();
     tier.publish(3, StateCounters::default()).unwrap();
     append(&tier, &rows(3000..3100, 5), |_| false).unwrap();
-    let (mut burial, mut gone) = (Burial::default(), Vec::new());
+    let (mut burial, mut gone) = (SsdExpiryCursor::default(), Vec::new());
     let keep = |id: Id| id == 2500;
     loop {
-        let buried = tier.bury(&mut burial, &by_step(5), &keep, 100).unwrap();
+        let buried = tier.expire(&mut burial, &by_step(5), &keep, 100).unwrap();
         gone.extend(buried.rows.into_iter().map(|(id, _)| id));
         if buried.finished {
             break;
@@ -291,6 +292,6 @@ fn segments_all_of_whose_rows_die_go_first() {
     let expected = (0..1400).step_by(2).chain(2000..2500).chain(2501..3100);
     assert_eq!(gone, expected.collect::<Vec<Id>>());
     // The row that stayed is found by the walk that is asked for once more.
-    burial.once_more();
-    assert_eq!(bury(&tier, &mut burial, &by_step(5), 100), [2500]);
+    burial.repeat_pass();
+    assert_eq!(expire(&tier, &mut burial, &by_step(5), 100), [2500]);
 }

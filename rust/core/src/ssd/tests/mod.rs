@@ -6,9 +6,9 @@ mod model;
 
 use std::sync::Arc;
 
-use super::resume::open::{self as opening, Tuning};
-use super::{Identity, SsdTier, StateCounters};
-use crate::config::{OptimizerKind, Reopen, SsdConfig};
+use super::resume::open::{self as opening, SsdTuning};
+use super::{ShardIdentity, SsdTier, StateCounters};
+use crate::config::{OptimizerKind, ReopenMode, SsdConfig};
 use crate::error::Result;
 use crate::io::IoEngine;
 use crate::rows::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
@@ -20,8 +20,8 @@ fn layout() -> RowLayout {
     OptimizerKind::RowWiseAdagrad.layout(DIM)
 }
 
-fn identity() -> Identity {
-    Identity {
+fn identity() -> ShardIdentity {
+    ShardIdentity {
         table: "item".into(),
         key: 7,
         dim: DIM as u64,
@@ -34,17 +34,21 @@ fn identity() -> Identity {
     }
 }
 
-pub(super) fn config(bytes: u64, reopen: Reopen) -> SsdConfig {
-    SsdConfig { dir: "/embcache-test/item".into(), bytes, reopen, resume_token: None }
+pub(super) fn config(bytes: u64, reopen: ReopenMode) -> SsdConfig {
+    SsdConfig { dir: "/embcache-test/item".into(), bytes, reopen, resume_commit_id: None }
 }
 
 /// Segments of 32 KiB, which are filled through buffers of 12 KiB, and tags that collide.
-pub(super) const SMALL: Tuning =
-    Tuning { segment_bytes: Some(32 << 10), block_bytes: Some(12 << 10), index_bits: Some((1, 5)), threads: Some(2) };
+pub(super) const SMALL: SsdTuning = SsdTuning {
+    segment_bytes: Some(32 << 10),
+    block_bytes: Some(12 << 10),
+    index_bits: Some((1, 5)),
+    threads: Some(2),
+};
 
 /// Segments of 8 KiB, each of which is one buffer, so that the cap is reached soon.
-pub(super) const TINY: Tuning =
-    Tuning { segment_bytes: Some(8 << 10), block_bytes: None, index_bits: Some((1, 5)), threads: Some(2) };
+pub(super) const TINY: SsdTuning =
+    SsdTuning { segment_bytes: Some(8 << 10), block_bytes: None, index_bits: Some((1, 5)), threads: Some(2) };
 
 fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Option<StateCounters>)> {
     open_tuned(engine, config, SMALL)
@@ -53,7 +57,7 @@ fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Opti
 pub(super) fn open_tuned(
     engine: &Arc<dyn IoEngine>,
     config: &SsdConfig,
-    tuning: Tuning,
+    tuning: SsdTuning,
 ) -> Result<(SsdTier, Option<StateCounters>)> {
     let (inner, counters) = opening::open(config, &identity(), layout(), engine.clone(), tuning, None)?;
     Ok((SsdTier { inner }, counters))
@@ -67,12 +71,12 @@ fn step_of(id: Id, version: u32) -> u64 {
 
 /// A row whose contents are a function of its id and version.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Row {
+pub(super) struct SsdTestRow {
     pub(super) header: RowHeader,
     vector: Vec<f32>,
 }
 
-impl Row {
+impl SsdTestRow {
     pub(super) fn new(id: Id, version: u32) -> Self {
         let bits = hash_id(id ^ (i64::from(version) << 32));
         let vector = (0..DIM).map(|at| f32::from((bits >> (at * 8)) as u8) - 100.0).collect();
@@ -102,29 +106,29 @@ impl Row {
     }
 }
 
-pub(super) fn append(tier: &SsdTier, rows: &[Row], known: impl Fn(Id) -> bool) -> Result<()> {
-    let refs: Vec<RowRef<'_>> = rows.iter().map(Row::as_ref).collect();
+pub(super) fn append(tier: &SsdTier, rows: &[SsdTestRow], known: impl Fn(Id) -> bool) -> Result<()> {
+    let refs: Vec<RowRef<'_>> = rows.iter().map(SsdTestRow::as_ref).collect();
     let known: Vec<bool> = rows.iter().map(|row| known(row.header.id)).collect();
     tier.append(&refs, &known)
 }
 
 /// The rows of `ids`, with `None` for those that the tier has not.
-fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<Row>>> {
-    let mut rows: Vec<Row> = ids.iter().map(|_| Row::empty()).collect();
-    let wanted = ids.iter().copied().zip(rows.iter_mut().map(Row::as_mut)).collect();
+fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<SsdTestRow>>> {
+    let mut rows: Vec<SsdTestRow> = ids.iter().map(|_| SsdTestRow::empty()).collect();
+    let wanted = ids.iter().copied().zip(rows.iter_mut().map(SsdTestRow::as_mut)).collect();
     let missing = tier.fetch(wanted).wait()?;
     assert!(missing.is_sorted(), "{missing:?}");
-    let mut rows: Vec<Option<Row>> = rows.into_iter().map(Some).collect();
+    let mut rows: Vec<Option<SsdTestRow>> = rows.into_iter().map(Some).collect();
     for at in missing {
         rows[at as usize] = None;
     }
     Ok(rows)
 }
 
-fn scan(tier: &SsdTier) -> Result<Vec<Row>> {
+fn scan(tier: &SsdTier) -> Result<Vec<SsdTestRow>> {
     let mut rows = Vec::new();
     tier.scan(&mut |row| {
-        rows.push(Row { header: *row.header, vector: row.vector.to_vec() });
+        rows.push(SsdTestRow { header: *row.header, vector: row.vector.to_vec() });
         Ok(())
     })?;
     rows.sort_by_key(|row| row.header.id);
@@ -133,5 +137,5 @@ fn scan(tier: &SsdTier) -> Result<Vec<Row>> {
 
 /// Wait until the writers have written everything.
 fn settle(tier: &SsdTier) {
-    tier.inner.home.space.wait_idle();
+    tier.inner.context.space.wait_idle();
 }

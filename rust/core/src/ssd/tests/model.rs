@@ -8,12 +8,12 @@ use super::*;
 use crate::error::Kind;
 use crate::io::MemoryEngine;
 use crate::ssd::work::compact;
-use crate::ssd::{Burial, Dying, RowRule};
+use crate::ssd::{RowExpiryPredicate, SsdExpiryCursor, SsdExpiryRule};
 
 const IDS: Id = 400;
 
 #[derive(Clone, Debug)]
-enum Op {
+enum SsdModelOp {
     /// Append rows with the ids `first, first + step, …`.
     Append {
         first: Id,
@@ -39,7 +39,7 @@ enum Op {
         keep_multiples_of: Id,
     },
     /// Begin a burial, where none is under way, and do a slice of it. Where one is, it may go on with a newer step and once more.
-    Bury {
+    Expire {
         /// How many versions ago the rows were trained last that die.
         back: u32,
         by_row: bool,
@@ -49,7 +49,7 @@ enum Op {
     },
     Clear,
     /// End the process, and the machine too where `power` says how.
-    Die {
+    Crash {
         power: Option<u64>,
         older: bool,
     },
@@ -57,68 +57,68 @@ enum Op {
     Close,
 }
 
-fn op() -> impl Strategy<Value = Op> {
+fn op() -> impl Strategy<Value = SsdModelOp> {
     let ids = || (-IDS / 2..IDS / 2, 1..4_i64, 1..300_usize);
     prop_oneof![
-        12 => ids().prop_map(|(first, step, count)| Op::Append { first, step, count }),
-        3 => ids().prop_map(|(first, step, count)| Op::Remove { first, step, count: count / 4 }),
-        4 => (-IDS..IDS, 1..200_usize).prop_map(|(first, count)| Op::Fetch { first, count }),
-        3 => Just(Op::Publish),
-        3 => Just(Op::Compact),
-        1 => Just(Op::Scan),
-        2 => Just(Op::Spill),
-        1 => (1..100_u64, 2..5_i64).prop_map(|(rows, keep_multiples_of)| Op::Evict { rows, keep_multiples_of }),
+        12 => ids().prop_map(|(first, step, count)| SsdModelOp::Append { first, step, count }),
+        3 => ids().prop_map(|(first, step, count)| SsdModelOp::Remove { first, step, count: count / 4 }),
+        4 => (-IDS..IDS, 1..200_usize).prop_map(|(first, count)| SsdModelOp::Fetch { first, count }),
+        3 => Just(SsdModelOp::Publish),
+        3 => Just(SsdModelOp::Compact),
+        1 => Just(SsdModelOp::Scan),
+        2 => Just(SsdModelOp::Spill),
+        1 => (1..100_u64, 2..5_i64).prop_map(|(rows, keep_multiples_of)| SsdModelOp::Evict { rows, keep_multiples_of }),
         3 => (0..6_u32, any::<bool>(), 2..9_i64, 1..400_usize, any::<bool>()).prop_map(
-            |(back, by_row, keep_multiples_of, most, newer)| Op::Bury { back, by_row, keep_multiples_of, most, newer }),
-        1 => Just(Op::Clear),
-        2 => (proptest::option::of(any::<u64>()), any::<bool>()).prop_map(|(power, older)| Op::Die { power, older }),
-        1 => Just(Op::Discard),
-        1 => Just(Op::Close),
+            |(back, by_row, keep_multiples_of, most, newer)| SsdModelOp::Expire { back, by_row, keep_multiples_of, most, newer }),
+        1 => Just(SsdModelOp::Clear),
+        2 => (proptest::option::of(any::<u64>()), any::<bool>()).prop_map(|(power, older)| SsdModelOp::Crash { power, older }),
+        1 => Just(SsdModelOp::Discard),
+        1 => Just(SsdModelOp::Close),
     ]
 }
 
-type Rows = BTreeMap<Id, Row>;
+type SsdModelRows = BTreeMap<Id, SsdTestRow>;
 
-struct World {
+struct SsdModel {
     cap: u64,
-    tuning: Tuning,
+    tuning: SsdTuning,
     memory: MemoryEngine,
     engine: Arc<dyn IoEngine>,
     tier: Option<SsdTier>,
-    rows: Rows,
+    rows: SsdModelRows,
     /// Token, rows and counters of published states, oldest first.
-    states: Vec<(u64, Rows, StateCounters)>,
-    token: u64,
+    states: Vec<(u64, SsdModelRows, StateCounters)>,
+    commit_id: u64,
     version: u32,
-    burial: Option<UnderWay>,
+    expiry: Option<SsdModelExpiry>,
 }
 
 /// A burial that is under way, and its rule.
-struct UnderWay {
-    burial: Burial,
-    cut: u64,
+struct SsdModelExpiry {
+    cursor: SsdExpiryCursor,
+    last_step: u64,
     by_row: bool,
     keep_multiples_of: Id,
 }
 
-impl UnderWay {
-    fn dies(&self, row: &Row) -> bool {
-        let by_rule = !self.by_row || dies_by_rule(&row.header, &row.vector);
-        row.header.last_step <= self.cut && by_rule && row.header.id % self.keep_multiples_of != 0
+impl SsdModelExpiry {
+    fn expires(&self, row: &SsdTestRow) -> bool {
+        let by_rule = !self.by_row || is_expired_by_rule(&row.header, &row.vector);
+        row.header.last_step <= self.last_step && by_rule && row.header.id % self.keep_multiples_of != 0
     }
 }
 
-fn dies_by_rule(header: &RowHeader, vector: &[f32]) -> bool {
+fn is_expired_by_rule(header: &RowHeader, vector: &[f32]) -> bool {
     header.count.is_multiple_of(2) || vector[0] > 50.0
 }
 
-impl World {
-    fn new(cap: u64, tuning: Tuning) -> Self {
+impl SsdModel {
+    fn new(cap: u64, tuning: SsdTuning) -> Self {
         let memory = MemoryEngine::default();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-        let (tier, counters) = open_tuned(&engine, &config(cap, Reopen::Never), tuning).unwrap();
+        let (tier, counters) = open_tuned(&engine, &config(cap, ReopenMode::Never), tuning).unwrap();
         assert_eq!(counters, None);
-        let rows = Rows::new();
+        let rows = SsdModelRows::new();
         Self {
             cap,
             tuning,
@@ -127,9 +127,9 @@ impl World {
             tier: Some(tier),
             rows,
             states: Vec::new(),
-            token: 0,
+            commit_id: 0,
             version: 0,
-            burial: None,
+            expiry: None,
         }
     }
 
@@ -145,32 +145,32 @@ impl World {
         ids
     }
 
-    fn run(&mut self, op: &Op) {
+    fn run(&mut self, op: &SsdModelOp) {
         match *op {
-            Op::Append { first, step, count } => self.append(&Self::ids(first, step, count)),
-            Op::Remove { first, step, count } => {
+            SsdModelOp::Append { first, step, count } => self.append(&Self::ids(first, step, count)),
+            SsdModelOp::Remove { first, step, count } => {
                 let mut ids = Self::ids(first, step, count);
                 ids.retain(|id| self.rows.contains_key(id));
                 self.tier().remove(&ids).unwrap();
                 self.rows.retain(|id, _| !ids.contains(id));
             }
-            Op::Fetch { first, count } => self.check_fetch(&(first..first + count as Id).collect::<Vec<_>>()),
-            Op::Publish => {
-                self.token += 1 + self.token % 3;
-                let counters = StateCounters { step: self.token * 10, epoch: self.version };
-                self.tier().publish(self.token, counters).unwrap();
-                self.states.push((self.token, self.rows.clone(), counters));
+            SsdModelOp::Fetch { first, count } => self.check_fetch(&(first..first + count as Id).collect::<Vec<_>>()),
+            SsdModelOp::Publish => {
+                self.commit_id += 1 + self.commit_id % 3;
+                let counters = StateCounters { step: self.commit_id * 10, epoch: self.version };
+                self.tier().publish(self.commit_id, counters).unwrap();
+                self.states.push((self.commit_id, self.rows.clone(), counters));
             }
-            Op::Compact => while compact::once(&self.tier().inner) {},
-            Op::Scan => {
-                let expected: Vec<Row> = self.rows.values().cloned().collect();
+            SsdModelOp::Compact => while compact::compact_one(&self.tier().inner) {},
+            SsdModelOp::Scan => {
+                let expected: Vec<SsdTestRow> = self.rows.values().cloned().collect();
                 assert_eq!(scan(self.tier()).unwrap(), expected);
             }
-            Op::Spill => {
+            SsdModelOp::Spill => {
                 self.tier().inner.state().spill();
                 self.check_fetch(&(-IDS..IDS).collect::<Vec<_>>());
             }
-            Op::Evict { rows, keep_multiples_of } => {
+            SsdModelOp::Evict { rows, keep_multiples_of } => {
                 let keep = |id: Id| id % keep_multiples_of == 0;
                 let gone = self.tier().evict(rows, &keep).unwrap();
                 let could = self.rows.keys().filter(|id| !keep(**id)).count() as u64;
@@ -179,37 +179,38 @@ impl World {
                     assert!(!keep(id) && self.rows.remove(&id).is_some(), "{id} was not to go");
                 }
             }
-            Op::Bury { back, by_row, keep_multiples_of, most, newer } => {
+            SsdModelOp::Expire { back, by_row, keep_multiples_of, most, newer } => {
                 let cut = u64::from(self.version.saturating_sub(back)) * 8;
-                let begun = UnderWay { burial: Burial::default(), cut, by_row, keep_multiples_of };
-                let mut under_way = self.burial.take().unwrap_or(begun);
-                if newer && cut >= under_way.cut {
-                    under_way.cut = cut;
-                    under_way.burial.once_more();
+                let begun =
+                    SsdModelExpiry { cursor: SsdExpiryCursor::default(), last_step: cut, by_row, keep_multiples_of };
+                let mut under_way = self.expiry.take().unwrap_or(begun);
+                if newer && cut >= under_way.last_step {
+                    under_way.last_step = cut;
+                    under_way.cursor.repeat_pass();
                 }
-                if !self.bury(&mut under_way, most) {
-                    self.burial = Some(under_way);
+                if !self.expire(&mut under_way, most) {
+                    self.expiry = Some(under_way);
                 }
             }
-            Op::Clear => {
+            SsdModelOp::Clear => {
                 self.tier().clear().unwrap();
                 self.rows.clear();
             }
-            Op::Die { power, older } => self.die(power, older),
-            Op::Discard => {
+            SsdModelOp::Crash { power, older } => self.crash(power, older),
+            SsdModelOp::Discard => {
                 self.tier = None;
-                self.burial = None;
+                self.expiry = None;
                 let (tier, counters) =
-                    open_tuned(&self.engine, &config(self.cap, Reopen::Discard), self.tuning).unwrap();
+                    open_tuned(&self.engine, &config(self.cap, ReopenMode::Discard), self.tuning).unwrap();
                 assert_eq!(counters, None);
                 self.tier = Some(tier);
                 self.rows.clear();
                 self.states.clear();
-                self.token = 0;
+                self.commit_id = 0;
             }
-            Op::Close => {
+            SsdModelOp::Close => {
                 self.tier().close().unwrap();
-                assert_eq!(append(self.tier(), &[Row::new(1, 1)], |_| false).unwrap_err().kind(), Kind::State);
+                assert_eq!(append(self.tier(), &[SsdTestRow::new(1, 1)], |_| false).unwrap_err().kind(), Kind::State);
                 self.reopen(false);
             }
         }
@@ -218,31 +219,31 @@ impl World {
 
     fn append(&mut self, ids: &[Id]) {
         self.version += 1;
-        let rows: Vec<Row> = ids.iter().map(|id| Row::new(*id, self.version)).collect();
+        let rows: Vec<SsdTestRow> = ids.iter().map(|id| SsdTestRow::new(*id, self.version)).collect();
         append(self.tier(), &rows, |id| self.rows.contains_key(&id)).unwrap();
         self.rows.extend(rows.into_iter().map(|row| (row.header.id, row)));
     }
 
     /// Do a slice of a burial; whether it is finished.
-    fn bury(&mut self, under_way: &mut UnderWay, most: usize) -> bool {
-        let (cut, keep_multiples_of) = (under_way.cut, under_way.keep_multiples_of);
-        let rule: Option<&RowRule<'_>> = under_way.by_row.then_some(&dies_by_rule);
-        let dying = Dying { last_step: cut, by_row: rule };
+    fn expire(&mut self, under_way: &mut SsdModelExpiry, most: usize) -> bool {
+        let (cut, keep_multiples_of) = (under_way.last_step, under_way.keep_multiples_of);
+        let rule: Option<&RowExpiryPredicate<'_>> = under_way.by_row.then_some(&is_expired_by_rule);
+        let dying = SsdExpiryRule { last_step: cut, row_predicate: rule };
         let keep = |id: Id| id % keep_multiples_of == 0;
-        let buried = self.tier().bury(&mut under_way.burial, &dying, &keep, most).unwrap();
+        let buried = self.tier().expire(&mut under_way.cursor, &dying, &keep, most).unwrap();
         assert!(buried.rows.len() <= most);
         for (id, epoch) in buried.rows {
             let row = self.rows.remove(&id).expect("a row goes once");
-            assert!(under_way.dies(&row) && row.header.modified_epoch == epoch, "{row:?} was not to go");
+            assert!(under_way.expires(&row) && row.header.modified_epoch == epoch, "{row:?} was not to go");
         }
         if buried.finished {
-            let left: Vec<&Row> = self.rows.values().filter(|row| under_way.dies(row)).collect();
+            let left: Vec<&SsdTestRow> = self.rows.values().filter(|row| under_way.expires(row)).collect();
             assert!(left.is_empty(), "{left:?} were to go");
         }
         buried.finished
     }
 
-    fn die(&mut self, power: Option<u64>, older: bool) {
+    fn crash(&mut self, power: Option<u64>, older: bool) {
         // A power cut may come while the writers work. What was not synced is torn at random.
         self.memory = match power {
             Some(seed) => self.memory.crash_torn(seed),
@@ -253,31 +254,31 @@ impl World {
 
     /// Go on from the last published state, or the one before.
     fn reopen(&mut self, older: bool) {
-        let given_up = self.tier().stats().published_given_up;
+        let given_up = self.tier().stats().has_lost_flush;
         // The old tier was closed, or goes on in its own copy of the files.
         self.tier = None;
-        self.burial = None;
+        self.expiry = None;
         self.engine = Arc::new(self.memory.clone());
-        let dir = config(self.cap, Reopen::Resume).dir;
-        let tokens = SsdTier::published(&dir, &*self.engine).unwrap();
+        let dir = config(self.cap, ReopenMode::Resume).dir;
+        let tokens = SsdTier::published_commit_ids(&dir, &*self.engine).unwrap();
         assert!(given_up == tokens.is_empty() || self.states.is_empty(), "{tokens:?}, given up: {given_up}");
-        let mut resume = config(self.cap, Reopen::Resume);
+        let mut resume = config(self.cap, ReopenMode::Resume);
         if older && tokens.len() == 2 {
-            resume.resume_token = Some(tokens[0]);
+            resume.resume_commit_id = Some(tokens[0]);
             self.states.retain(|(token, _, _)| *token <= tokens[0]);
         }
         if tokens.is_empty() {
             let error = open_tuned(&self.engine, &resume, self.tuning).err();
             assert!(error.is_none_or(|error| error.kind() == Kind::State));
-            let (tier, _) = open_tuned(&self.engine, &config(self.cap, Reopen::Discard), self.tuning).unwrap();
-            (self.tier, self.rows) = (Some(tier), Rows::new());
+            let (tier, _) = open_tuned(&self.engine, &config(self.cap, ReopenMode::Discard), self.tuning).unwrap();
+            (self.tier, self.rows) = (Some(tier), SsdModelRows::new());
             self.states.clear();
-            self.token = 0;
+            self.commit_id = 0;
             return;
         }
         let (tier, counters) = open_tuned(&self.engine, &resume, self.tuning).unwrap();
         let (token, rows, expected) = self.states.last().cloned().unwrap();
-        assert_eq!(tokens[tokens.len() - 1 - usize::from(resume.resume_token.is_some())], token);
+        assert_eq!(tokens[tokens.len() - 1 - usize::from(resume.resume_commit_id.is_some())], token);
         assert_eq!(counters, Some(expected));
         (self.tier, self.rows) = (Some(tier), rows);
         self.check_fetch(&(-IDS..IDS).collect::<Vec<_>>());
@@ -309,7 +310,7 @@ proptest! {
 
     #[test]
     fn the_tier_behaves_as_a_map_through_any_operations_and_deaths(ops in prop::collection::vec(op(), 1..60)) {
-        let mut world = World::new(640 << 10, SMALL);
+        let mut world = SsdModel::new(640 << 10, SMALL);
         for op in &ops {
             world.run(op);
         }
@@ -318,7 +319,7 @@ proptest! {
 
     #[test]
     fn a_tier_that_is_nearly_full_behaves_as_a_map(ops in prop::collection::vec(op(), 1..60)) {
-        let mut world = World::new(128 << 10, TINY);
+        let mut world = SsdModel::new(128 << 10, TINY);
         for op in &ops {
             world.run(op);
         }

@@ -4,11 +4,11 @@ use crate::prefetch::prefetch;
 
 /// A bit for each record of a segment, which says whether the index has ceased to point to it.
 #[derive(Debug, Default)]
-pub(crate) struct Dead {
+pub(crate) struct DeadRecords {
     words: Vec<u64>,
 }
 
-impl Dead {
+impl DeadRecords {
     /// The index no longer points to this record.
     #[inline]
     pub(crate) fn add(&mut self, record: u32) {
@@ -38,8 +38,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_dead_are_those_that_were_added() {
-        let mut dead = Dead::default();
+    fn dead_records_are_those_added() {
+        let mut dead = DeadRecords::default();
         let added = [0, 63, 64, 5000];
         for record in added {
             dead.add(record);

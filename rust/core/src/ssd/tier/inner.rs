@@ -6,19 +6,19 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind, Result};
 use crate::rows::RowLayout;
-use crate::ssd::classes::Classes;
-use crate::ssd::directory::HeldDir;
-use crate::ssd::identity::Identity;
+use crate::ssd::classes::HotnessClasses;
+use crate::ssd::directory::TierDirLock;
+use crate::ssd::identity::ShardIdentity;
 use crate::ssd::index::TagIndex;
-use crate::ssd::segment::home::Home;
+use crate::ssd::segment::home::SegmentContext;
 use crate::ssd::segment::open::OpenSegment;
-use crate::ssd::tier::reads::Reads;
+use crate::ssd::tier::reads::FetchContext;
 use crate::ssd::tier::state::TierState;
-use crate::ssd::tier::streams::Stream;
-use crate::ssd::tier::takers::Takers;
-use crate::ssd::tier::walk::Walk;
+use crate::ssd::tier::streams::SegmentStream;
+use crate::ssd::tier::takers::ScanConsumers;
+use crate::ssd::tier::walk::SegmentCursor;
 use crate::sync::{
-    AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock, was_torn,
+    AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock, was_poisoned,
 };
 
 /// One tier.
@@ -28,47 +28,47 @@ use crate::sync::{
 /// buffer, except to make, remove and rename files.
 #[derive(Debug)]
 pub(crate) struct TierInner {
-    pub(crate) home: Home,
+    pub(crate) context: SegmentContext,
     pub(crate) layout: RowLayout,
-    pub(crate) identity: Identity,
-    pub(crate) reads: Arc<Reads>,
+    pub(crate) identity: ShardIdentity,
+    pub(crate) reads: Arc<FetchContext>,
     /// Who takes the rows of scans that are under way.
-    pub(crate) takers: Takers,
-    pub(crate) counters: Counters,
+    pub(crate) scan_consumers: ScanConsumers,
+    pub(crate) counters: SsdTierCounters,
     /// Where the last eviction stopped.
-    pub(crate) eviction: Mutex<Walk>,
+    pub(crate) eviction_cursor: Mutex<SegmentCursor>,
     state: RwLock<TierState>,
     publishing: Mutex<()>,
     /// Whoever moves a segment's rows reads it; whoever wants none to be moved writes it.
     compacting: RwLock<()>,
     /// Whether a thread was told to compact this tier and has not begun.
-    compaction_is_due: AtomicBool,
+    is_compaction_due: AtomicBool,
     /// The tier's directory, until it is closed.
-    held: Mutex<Option<HeldDir>>,
+    dir_lock: Mutex<Option<TierDirLock>>,
     /// The note of the state that was resumed, until it is taken.
-    note: Mutex<Vec<u8>>,
+    metadata: Mutex<Vec<u8>>,
 }
 
 /// What a tier counts, beside its fetches.
 #[derive(Debug, Default)]
-pub(crate) struct Counters {
+pub(crate) struct SsdTierCounters {
     pub(crate) row_bytes_given: AtomicU64,
     pub(crate) compaction_bytes: AtomicU64,
     pub(crate) dropped_rows: AtomicU64,
-    pub(crate) room_waits: RoomWaits,
+    pub(crate) space_waits: SpaceWaits,
 }
 
 /// The log says at most this often that a table waits for room. A tier that is nearly full waits many times a second.
-const SAY_WAITS_EVERY: Duration = Duration::from_secs(60);
+const LOG_WAITS_EVERY: Duration = Duration::from_secs(60);
 
 /// How often somebody has waited for room, and when the log said so last.
 #[derive(Debug, Default)]
-pub(crate) struct RoomWaits {
+pub(crate) struct SpaceWaits {
     count: AtomicU64,
-    said: std::sync::Mutex<Option<Instant>>,
+    last_logged: std::sync::Mutex<Option<Instant>>,
 }
 
-impl RoomWaits {
+impl SpaceWaits {
     pub(crate) fn count(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }
@@ -76,8 +76,8 @@ impl RoomWaits {
     /// Count a wait. Returns whether the log is to say so.
     pub(crate) fn begin(&self) -> bool {
         self.count.fetch_add(1, Ordering::Relaxed);
-        let (mut said, now) = (lock(&self.said), Instant::now());
-        let is_due = said.is_none_or(|said| now - said >= SAY_WAITS_EVERY);
+        let (mut said, now) = (lock(&self.last_logged), Instant::now());
+        let is_due = said.is_none_or(|said| now - said >= LOG_WAITS_EVERY);
         if is_due {
             *said = Some(now);
         }
@@ -88,27 +88,27 @@ impl RoomWaits {
 impl TierInner {
     /// A tier in the directory that is `held`, with the note of the state that was resumed.
     pub(crate) fn new(
-        home: Home,
+        context: SegmentContext,
         layout: RowLayout,
-        identity: Identity,
+        identity: ShardIdentity,
         state: TierState,
-        (held, note): (HeldDir, Vec<u8>),
+        (held, note): (TierDirLock, Vec<u8>),
     ) -> Self {
-        let reads = Arc::new(Reads::new(&home, layout, state.index().prints()));
+        let reads = Arc::new(FetchContext::new(&context, layout, state.index().fingerprint_hasher()));
         Self {
-            home,
+            context,
             layout,
             identity,
             reads,
-            takers: Takers::default(),
-            counters: Counters::default(),
-            eviction: Mutex::default(),
+            scan_consumers: ScanConsumers::default(),
+            counters: SsdTierCounters::default(),
+            eviction_cursor: Mutex::default(),
             state: RwLock::new(state),
             publishing: Mutex::new(()),
             compacting: RwLock::new(()),
-            compaction_is_due: AtomicBool::new(false),
-            held: Mutex::new(Some(held)),
-            note: Mutex::new(note),
+            is_compaction_due: AtomicBool::new(false),
+            dir_lock: Mutex::new(Some(held)),
+            metadata: Mutex::new(note),
         }
     }
 
@@ -133,31 +133,31 @@ impl TierInner {
     }
 
     /// Wait until no segment's rows are being moved. None are as long as this is held.
-    pub(crate) fn not_compacting(&self) -> RwLockWriteGuard<'_, ()> {
+    pub(crate) fn pause_compaction(&self) -> RwLockWriteGuard<'_, ()> {
         self.compacting.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A thread is to compact this tier; whether one has to be told.
-    pub(crate) fn compaction_becomes_due(&self) -> bool {
-        !self.compaction_is_due.swap(true, Ordering::AcqRel)
+    pub(crate) fn request_compaction(&self) -> bool {
+        !self.is_compaction_due.swap(true, Ordering::AcqRel)
     }
 
     /// A thread begins to compact this tier. Who has something for it from now on has to tell a thread.
-    pub(crate) fn compaction_begins(&self) {
-        self.compaction_is_due.store(false, Ordering::Release);
+    pub(crate) fn begin_compaction(&self) {
+        self.is_compaction_due.store(false, Ordering::Release);
     }
 
     /// Run a background task that changes this tier. Its panic counts as a failed write: from then on the tier only reads.
-    pub(crate) fn contain(&self, what: &str, task: impl FnOnce()) {
+    pub(crate) fn run_background(&self, action: &str, task: impl FnOnce()) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(task)) {
-            self.home.space.fail(Error::panicked(what, &*panic));
+            self.context.space.fail(Error::panicked(action, &*panic));
         }
     }
 
     /// `State` in a forked process, and after a panic amid a change of the state: then neither the index nor the counts can be believed.
     pub(crate) fn check_usable(&self) -> Result<()> {
-        self.home.workers.check_process()?;
-        if was_torn(&self.state) {
+        self.context.workers.check_process()?;
+        if was_poisoned(&self.state) {
             return Err(Error::new(
                 Kind::State,
                 format!(
@@ -173,8 +173,8 @@ impl TierInner {
     /// `ReadOnly` after a failed write, `State` when closed, after a panic, or in a forked process.
     pub(crate) fn check_writable(&self) -> Result<()> {
         self.check_usable()?;
-        if let Some(cause) = self.home.space.failed() {
-            return Err(read_only(&cause));
+        if let Some(cause) = self.context.space.failed() {
+            return Err(read_only_error(&cause));
         }
         if self.view().is_closed() {
             return Err(Error::new(Kind::State, "the SSD tier is closed: open the table again"));
@@ -182,57 +182,58 @@ impl TierInner {
         Ok(())
     }
 
-    /// Bytes that rows from RAM leave free. See [`Geometry::kept_bytes`](crate::ssd::room::geometry::Geometry::kept_bytes).
-    pub(crate) fn bytes_kept(&self, state: &TierState) -> u64 {
-        self.home.geometry.kept_bytes(state.moving())
+    /// Bytes that rows from RAM leave free. See [`SegmentSizing::reserved_bytes`](crate::ssd::room::geometry::Geometry::kept_bytes).
+    pub(crate) fn reserved_bytes(&self, state: &TierState) -> u64 {
+        self.context.sizing.reserved_bytes(state.moving())
     }
 
     /// Bytes that have to be free for a segment for rows from RAM, or for tombstones, to be opened.
     pub(crate) fn bytes_needed(&self, state: &TierState) -> u64 {
-        self.bytes_kept(state) + self.home.geometry.segment_bytes
+        self.reserved_bytes(state) + self.context.sizing.segment_bytes
     }
 
     /// The classes of rows, for as many rows as there are now.
-    pub(crate) fn classes(&self, state: &TierState) -> Classes {
-        state.classes(self.home.geometry.classes)
+    pub(crate) fn hotness_classes(&self, state: &TierState) -> HotnessClasses {
+        state.hotness_classes(self.context.sizing.hotness_classes)
     }
 
     /// Whether a row from RAM, or a tombstone, can be written to `stream`. Opens a segment where there is none and the cap has room.
-    pub(crate) fn ready(&self, state: &mut TierState, stream: Stream) -> Result<bool> {
-        let free = self.home.space.free_bytes();
-        if free < self.bytes_kept(state) {
+    pub(crate) fn prepare_stream(&self, state: &mut TierState, stream: SegmentStream) -> Result<bool> {
+        let free = self.context.space.free_bytes();
+        if free < self.reserved_bytes(state) {
             return Ok(false);
         }
-        Ok(state.takes(stream) || (free >= self.bytes_needed(state) && self.open_segment(state, stream)?))
+        Ok(state.has_writable_segment(stream)
+            || (free >= self.bytes_needed(state) && self.open_segment(state, stream)?))
     }
 
-    /// The stream that takes a row of `class` that compaction moves, if any does. It is the class's own where a whole segment of it can be
+    /// The stream that takes a row of `hotness` that compaction moves, if any does. It is the class's own where a whole segment of it can be
     /// opened; a smaller one would be the next to be moved.
-    pub(crate) fn ready_for_moved(&self, state: &mut TierState, class: u8) -> Result<Option<Stream>> {
-        let own = Stream::Rows(class);
-        if state.takes(own) {
+    pub(crate) fn prepare_stream_for_move(&self, state: &mut TierState, hotness: u8) -> Result<Option<SegmentStream>> {
+        let own = SegmentStream::Rows(hotness);
+        if state.has_writable_segment(own) {
             return Ok(Some(own));
         }
-        if self.home.space.free_bytes() >= self.home.geometry.segment_bytes && self.open_segment(state, own)? {
+        if self.context.space.free_bytes() >= self.context.sizing.segment_bytes && self.open_segment(state, own)? {
             return Ok(Some(own));
         }
-        Ok(Stream::of_rows().find(|stream| state.takes(*stream)))
+        Ok(SegmentStream::of_rows().find(|stream| state.has_writable_segment(*stream)))
     }
 
     /// Open a segment for `stream`; whether there was room for its file.
-    fn open_segment(&self, state: &mut TierState, stream: Stream) -> Result<bool> {
+    fn open_segment(&self, state: &mut TierState, stream: SegmentStream) -> Result<bool> {
         let (serial, widths, seq) = state.next_segment(stream);
-        let open = OpenSegment::create(&self.home, (serial, widths), (stream.content(), stream.class(), seq))
-            .inspect_err(|error| self.home.space.fail(error.clone()))?;
+        let open = OpenSegment::create(&self.context, (serial, widths), (stream.content(), stream.hotness(), seq))
+            .inspect_err(|error| self.context.space.fail(error.clone()))?;
         let Some(open) = open else { return Ok(false) };
         state.add_open(stream, open);
         Ok(true)
     }
 
     /// The error where `rows` rows are here and `more` do not fit.
-    pub(crate) fn full(&self, rows: u64, more: u64) -> Error {
-        let (table, capacity) = (&self.identity.table, self.home.geometry.capacity_rows);
-        let message = if capacity == TagIndex::MOST_IDS {
+    pub(crate) fn capacity_error(&self, rows: u64, more: u64) -> Error {
+        let (table, capacity) = (&self.identity.table, self.context.sizing.capacity_rows);
+        let message = if capacity == TagIndex::MAX_IDS {
             format!(
                 "table '{table}': the SSD tier holds {rows} rows of this rank, {more} more are to be added, and its index takes {capacity}: \
                  use more ranks, or let rows leave with on_full = \"evict\""
@@ -247,18 +248,18 @@ impl TierInner {
     }
 
     /// The note of the state that was resumed, the first time; empty where there is none.
-    pub(crate) fn take_note(&self) -> Vec<u8> {
-        std::mem::take(&mut lock(&self.note))
+    pub(crate) fn take_metadata(&self) -> Vec<u8> {
+        std::mem::take(&mut lock(&self.metadata))
     }
 
     /// Give the directory up. Somebody else may have it from now on.
-    pub(crate) fn let_go_of_directory(&self) {
-        drop(lock(&self.held).take());
+    pub(crate) fn unlock_directory(&self) {
+        drop(lock(&self.dir_lock).take());
     }
 }
 
 /// The error of every write after `cause`.
-pub(crate) fn read_only(cause: &Error) -> Error {
+pub(crate) fn read_only_error(cause: &Error) -> Error {
     let what = "the SSD tier only reads since an earlier write failed (what it holds can be read and saved elsewhere)";
     cause.clone().context(what).with_kind(Kind::ReadOnly)
 }

@@ -9,22 +9,22 @@ use std::sync::Arc;
 
 use crate::error::Error;
 use crate::rows::RowRef;
-use crate::ssd::index::Location;
-use crate::ssd::segment::part::Part;
+use crate::ssd::index::RecordLocation;
+use crate::ssd::segment::part::SegmentPart;
 use crate::sync::{Mutex, lock};
 
 /// Takes rows of a moment that are read before their turn.
-pub type KeepRow = dyn Fn(RowRef<'_>) + Send + Sync;
+pub type EarlyRowSink = dyn Fn(RowRef<'_>) + Send + Sync;
 
 /// The moment of a tier, as its state holds it.
-pub(crate) struct Moment {
+pub(crate) struct SsdSnapshotState {
     /// By segment number, until the segment's rows are read.
-    marks: Vec<Option<Marks>>,
-    unread: Arc<Unread>,
+    marks: Vec<Option<SegmentMarks>>,
+    unread: Arc<UnreadSegments>,
 }
 
 /// Which of a segment's first `records` records are marked.
-struct Marks {
+struct SegmentMarks {
     records: u32,
     /// Records that belong to the moment.
     live: u32,
@@ -33,42 +33,42 @@ struct Marks {
 }
 
 /// Segments whose rows were not read yet, and who takes the rows of those that cannot wait.
-pub(crate) struct Unread {
-    parts: Mutex<VecDeque<Part>>,
+pub(crate) struct UnreadSegments {
+    parts: Mutex<VecDeque<SegmentPart>>,
     /// Rows that were modified before this epoch are not wanted.
     pub(crate) since: u32,
     /// The first error of a read before its turn.
     failed: Mutex<Option<Error>>,
-    keep: Box<KeepRow>,
+    early_rows: Box<EarlyRowSink>,
 }
 
-impl std::fmt::Debug for Moment {
+impl std::fmt::Debug for SsdSnapshotState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Moment").field("segments", &self.marks.iter().flatten().count()).finish_non_exhaustive()
+        f.debug_struct("SsdSnapshotState").field("segments", &self.marks.iter().flatten().count()).finish_non_exhaustive()
     }
 }
 
-impl Moment {
+impl SsdSnapshotState {
     /// The moment of now, with the rows of `parts`, where segment numbers are below `slots`.
-    pub(crate) fn new(parts: Vec<Part>, slots: usize, since: u32, keep: Box<KeepRow>) -> Self {
-        let mut marks: Vec<Option<Marks>> = Vec::new();
+    pub(crate) fn new(parts: Vec<SegmentPart>, slots: usize, since: u32, early_rows: Box<EarlyRowSink>) -> Self {
+        let mut marks: Vec<Option<SegmentMarks>> = Vec::new();
         marks.resize_with(slots, || None);
         for part in &parts {
             let live = part.segment.live();
-            marks[part.segment.slot as usize] = Some(Marks { records: part.records, live, bits: Vec::new() });
+            marks[part.segment.slot as usize] = Some(SegmentMarks { records: part.records, live, bits: Vec::new() });
         }
-        let unread = Unread { parts: Mutex::new(parts.into()), since, failed: Mutex::default(), keep };
+        let unread = UnreadSegments { parts: Mutex::new(parts.into()), since, failed: Mutex::default(), early_rows };
         Self { marks, unread: Arc::new(unread) }
     }
 
     /// The segments that are still to be read.
-    pub(crate) fn unread(&self) -> &Arc<Unread> {
+    pub(crate) fn unread(&self) -> &Arc<UnreadSegments> {
         &self.unread
     }
 
     /// The index begins or ceases to point to a record.
     #[inline]
-    pub(crate) fn mark(&mut self, location: Location) {
+    pub(crate) fn mark(&mut self, location: RecordLocation) {
         let Some(Some(marks)) = self.marks.get_mut(location.segment as usize) else { return };
         if location.record < marks.records {
             if marks.bits.is_empty() {
@@ -79,7 +79,7 @@ impl Moment {
     }
 
     /// The record at `location` does not belong to the moment, because the newest version of its row is in another tier.
-    pub(crate) fn leave_out(&mut self, location: Location) {
+    pub(crate) fn exclude(&mut self, location: RecordLocation) {
         self.mark(location);
         if let Some(Some(marks)) = self.marks.get_mut(location.segment as usize)
             && location.record < marks.records
@@ -94,51 +94,51 @@ impl Moment {
     }
 
     /// Whether a record of a segment that is being read is marked.
-    pub(crate) fn is_marked(&self, location: Location) -> bool {
+    pub(crate) fn is_marked(&self, location: RecordLocation) -> bool {
         let marks = self.marks.get(location.segment as usize).and_then(Option::as_ref);
         let word = marks.and_then(|marks| marks.bits.get(location.record as usize / 64));
         word.is_some_and(|word| word >> (location.record % 64) & 1 == 1)
     }
 
     /// Whether rows are still to be read, or are being read.
-    pub(crate) fn is_unread(&self) -> bool {
+    pub(crate) fn has_unread(&self) -> bool {
         self.marks.iter().any(Option::is_some)
     }
 
     /// The rows of a segment of `unread` were read, or cannot be. Nothing changes where `unread` is another moment's.
-    pub(crate) fn was_read(&mut self, unread: &Arc<Unread>, slot: u32) {
+    pub(crate) fn end_read(&mut self, unread: &Arc<UnreadSegments>, slot: u32) {
         if Arc::ptr_eq(&self.unread, unread) {
             self.marks[slot as usize] = None;
         }
     }
 }
 
-impl Unread {
+impl UnreadSegments {
     /// How many segments nobody has begun to read.
     pub(crate) fn len(&self) -> usize {
         lock(&self.parts).len()
     }
 
     /// The next segment to read, which is the oldest.
-    pub(crate) fn next(&self) -> Option<Part> {
+    pub(crate) fn take_next(&self) -> Option<SegmentPart> {
         lock(&self.parts).pop_front()
     }
 
     /// The segment with the fewest live rows: it makes room soonest when it is read.
-    pub(crate) fn emptiest(&self) -> Option<Part> {
+    pub(crate) fn take_emptiest(&self) -> Option<SegmentPart> {
         let mut parts = lock(&self.parts);
         let emptiest = (0..parts.len()).min_by_key(|&at| parts[at].segment.live());
         emptiest.and_then(|at| parts.remove(at))
     }
 
     /// Take all segments that nobody has begun to read.
-    pub(crate) fn take_all(&self) -> VecDeque<Part> {
+    pub(crate) fn take_all(&self) -> VecDeque<SegmentPart> {
         std::mem::take(&mut *lock(&self.parts))
     }
 
     /// Give a row that is read before its turn to the moment's owner.
-    pub(crate) fn keep(&self, row: RowRef<'_>) {
-        (self.keep)(row);
+    pub(crate) fn keep_early_row(&self, row: RowRef<'_>) {
+        (self.early_rows)(row);
     }
 
     /// A read before its turn has failed. That is the moment's owner's error, and not that of whoever waits for room.

@@ -7,15 +7,15 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, IoEngine, Read};
+use crate::io::{ALIGNMENT, IoEngine, IoReadRequest};
 use crate::rows::{RowLayout, RowMut};
 use crate::ssd::format::head::ID_AT;
-use crate::ssd::index::{Location, Prints};
-use crate::ssd::room::space::Space;
+use crate::ssd::index::{FingerprintHasher, RecordLocation};
+use crate::ssd::room::space::SpaceTracker;
 use crate::ssd::segment::file::Segment;
-use crate::ssd::segment::home::Home;
-use crate::ssd::workers::{Task, Workers};
-use crate::stats::Histogram;
+use crate::ssd::segment::home::SegmentContext;
+use crate::ssd::workers::{SsdTask, SsdWorkers};
+use crate::stats::DurationHistogram;
 use crate::sync::{AtomicU64, Condvar, Mutex, Ordering, lock, wait};
 use crate::types::Id;
 
@@ -27,14 +27,14 @@ const LARGEST_GAP: u64 = 16 << 10;
 
 /// Rows on their way from the disk.
 #[derive(Debug, Default)]
-pub struct Fetch {
+pub struct RowFetch {
     outcome: Mutex<Option<Result<Vec<u32>>>>,
     done: Condvar,
     /// The tier's reads, of which this is one.
-    reads: Weak<Reads>,
+    reads: Weak<FetchContext>,
 }
 
-impl Fetch {
+impl RowFetch {
     /// Wait until every row is where it is wanted. Returns the positions in the request of ids that turned out not to be here, ascending;
     /// else the first error of a read or a checksum. It may be called more than once, and from several threads.
     pub fn wait(&self) -> Result<Vec<u32>> {
@@ -66,16 +66,16 @@ impl Fetch {
 }
 
 /// Keeps the memory alive that rows are read into.
-pub type Places = Arc<dyn Any + Send + Sync>;
+pub type FetchKeepAlive = Arc<dyn Any + Send + Sync>;
 
 /// What the fetches of a tier share.
 #[derive(Debug)]
-pub(crate) struct Reads {
+pub(crate) struct FetchContext {
     engine: Arc<dyn IoEngine>,
-    space: Arc<Space>,
-    workers: &'static Workers,
+    space: Arc<SpaceTracker>,
+    workers: &'static SsdWorkers,
     layout: RowLayout,
-    prints: Prints,
+    hasher: FingerprintHasher,
     /// Jobs that wait in a batch; see [`FetchBatch`].
     unsubmitted: Mutex<Vec<FetchJob>>,
     counters: ReadCounters,
@@ -89,18 +89,18 @@ pub(crate) struct ReadCounters {
     pub(crate) reads: AtomicU64,
     pub(crate) read_bytes: AtomicU64,
     pub(crate) fetch_ns: AtomicU64,
-    pub(crate) latency: Histogram,
+    pub(crate) latency: DurationHistogram,
 }
 
-impl Reads {
-    /// The reads of the tier at `home`, whose index takes prints so.
-    pub(crate) fn new(home: &Home, layout: RowLayout, prints: Prints) -> Self {
+impl FetchContext {
+    /// The reads of the tier at `context`, whose index takes prints so.
+    pub(crate) fn new(context: &SegmentContext, layout: RowLayout, hasher: FingerprintHasher) -> Self {
         Self {
-            engine: home.engine.clone(),
-            space: home.space.clone(),
-            workers: home.workers,
+            engine: context.engine.clone(),
+            space: context.space.clone(),
+            workers: context.workers,
             layout,
-            prints,
+            hasher,
             unsubmitted: Mutex::default(),
             counters: ReadCounters::default(),
         }
@@ -112,15 +112,15 @@ impl Reads {
     }
 
     /// A fetch of this tier that has not ended.
-    pub(crate) fn begin(self: &Arc<Self>) -> Arc<Fetch> {
-        Arc::new(Fetch { reads: Arc::downgrade(self), ..Fetch::default() })
+    pub(crate) fn begin(self: &Arc<Self>) -> Arc<RowFetch> {
+        Arc::new(RowFetch { reads: Arc::downgrade(self), ..RowFetch::default() })
     }
 
     /// Submit every fetch that waits in a batch, whoever's batch it is.
     pub(crate) fn submit(&self) {
         let jobs = self.take_unsubmitted();
         if !jobs.is_empty() {
-            self.workers.read(Box::new(ReadJobs(jobs)));
+            self.workers.submit_read(Box::new(ReadJobs(jobs)));
         }
     }
 
@@ -132,7 +132,7 @@ impl Reads {
     /// Put record `number` of `segment` where it is wanted, if it is `id`'s row; whether it is. The index takes one id for another only
     /// where both have the same print. Any other record is damage, and must not be taken for a row that was never trained.
     #[inline]
-    fn put(&self, bytes: &[u8], segment: &Segment, number: u32, (id, to): (Id, RowMut)) -> Result<bool> {
+    fn deliver_record(&self, bytes: &[u8], segment: &Segment, number: u32, (id, to): (Id, RowMut)) -> Result<bool> {
         let record = segment.decode(number, bytes)?;
         if record.payload.is_empty() {
             return Err(Error::corruption(
@@ -144,7 +144,7 @@ impl Reads {
             ));
         }
         if record.head.id != id {
-            if self.prints.are_equal(record.head.id, id) {
+            if self.hasher.are_equal(record.head.id, id) {
                 return Ok(false);
             }
             let at = segment.offset(number) + ID_AT as u64;
@@ -162,7 +162,7 @@ impl Reads {
 
 /// A record to read. `segment` is a position in the job's list.
 #[derive(Clone, Copy, Debug)]
-struct Item {
+struct FetchItem {
     segment: u32,
     position: u32,
     record: u32,
@@ -171,14 +171,14 @@ struct Item {
 /// The part of a fetch that needs the disk.
 #[derive(Debug)]
 pub(crate) struct FetchJob {
-    fetch: Arc<Fetch>,
-    reads: Arc<Reads>,
+    fetch: Arc<RowFetch>,
+    reads: Arc<FetchContext>,
     /// Segments to read from. Their files stay as long as this lives.
     segments: Vec<Arc<Segment>>,
-    items: Vec<Item>,
-    wanted: Vec<(Id, RowMut)>,
+    items: Vec<FetchItem>,
+    requested: Vec<(Id, RowMut)>,
     /// The memory that `wanted` points into, where whoever asked may be gone before the reads are.
-    _places: Option<Places>,
+    _keep_alive: Option<FetchKeepAlive>,
     /// Positions of ids that are not here.
     missing: Vec<u32>,
     started: Instant,
@@ -189,33 +189,33 @@ impl Drop for FetchJob {
         // A job has no outcome here only after a panic. Nobody may wait for ever.
         self.fetch.finish(Err(Error::new(Kind::State, "a fetch from the SSD tier ended without a result")));
         self.segments.clear();
-        self.reads.space.poke();
+        self.reads.space.notify_waiters();
     }
 }
 
 impl FetchJob {
     /// The job of `fetch`, for which no row was looked up yet.
     pub(crate) fn new(
-        reads: &Arc<Reads>,
-        fetch: &Arc<Fetch>,
-        wanted: Vec<(Id, RowMut)>,
-        places: Option<Places>,
+        reads: &Arc<FetchContext>,
+        fetch: &Arc<RowFetch>,
+        requested: Vec<(Id, RowMut)>,
+        keep_alive: Option<FetchKeepAlive>,
     ) -> Self {
         Self {
             fetch: fetch.clone(),
             reads: reads.clone(),
             segments: Vec::new(),
-            items: Vec::with_capacity(wanted.len()),
+            items: Vec::with_capacity(requested.len()),
             missing: Vec::new(),
-            wanted,
-            _places: places,
+            requested,
+            _keep_alive: keep_alive,
             started: Instant::now(),
         }
     }
 
     /// The ids that are wanted, by position.
     pub(crate) fn ids(&self) -> Vec<Id> {
-        self.wanted.iter().map(|(id, _)| *id).collect()
+        self.requested.iter().map(|(id, _)| *id).collect()
     }
 
     /// Whether nothing is to be read from disk.
@@ -224,14 +224,20 @@ impl FetchJob {
     }
 
     /// The id at `position` is not here.
-    pub(crate) fn is_missing(&mut self, position: usize) {
+    pub(crate) fn add_missing(&mut self, position: usize) {
         self.missing.push(position as u32);
     }
 
     /// Take the row at `position` from the bytes of its record, which are in RAM.
     #[inline]
-    pub(crate) fn take(&mut self, position: usize, segment: &Segment, record: u32, bytes: &[u8]) -> Result<()> {
-        if !self.reads.put(bytes, segment, record, self.wanted[position])? {
+    pub(crate) fn take_buffered(
+        &mut self,
+        position: usize,
+        segment: &Segment,
+        record: u32,
+        bytes: &[u8],
+    ) -> Result<()> {
+        if !self.reads.deliver_record(bytes, segment, record, self.requested[position])? {
             self.missing.push(position as u32);
         }
         Ok(())
@@ -240,23 +246,23 @@ impl FetchJob {
     /// Read the row at `position` from the file of `segment`. `listed` keeps by segment number the position in the job's list, `u32::MAX`
     /// where it has none.
     #[inline]
-    pub(crate) fn list(&mut self, position: usize, segment: &Arc<Segment>, at: Location, listed: &mut [u32]) {
+    pub(crate) fn add_read(&mut self, position: usize, segment: &Arc<Segment>, at: RecordLocation, listed: &mut [u32]) {
         let listed = &mut listed[at.segment as usize];
         if *listed == u32::MAX {
             *listed = self.segments.len() as u32;
             self.segments.push(segment.clone());
         }
-        self.items.push(Item { segment: *listed, position: position as u32, record: at.record });
+        self.items.push(FetchItem { segment: *listed, position: position as u32, record: at.record });
     }
 
     /// Put the rows of one read where they are wanted: those of `items`, from `bytes` that start at `offset` of their file.
-    fn arrived(&mut self, items: Range<usize>, offset: u64, bytes: &[u8]) -> Result<()> {
+    fn deliver_read(&mut self, items: Range<usize>, offset: u64, bytes: &[u8]) -> Result<()> {
         let mut result = Ok(());
         for item in &self.items[items] {
             let segment = &self.segments[item.segment as usize];
             let at = (segment.offset(item.record) - offset) as usize;
             let record = &bytes[at..at + segment.record_bytes];
-            match self.reads.put(record, segment, item.record, self.wanted[item.position as usize]) {
+            match self.reads.deliver_record(record, segment, item.record, self.requested[item.position as usize]) {
                 Ok(true) => {}
                 Ok(false) => self.missing.push(item.position),
                 Err(error) => result = result.and(Err(error)),
@@ -266,8 +272,8 @@ impl FetchJob {
     }
 
     /// Make one read of records that lie near each other. Read `i` serves items `groups[i]..groups[i + 1]`.
-    fn reads(&self) -> (Vec<Read>, Vec<u32>) {
-        let mut reads: Vec<Read> = Vec::with_capacity(self.items.len());
+    fn coalesced_reads(&self) -> (Vec<IoReadRequest>, Vec<u32>) {
+        let mut reads: Vec<IoReadRequest> = Vec::with_capacity(self.items.len());
         let mut groups: Vec<u32> = Vec::with_capacity(self.items.len() + 1);
         let mut last_segment = u32::MAX;
         for (at, item) in self.items.iter().enumerate() {
@@ -288,7 +294,7 @@ impl FetchJob {
             }
             last_segment = item.segment;
             groups.push(at as u32);
-            reads.push(Read { file: segment.file.clone(), offset, len: segment.record_bytes });
+            reads.push(IoReadRequest { file: segment.file.clone(), offset, len: segment.record_bytes });
         }
         groups.push(self.items.len() as u32);
         (reads, groups)
@@ -298,7 +304,7 @@ impl FetchJob {
     pub(crate) fn finish(mut self, result: Result<()>) {
         let counters = &self.reads.counters;
         counters.misses.fetch_add(self.missing.len() as u64, Ordering::Relaxed);
-        counters.hits.fetch_add((self.wanted.len() - self.missing.len()) as u64, Ordering::Relaxed);
+        counters.hits.fetch_add((self.requested.len() - self.missing.len()) as u64, Ordering::Relaxed);
         counters.fetch_ns.fetch_add(self.started.elapsed().as_nanos() as u64, Ordering::Relaxed);
         self.missing.sort_unstable();
         let missing = std::mem::take(&mut self.missing);
@@ -311,7 +317,7 @@ impl FetchJob {
 /// Jobs that are read together: the readers' task.
 struct ReadJobs(Vec<FetchJob>);
 
-impl Task for ReadJobs {
+impl SsdTask for ReadJobs {
     /// Read what is in files, in one submission for each I/O engine. (A process has one.)
     fn run(self: Box<Self>) {
         let mut jobs = self.0;
@@ -331,12 +337,12 @@ impl Task for ReadJobs {
 }
 
 fn read_together(engine: &dyn IoEngine, mut jobs: Vec<FetchJob>) {
-    let mut all: Vec<Read> = Vec::new();
+    let mut all: Vec<IoReadRequest> = Vec::new();
     // For each read its job, and the job's items that it serves.
     let mut serves: Vec<(usize, Range<usize>)> = Vec::new();
     for (number, job) in jobs.iter_mut().enumerate() {
         job.items.sort_unstable_by_key(|item| (item.segment, item.record));
-        let (mut reads, groups) = job.reads();
+        let (mut reads, groups) = job.coalesced_reads();
         let counters = &job.reads.counters;
         counters.reads.fetch_add(reads.len() as u64, Ordering::Relaxed);
         counters.read_bytes.fetch_add(reads.iter().map(|read| read.len as u64).sum(), Ordering::Relaxed);
@@ -349,7 +355,7 @@ fn read_together(engine: &dyn IoEngine, mut jobs: Vec<FetchJob>) {
         if bytes.is_ok() {
             jobs[*number].reads.counters.latency.record(took);
         }
-        let arrived = bytes.and_then(|bytes| jobs[*number].arrived(items.clone(), all[position].offset, bytes));
+        let arrived = bytes.and_then(|bytes| jobs[*number].deliver_read(items.clone(), all[position].offset, bytes));
         if let Err(error) = arrived
             && results[*number].is_ok()
         {
@@ -369,13 +375,14 @@ fn read_together(engine: &dyn IoEngine, mut jobs: Vec<FetchJob>) {
 #[derive(Debug, Default)]
 pub struct FetchBatch {
     /// The reads of tiers that have, or had, jobs of this batch.
-    tiers: Vec<Arc<Reads>>,
+    tiers: Vec<Arc<FetchContext>>,
 }
 
 impl FetchBatch {
     /// Start reading if `rows` or more are waiting for it.
     pub fn submit_if_worthwhile(&mut self, rows: usize) {
-        let waiting = |reads: &Arc<Reads>| lock(&reads.unsubmitted).iter().map(|job| job.items.len()).sum::<usize>();
+        let waiting =
+            |reads: &Arc<FetchContext>| lock(&reads.unsubmitted).iter().map(|job| job.items.len()).sum::<usize>();
         if self.tiers.iter().map(waiting).sum::<usize>() >= rows {
             self.submit_all();
         }
@@ -400,7 +407,7 @@ impl FetchBatch {
         let workers = first.workers;
         let jobs: Vec<FetchJob> = self.tiers.drain(..).flat_map(|reads| reads.take_unsubmitted()).collect();
         if !jobs.is_empty() {
-            workers.read(Box::new(ReadJobs(jobs)));
+            workers.submit_read(Box::new(ReadJobs(jobs)));
         }
     }
 }
@@ -416,8 +423,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_waiter_is_woken_by_a_fetch_that_dies() {
-        let fetch = Arc::new(Fetch::default());
+    fn failed_fetch_wakes_its_waiter() {
+        let fetch = Arc::new(RowFetch::default());
         let waiter = std::thread::spawn({
             let fetch = fetch.clone();
             move || fetch.wait()

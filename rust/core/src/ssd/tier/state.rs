@@ -1,47 +1,47 @@
 //! What changes under a tier's lock: the index, the segments that it points into, and what counts them.
 //!
-//! Its operations keep these together. Where a record dies, [`TierState::count_buried`] is called before the lock is given up.
+//! Its operations keep these together. Where a record dies, [`TierState::count_dead`] is called before the lock is given up.
 
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::ssd::classes::Classes;
+use crate::ssd::classes::HotnessClasses;
 use crate::ssd::format::footer::LastStep;
-use crate::ssd::format::head::{Highest, Widths};
+use crate::ssd::format::head::{HeadWidths, RecordMaxima};
 use crate::ssd::format::record::encode_tombstone;
-use crate::ssd::format::segment::Content;
-use crate::ssd::index::{AHEAD, Found, Location, TagIndex};
+use crate::ssd::format::segment::SegmentContent;
+use crate::ssd::index::{PREFETCH_DISTANCE, RecordLocation, TagIndex, TagMatch};
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::open::{NewRecord, OpenSegment};
-use crate::ssd::tier::moment::{Moment, Unread};
-use crate::ssd::tier::segments::Segments;
-use crate::ssd::tier::states::{Published, States};
-use crate::ssd::tier::streams::{OpenSegments, Stream};
-use crate::ssd::tier::tally::Tally;
+use crate::ssd::tier::moment::{SsdSnapshotState, UnreadSegments};
+use crate::ssd::tier::segments::CurrentSegments;
+use crate::ssd::tier::states::{PublishedState, PublishedStates};
+use crate::ssd::tier::streams::{OpenSegments, SegmentStream};
+use crate::ssd::tier::tally::ScanTally;
 use crate::types::Id;
 
 /// The state of a tier, under its lock.
 #[derive(Debug)]
 pub(crate) struct TierState {
     index: TagIndex,
-    segments: Segments,
+    segments: CurrentSegments,
     open: OpenSegments,
-    states: States,
+    states: PublishedStates,
     /// The next record's `write_seq`.
     next_seq: u64,
     /// The next segment's serial.
     next_serial: u64,
     /// No record has more than this, but for `write_seq`.
-    highest: Highest,
+    highest: RecordMaxima,
     /// Segments whose rows compaction is moving now.
     moving: u32,
-    /// See [`Classes::of_rewritten`].
+    /// See [`HotnessClasses::after_rewrite`].
     dither: f32,
     closed: bool,
     /// The moment whose rows are being read, if there is one.
-    moment: Option<Moment>,
+    snapshot: Option<SsdSnapshotState>,
     /// What the scans under way have still to find.
-    tallies: Vec<Arc<Tally>>,
+    tallies: Vec<Arc<ScanTally>>,
 }
 
 impl TierState {
@@ -49,16 +49,16 @@ impl TierState {
     pub(crate) fn new(index: TagIndex) -> Self {
         Self {
             index,
-            segments: Segments::default(),
+            segments: CurrentSegments::default(),
             open: OpenSegments::default(),
-            states: States::default(),
+            states: PublishedStates::default(),
             next_seq: 1,
             next_serial: 1,
-            highest: Highest::default(),
+            highest: RecordMaxima::default(),
             moving: 0,
             dither: 0.0,
             closed: false,
-            moment: None,
+            snapshot: None,
             tallies: Vec::new(),
         }
     }
@@ -69,32 +69,32 @@ impl TierState {
         segments: &[Arc<Segment>],
         (highest_seq, highest_epoch): (u64, u32),
     ) -> Self {
-        let rows = segments.iter().filter(|segment| segment.content == Content::Rows && segment.records() > 0);
-        let highest = rows.fold(Highest::default(), |highest, segment| highest.max(segment.highest()));
-        let highest = Highest { modified_epoch: highest_epoch, ..highest };
+        let rows = segments.iter().filter(|segment| segment.content == SegmentContent::Rows && segment.records() > 0);
+        let highest = rows.fold(RecordMaxima::default(), |highest, segment| highest.max(segment.highest()));
+        let highest = RecordMaxima { modified_epoch: highest_epoch, ..highest };
         let mut state = Self { next_seq: highest_seq + 1, highest, ..Self::new(index) };
-        state.leave_serials_of(segments);
+        state.reserve_serials(segments);
         for segment in segments {
-            segment.name();
+            segment.add_ref();
             state.segments.add(segment.clone());
             match segment.content {
-                Content::Rows if segment.live() == 0 => state.segments.is_emptied(segment.slot),
-                Content::Rows => {}
-                Content::Tombstones => state.segments.add_tombstones(segment.clone(), state.next_serial),
+                SegmentContent::Rows if segment.live() == 0 => state.segments.mark_emptied(segment.slot),
+                SegmentContent::Rows => {}
+                SegmentContent::Tombstones => state.segments.add_tombstones(segment.clone(), state.next_serial),
             }
         }
         state
     }
 
     /// Take over the states that a resume found, oldest first.
-    pub(crate) fn resume(&mut self, states: States) {
+    pub(crate) fn resume(&mut self, states: PublishedStates) {
         let named: Vec<Arc<Segment>> = states.segments().cloned().collect();
-        self.leave_serials_of(&named);
+        self.reserve_serials(&named);
         self.states = states;
     }
 
     /// Give no segment the serial of one of these.
-    fn leave_serials_of(&mut self, segments: &[Arc<Segment>]) {
+    fn reserve_serials(&mut self, segments: &[Arc<Segment>]) {
         let next = segments.iter().map(|segment| segment.serial + 1).max();
         self.next_serial = self.next_serial.max(next.unwrap_or(0));
     }
@@ -114,7 +114,7 @@ impl TierState {
 
     /// The current set.
     #[inline]
-    pub(crate) fn segments(&self) -> &Segments {
+    pub(crate) fn segments(&self) -> &CurrentSegments {
         &self.segments
     }
 
@@ -124,13 +124,13 @@ impl TierState {
     }
 
     /// The published states.
-    pub(crate) fn states(&self) -> &States {
+    pub(crate) fn states(&self) -> &PublishedStates {
         &self.states
     }
 
     /// The moment whose rows are being read, if there is one.
-    pub(crate) fn moment(&self) -> Option<&Moment> {
-        self.moment.as_ref()
+    pub(crate) fn snapshot(&self) -> Option<&SsdSnapshotState> {
+        self.snapshot.as_ref()
     }
 
     /// The next record's `write_seq`.
@@ -138,15 +138,15 @@ impl TierState {
         self.next_seq
     }
 
-    /// The next record has no more than this. It has more only where the tier was told so ([`TierState::note_highest`]).
+    /// The next record has no more than this. It has more only where the tier was told so ([`TierState::raise_highest`]).
     #[inline]
-    pub(crate) fn highest(&self) -> Highest {
-        Highest { write_seq: self.next_seq, ..self.highest }
+    pub(crate) fn highest(&self) -> RecordMaxima {
+        RecordMaxima { write_seq: self.next_seq, ..self.highest }
     }
 
     /// Widths of the heads of rows' records that are written now. They never become less.
-    pub(crate) fn widths(&self) -> Widths {
-        Widths::of_rows(&self.highest())
+    pub(crate) fn widths(&self) -> HeadWidths {
+        HeadWidths::of_rows(&self.highest())
     }
 
     /// Segments whose rows compaction is moving now.
@@ -160,8 +160,8 @@ impl TierState {
     }
 
     /// The classes of rows, `count` of them, for as many rows as there are now.
-    pub(crate) fn classes(&self, count: u8) -> Classes {
-        Classes { count, rows: self.rows() }
+    pub(crate) fn hotness_classes(&self, count: u8) -> HotnessClasses {
+        HotnessClasses { count, rows: self.rows() }
     }
 
     /// Bytes of files that only published states need.
@@ -177,7 +177,7 @@ impl TierState {
 
     /// Whether `stream` has no open segment with room for one more record.
     #[inline]
-    pub(crate) fn is_full(&self, stream: Stream) -> bool {
+    pub(crate) fn is_full(&self, stream: SegmentStream) -> bool {
         self.open.get(stream).is_none_or(|open| open.is_full(&self.highest()))
     }
 
@@ -204,25 +204,30 @@ impl TierState {
     }
 
     /// Rows that have no more than this are about to be written.
-    pub(crate) fn note_highest(&mut self, rows: Highest) {
+    pub(crate) fn raise_highest(&mut self, rows: RecordMaxima) {
         self.highest = self.highest.max(rows);
     }
 
     /// How many more records the open segment of `stream` takes; 0 where there is none.
-    pub(crate) fn records_left(&self, stream: Stream) -> usize {
+    pub(crate) fn records_left(&self, stream: SegmentStream) -> usize {
         self.open.get(stream).map_or(0, |open| open.records_left(&self.highest()))
     }
 
     /// Write a row's record to a stream that has room, and return where it is. The index does not point there yet: see
     /// [`TierState::point_to`].
     #[inline]
-    pub(crate) fn write_row(&mut self, stream: Stream, row: NewRecord<'_>) -> Location {
+    pub(crate) fn write_row(&mut self, stream: SegmentStream, row: NewRecord<'_>) -> RecordLocation {
         self.open.get_mut(stream).expect("just made ready").write_row(row)
     }
 
     /// As [`TierState::write_row`], of a copy of the live record `number` of `victim`, which was checked.
-    pub(crate) fn copy_row(&mut self, stream: Stream, row: NewRecord<'_>, of: (&Segment, u32)) -> Location {
-        self.open.get_mut(stream).expect("just made ready").copy_row(row, of)
+    pub(crate) fn copy_row(
+        &mut self,
+        stream: SegmentStream,
+        row: NewRecord<'_>,
+        source: (&Segment, u32),
+    ) -> RecordLocation {
+        self.open.get_mut(stream).expect("just made ready").copy_row(row, source)
     }
 
     /// Point the index to records that were written. `found` is what the index had for each id, where an older version of it is `known` to be
@@ -230,18 +235,18 @@ impl TierState {
     pub(crate) fn point_to(
         &mut self,
         rows: impl Iterator<Item = (Id, bool)> + Clone,
-        found: &[Found],
-        to: &[Location],
+        found: &[TagMatch],
+        to: &[RecordLocation],
     ) {
-        let mut ahead = rows.clone().zip(found).skip(AHEAD);
+        let mut ahead = rows.clone().zip(found).skip(PREFETCH_DISTANCE);
         for (((id, known), found), location) in rows.zip(found).zip(to) {
             match ahead.next() {
-                Some(((_, true), found)) => self.index.prefetch_found(found),
+                Some(((_, true), found)) => self.index.prefetch_match(found),
                 Some(((id, false), _)) => self.index.prefetch(id),
                 None => {}
             }
-            match if known { self.index.replace_found(id, found, *location) } else { None } {
-                Some(older) => self.bury(older),
+            match if known { self.index.replace_match(id, found, *location) } else { None } {
+                Some(older) => self.mark_dead(older),
                 None => self.index.insert(id, *location),
             }
         }
@@ -249,18 +254,18 @@ impl TierState {
 
     /// Whether the index, which had this for an id, points to its record number `number` of `victim`.
     #[inline]
-    pub(crate) fn is_live(&mut self, id: Id, found: &Found, (victim, number): (&Segment, u32)) -> bool {
-        self.index.is_found_at(id, found, victim.location(number))
+    pub(crate) fn is_live(&mut self, id: Id, found: &TagMatch, (victim, number): (&Segment, u32)) -> bool {
+        self.index.is_match_at(id, found, victim.location(number))
     }
 
     /// Remove an id, and write its tombstone to the open segment of tombstones, which has room; whether the id was here.
     pub(crate) fn write_tombstone(&mut self, id: Id) -> bool {
-        if !self.remove_unwritten(id) {
+        if !self.remove_without_tombstone(id) {
             return false;
         }
-        let widths = OpenSegment::widths_for(Content::Tombstones, &self.highest());
+        let widths = OpenSegment::widths_for(SegmentContent::Tombstones, &self.highest());
         let (seq, epoch) = (self.take_seqs(1), self.highest.modified_epoch);
-        let open = self.open.get_mut(Stream::Tombstones).expect("just made ready");
+        let open = self.open.get_mut(SegmentStream::Tombstones).expect("just made ready");
         let binding = open.segment().format.binding;
         let (record, bytes) = open.push(id, seq, epoch, LastStep::UNKNOWN);
         encode_tombstone(bytes, id, epoch, (widths, seq));
@@ -269,27 +274,27 @@ impl TierState {
     }
 
     /// Remove an id without a tombstone; whether it was here.
-    pub(crate) fn remove_unwritten(&mut self, id: Id) -> bool {
+    pub(crate) fn remove_without_tombstone(&mut self, id: Id) -> bool {
         let location = self.index.remove(id);
         if let Some(location) = location {
-            self.bury(location);
+            self.mark_dead(location);
         }
         location.is_some()
     }
 
     /// The record at `location` is no longer the newest of its id.
     #[inline]
-    fn bury(&mut self, location: Location) {
-        if let Some(moment) = &mut self.moment {
+    fn mark_dead(&mut self, location: RecordLocation) {
+        if let Some(moment) = &mut self.snapshot {
             moment.mark(location);
         }
-        self.tallies.iter().for_each(|tally| tally.died(location));
-        self.segments.bury(location);
+        self.tallies.iter().for_each(|tally| tally.remove_dead(location));
+        self.segments.mark_dead(location);
     }
 
     /// Count the records that died since the last call.
-    pub(crate) fn count_buried(&mut self) {
-        self.segments.count_buried();
+    pub(crate) fn count_dead(&mut self) {
+        self.segments.count_dead();
     }
 
     /// Forget all rows.
@@ -297,7 +302,7 @@ impl TierState {
         self.index.clear();
         self.tallies.drain(..).for_each(|tally| tally.end());
         // The writers find that nobody names the segments any more, and give their buffers back.
-        for stream in Stream::all() {
+        for stream in SegmentStream::all() {
             if let Some(open) = self.open.take(stream) {
                 open.abandon();
             }
@@ -308,19 +313,19 @@ impl TierState {
     // ---- segments
 
     /// The serial of a segment of `stream` that is to be opened now, the widths of its records' heads, and the `write_seq` of the first one.
-    pub(crate) fn next_segment(&self, stream: Stream) -> (u64, Widths, u64) {
+    pub(crate) fn next_segment(&self, stream: SegmentStream) -> (u64, HeadWidths, u64) {
         (self.next_serial, OpenSegment::widths_for(stream.content(), &self.highest()), self.next_seq)
     }
 
     /// Add an open segment, which has the serial of [`TierState::next_segment`].
-    pub(crate) fn add_open(&mut self, stream: Stream, open: OpenSegment) {
+    pub(crate) fn add_open(&mut self, stream: SegmentStream, open: OpenSegment) {
         self.next_serial += 1;
         self.segments.add(open.segment().clone());
         self.open.put(stream, open);
     }
 
     /// Whether `stream` has an open segment with room. One that is full is closed.
-    pub(crate) fn takes(&mut self, stream: Stream) -> bool {
+    pub(crate) fn has_writable_segment(&mut self, stream: SegmentStream) -> bool {
         if self.is_full(stream) {
             self.seal(stream);
         }
@@ -328,31 +333,32 @@ impl TierState {
     }
 
     /// Close the open segment of a stream. The writers finish it.
-    pub(crate) fn seal(&mut self, stream: Stream) {
+    pub(crate) fn seal(&mut self, stream: SegmentStream) {
         let Some(open) = self.open.take(stream) else { return };
         let segment = open.seal();
-        if stream == Stream::Tombstones {
+        if stream == SegmentStream::Tombstones {
             self.segments.add_tombstones(segment, self.next_serial);
         } else if segment.live() == 0 {
-            self.segments.is_emptied(segment.slot);
+            self.segments.mark_emptied(segment.slot);
         }
     }
 
     /// Close all open segments.
     pub(crate) fn seal_all(&mut self) {
-        for stream in Stream::all() {
+        for stream in SegmentStream::all() {
             self.seal(stream);
         }
     }
 
     /// The stream of an open segment that holds dead rows, or that takes no more because the heads of records that are written now are
     /// wider. Among several, that of the rows that are rewritten least often comes first.
-    pub(crate) fn open_in_the_way(&self) -> Option<Stream> {
+    pub(crate) fn open_stream_holding_space(&self) -> Option<SegmentStream> {
         let highest = self.highest();
         let is_in_the_way = |open: &OpenSegment| {
-            open.segment().content == Content::Rows && open.segment().dead() > 0 || !open.has_current_widths(&highest)
+            open.segment().content == SegmentContent::Rows && open.segment().dead() > 0
+                || !open.has_current_widths(&highest)
         };
-        let mut streams = Stream::of_rows().rev().chain([Stream::Tombstones]);
+        let mut streams = SegmentStream::of_rows().rev().chain([SegmentStream::Tombstones]);
         streams.find(|stream| self.open.get(*stream).is_some_and(is_in_the_way))
     }
 
@@ -372,7 +378,7 @@ impl TierState {
     }
 
     /// Close the open segments; the current set, the last `write_seq` in it, and its rows.
-    pub(crate) fn name_current(&mut self) -> (Vec<Arc<Segment>>, u64, u64) {
+    pub(crate) fn seal_current_set(&mut self) -> (Vec<Arc<Segment>>, u64, u64) {
         self.seal_all();
         self.reap();
         (self.segments.iter().cloned().collect(), self.next_seq - 1, self.rows())
@@ -399,13 +405,13 @@ impl TierState {
     // ---- published states
 
     /// A state was published.
-    pub(crate) fn add_state(&mut self, published: Published) {
+    pub(crate) fn add_state(&mut self, published: PublishedState) {
         self.states.add(published);
     }
 
     /// The oldest state is about to be given up for room.
-    pub(crate) fn give_up_oldest_state(&mut self) {
-        self.states.give_up_oldest();
+    pub(crate) fn mark_oldest_dropped(&mut self) {
+        self.states.mark_oldest_dropped();
     }
 
     /// Let go of the state at `position`, oldest first. Its file is gone from the disk, durably.
@@ -416,30 +422,30 @@ impl TierState {
     // ---- scans and the moment
 
     /// Hold the moment of now. None is held.
-    pub(crate) fn begin_moment(&mut self, moment: Moment) {
-        debug_assert!(self.moment.is_none(), "one moment is held at a time");
-        self.moment = Some(moment);
+    pub(crate) fn begin_snapshot(&mut self, snapshot: SsdSnapshotState) {
+        debug_assert!(self.snapshot.is_none(), "one moment is held at a time");
+        self.snapshot = Some(snapshot);
     }
 
     /// Let go of the moment.
-    pub(crate) fn end_moment(&mut self) -> Option<Moment> {
-        self.moment.take()
+    pub(crate) fn end_snapshot(&mut self) -> Option<SsdSnapshotState> {
+        self.snapshot.take()
     }
 
     /// The rows of a segment were read for the moment of `unread`, or cannot be.
-    pub(crate) fn was_read_for(&mut self, unread: &Arc<Unread>, slot: u32) {
-        if let Some(moment) = &mut self.moment {
-            moment.was_read(unread, slot);
+    pub(crate) fn end_snapshot_read(&mut self, unread: &Arc<UnreadSegments>, slot: u32) {
+        if let Some(moment) = &mut self.snapshot {
+            moment.end_read(unread, slot);
         }
     }
 
     /// A scan begins; every record that dies is taken off its tally.
-    pub(crate) fn begin_scan(&mut self, tally: Arc<Tally>) {
+    pub(crate) fn begin_scan(&mut self, tally: Arc<ScanTally>) {
         self.tallies.push(tally);
     }
 
     /// A scan has ended.
-    pub(crate) fn end_scan(&mut self, tally: &Arc<Tally>) {
+    pub(crate) fn end_scan(&mut self, tally: &Arc<ScanTally>) {
         self.tallies.retain(|other| !Arc::ptr_eq(other, tally));
     }
 }

@@ -6,42 +6,42 @@ use crate::ssd::segment::file::Segment;
 
 /// A state that the directory can be resumed from. It keeps the files of its segments.
 #[derive(Debug)]
-pub(crate) struct Published {
-    pub(crate) token: u64,
+pub(crate) struct PublishedState {
+    pub(crate) commit_id: u64,
     pub(crate) segments: Vec<Arc<Segment>>,
 }
 
-impl Published {
+impl PublishedState {
     /// Name `segments`: their files stay until [`Published::release`].
-    pub(crate) fn hold(token: u64, segments: Vec<Arc<Segment>>) -> Self {
+    pub(crate) fn pin(commit_id: u64, segments: Vec<Arc<Segment>>) -> Self {
         for segment in &segments {
-            segment.name();
+            segment.add_ref();
         }
-        Self { token, segments }
+        Self { commit_id, segments }
     }
 
     /// Let go of the segments. The state's file is gone from the disk, durably.
     pub(crate) fn release(mut self) {
         for segment in std::mem::take(&mut self.segments) {
-            segment.unname();
+            segment.remove_ref();
         }
     }
 }
 
 /// The published states of a tier.
 #[derive(Debug, Default)]
-pub(crate) struct States {
+pub(crate) struct PublishedStates {
     /// Oldest first, at most two.
-    published: Vec<Published>,
-    last_token: Option<u64>,
-    given_up: bool,
+    published: Vec<PublishedState>,
+    last_commit_id: Option<u64>,
+    is_last_dropped: bool,
 }
 
-impl States {
+impl PublishedStates {
     /// The states that a resume found, oldest first. It resumed the newest.
-    pub(crate) fn resumed(published: Vec<Published>) -> Self {
-        let last_token = published.last().map(|newest| newest.token);
-        Self { published, last_token, given_up: false }
+    pub(crate) fn resumed(published: Vec<PublishedState>) -> Self {
+        let last_token = published.last().map(|newest| newest.commit_id);
+        Self { published, last_commit_id: last_token, is_last_dropped: false }
     }
 
     /// How many there are.
@@ -50,13 +50,13 @@ impl States {
     }
 
     /// Token of the last state that was published or resumed, whether or not it is still there. Later states have larger ones.
-    pub(crate) fn last_token(&self) -> Option<u64> {
-        self.last_token
+    pub(crate) fn last_commit_id(&self) -> Option<u64> {
+        self.last_commit_id
     }
 
     /// Whether the last state was given up for room.
-    pub(crate) fn was_given_up(&self) -> bool {
-        self.given_up
+    pub(crate) fn is_last_dropped(&self) -> bool {
+        self.is_last_dropped
     }
 
     /// The segments that they name, some of them twice.
@@ -65,25 +65,25 @@ impl States {
     }
 
     /// A state was published.
-    pub(crate) fn add(&mut self, published: Published) {
-        self.last_token = Some(published.token);
-        self.given_up = false;
+    pub(crate) fn add(&mut self, published: PublishedState) {
+        self.last_commit_id = Some(published.commit_id);
+        self.is_last_dropped = false;
         self.published.push(published);
     }
 
     /// The oldest is about to be given up for room. This is said first, because where its removal fails the file may be gone all the same.
-    pub(crate) fn give_up_oldest(&mut self) {
-        self.given_up |= self.published.len() <= 1;
+    pub(crate) fn mark_oldest_dropped(&mut self) {
+        self.is_last_dropped |= self.published.len() <= 1;
     }
 
     /// The token of the state at a position, oldest first.
-    pub(crate) fn token_at(&self, position: usize) -> Option<u64> {
-        self.published.get(position).map(|published| published.token)
+    pub(crate) fn commit_id_at(&self, position: usize) -> Option<u64> {
+        self.published.get(position).map(|published| published.commit_id)
     }
 
     /// The position of a token.
-    pub(crate) fn position(&self, token: u64) -> Option<usize> {
-        self.published.iter().position(|published| published.token == token)
+    pub(crate) fn position(&self, commit_id: u64) -> Option<usize> {
+        self.published.iter().position(|published| published.commit_id == commit_id)
     }
 
     /// Take the state at a position out. Its file is gone from the disk, durably.

@@ -2,20 +2,20 @@
 
 use std::sync::Arc;
 
-use crate::ssd::classes::MOST_CLASSES;
-use crate::ssd::format::segment::Content;
+use crate::ssd::classes::MAX_HOTNESS_CLASSES;
+use crate::ssd::format::segment::SegmentContent;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::open::OpenSegment;
 
 /// Which open segment a record goes to: that of its class of rows (see `classes`), or that of tombstones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stream {
+pub(crate) enum SegmentStream {
     Rows(u8),
     Tombstones,
 }
 
-impl Stream {
-    const COUNT: usize = MOST_CLASSES as usize + 1;
+impl SegmentStream {
+    const COUNT: usize = MAX_HOTNESS_CLASSES as usize + 1;
 
     /// Every stream.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
@@ -24,25 +24,25 @@ impl Stream {
 
     /// The streams of rows, by class.
     pub(crate) fn of_rows() -> impl DoubleEndedIterator<Item = Self> {
-        (0..MOST_CLASSES).map(Self::Rows)
+        (0..MAX_HOTNESS_CLASSES).map(Self::Rows)
     }
 
     #[inline]
     fn index(self) -> usize {
         match self {
             Self::Rows(class) => class as usize,
-            Self::Tombstones => MOST_CLASSES as usize,
+            Self::Tombstones => MAX_HOTNESS_CLASSES as usize,
         }
     }
 
-    pub(crate) fn content(self) -> Content {
+    pub(crate) fn content(self) -> SegmentContent {
         match self {
-            Self::Rows(_) => Content::Rows,
-            Self::Tombstones => Content::Tombstones,
+            Self::Rows(_) => SegmentContent::Rows,
+            Self::Tombstones => SegmentContent::Tombstones,
         }
     }
 
-    pub(crate) fn class(self) -> u8 {
+    pub(crate) fn hotness(self) -> u8 {
         match self {
             Self::Rows(class) => class,
             Self::Tombstones => 0,
@@ -52,24 +52,24 @@ impl Stream {
 
 /// The open segments, each of one stream.
 #[derive(Debug, Default)]
-pub(crate) struct OpenSegments([Option<OpenSegment>; Stream::COUNT]);
+pub(crate) struct OpenSegments([Option<OpenSegment>; SegmentStream::COUNT]);
 
 impl OpenSegments {
     #[inline]
-    pub(crate) fn get(&self, stream: Stream) -> Option<&OpenSegment> {
+    pub(crate) fn get(&self, stream: SegmentStream) -> Option<&OpenSegment> {
         self.0[stream.index()].as_ref()
     }
 
     #[inline]
-    pub(crate) fn get_mut(&mut self, stream: Stream) -> Option<&mut OpenSegment> {
+    pub(crate) fn get_mut(&mut self, stream: SegmentStream) -> Option<&mut OpenSegment> {
         self.0[stream.index()].as_mut()
     }
 
-    pub(crate) fn put(&mut self, stream: Stream, open: OpenSegment) {
+    pub(crate) fn put(&mut self, stream: SegmentStream, open: OpenSegment) {
         self.0[stream.index()] = Some(open);
     }
 
-    pub(crate) fn take(&mut self, stream: Stream) -> Option<OpenSegment> {
+    pub(crate) fn take(&mut self, stream: SegmentStream) -> Option<OpenSegment> {
         self.0[stream.index()].take()
     }
 
@@ -79,11 +79,11 @@ impl OpenSegments {
 
     /// The open segments of rows.
     pub(crate) fn of_rows(&self) -> impl Iterator<Item = &OpenSegment> {
-        self.0[..MOST_CLASSES as usize].iter().flatten()
+        self.0[..MAX_HOTNESS_CLASSES as usize].iter().flatten()
     }
 
     /// The one that is `segment`, if that is open.
-    pub(crate) fn of(&self, segment: &Arc<Segment>) -> Option<&OpenSegment> {
+    pub(crate) fn find(&self, segment: &Arc<Segment>) -> Option<&OpenSegment> {
         self.iter().find(|open| Arc::ptr_eq(open.segment(), segment))
     }
 

@@ -3,68 +3,68 @@
 //! The index keeps no ids, so a scan learns them from the records. A record whose id is damaged therefore looks like a dead one. So the
 //! live records that a scan finds in a segment are compared with the number that the tier counts there. Fewer are damage.
 
-use crate::ssd::index::Location;
-use crate::ssd::segment::part::Part;
+use crate::ssd::index::RecordLocation;
+use crate::ssd::segment::part::SegmentPart;
 use crate::sync::{AtomicBool, AtomicU32, Ordering};
 
 /// What one scan has still to find. It changes under the tier's lock only: held to write when a record dies, held to read when the scan
 /// finds records.
 #[derive(Debug)]
-pub(crate) struct Tally {
+pub(crate) struct ScanTally {
     /// By segment number.
-    segments: Vec<Option<Counts>>,
+    segments: Vec<Option<ScanTallyCounts>>,
     ended: AtomicBool,
 }
 
 #[derive(Debug)]
-struct Counts {
+struct ScanTallyCounts {
     /// Records of the segment that the scan reads.
     records: u32,
     /// The record that the scan comes to next.
     next: AtomicU32,
     /// Live records that the scan has not found yet.
-    left: AtomicU32,
+    remaining: AtomicU32,
 }
 
-impl Tally {
+impl ScanTally {
     /// The tally of a scan of `parts`. To be called under the tier's lock.
-    pub(crate) fn of(parts: &[Part]) -> Self {
-        let mut segments: Vec<Option<Counts>> = Vec::new();
-        for Part { segment, records } in parts {
+    pub(crate) fn of(parts: &[SegmentPart]) -> Self {
+        let mut segments: Vec<Option<ScanTallyCounts>> = Vec::new();
+        for SegmentPart { segment, records } in parts {
             let slot = segment.slot as usize;
             if segments.len() <= slot {
                 segments.resize_with(slot + 1, || None);
             }
             let left = AtomicU32::new(segment.live());
-            segments[slot] = Some(Counts { records: *records, next: AtomicU32::new(0), left });
+            segments[slot] = Some(ScanTallyCounts { records: *records, next: AtomicU32::new(0), remaining: left });
         }
         Self { segments, ended: AtomicBool::new(false) }
     }
 
-    fn counts(&self, slot: u32) -> Option<&Counts> {
+    fn counts(&self, slot: u32) -> Option<&ScanTallyCounts> {
         self.segments.get(slot as usize).and_then(Option::as_ref)
     }
 
     /// The index no longer points to this record.
-    pub(crate) fn died(&self, location: Location) {
+    pub(crate) fn remove_dead(&self, location: RecordLocation) {
         if let Some(counts) = self.counts(location.segment)
             && (counts.next.load(Ordering::Relaxed)..counts.records).contains(&location.record)
         {
-            counts.found(1);
+            counts.subtract_found(1);
         }
     }
 
     /// The scan has looked at all records of a segment before `next`, and found `live` more live ones.
-    pub(crate) fn found(&self, slot: u32, next: u32, live: u32) {
+    pub(crate) fn add_found(&self, slot: u32, next: u32, live: u32) {
         if let Some(counts) = self.counts(slot) {
             counts.next.store(next, Ordering::Relaxed);
-            counts.found(live);
+            counts.subtract_found(live);
         }
     }
 
     /// Live records of a segment that were not found, once the scan has looked at all of its records.
     pub(crate) fn missing(&self, slot: u32) -> u32 {
-        let left = self.counts(slot).map_or(0, |counts| counts.left.load(Ordering::Relaxed));
+        let left = self.counts(slot).map_or(0, |counts| counts.remaining.load(Ordering::Relaxed));
         if self.ended.load(Ordering::Relaxed) { 0 } else { left }
     }
 
@@ -74,9 +74,9 @@ impl Tally {
     }
 }
 
-impl Counts {
-    fn found(&self, live: u32) {
-        let left = self.left.load(Ordering::Relaxed);
-        self.left.store(left.saturating_sub(live), Ordering::Relaxed);
+impl ScanTallyCounts {
+    fn subtract_found(&self, live: u32) {
+        let left = self.remaining.load(Ordering::Relaxed);
+        self.remaining.store(left.saturating_sub(live), Ordering::Relaxed);
     }
 }

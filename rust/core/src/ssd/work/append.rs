@@ -4,37 +4,37 @@ use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
 use crate::rows::{RowHeader, RowRef};
-use crate::ssd::classes::{Classes, MOST_CLASSES, keep_neighbours_together};
-use crate::ssd::format::head::{Highest, Widths};
+use crate::ssd::classes::{HotnessClasses, MAX_HOTNESS_CLASSES, keep_neighbours_together};
+use crate::ssd::format::head::{HeadWidths, RecordMaxima};
 use crate::ssd::format::record::encode_rows;
-use crate::ssd::format::segment::Content;
-use crate::ssd::index::{Found, Location, TagIndex};
-use crate::ssd::segment::buffer::Pool;
+use crate::ssd::format::segment::SegmentContent;
+use crate::ssd::index::{RecordLocation, TagIndex, TagMatch};
+use crate::ssd::segment::buffer::WriteBufferPool;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::open::NewRecord;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
-use crate::ssd::tier::streams::Stream;
+use crate::ssd::tier::streams::SegmentStream;
 use crate::ssd::work::compact;
-use crate::ssd::work::make_room::wait_for_more_room;
-use crate::ssd::work::memory::{AT_ONCE, check_memory, spill_if_short};
-use crate::ssd::work::remove::remove_unwritten;
+use crate::ssd::work::make_room::wait_for_more_space;
+use crate::ssd::work::memory::{MAX_RECORDS_PER_LOCK, check_memory, spill_if_short};
+use crate::ssd::work::remove::remove_without_tombstones;
 use crate::sync::Ordering;
 use crate::types::Id;
 
 /// The most bytes of records that are written while the tier's lock is held once.
-const BYTES_AT_ONCE: usize = 1 << 20;
+const MAX_BYTES_PER_LOCK: usize = 1 << 20;
 
 /// Records of rows that are being appended, and are in no segment yet.
-struct Records {
+struct AppendRecords {
     bytes: Vec<u8>,
-    classes: Vec<u8>,
+    hotness: Vec<u8>,
     /// What the index had for each id where an older version of it is known to be in the tier.
-    found: Vec<Found>,
+    matches: Vec<TagMatch>,
     /// `write_seq` of the first one. Those of the others follow.
     first_seq: u64,
     /// Widths of their heads.
-    widths: Widths,
+    widths: HeadWidths,
 }
 
 /// See [`SsdTier::append`](crate::ssd::SsdTier::append).
@@ -45,33 +45,33 @@ pub(crate) fn append(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool])
     if new > 0 {
         let mut state = tier.state();
         let held = state.rows();
-        if held + new > tier.home.geometry.capacity_rows {
+        if held + new > tier.context.sizing.capacity_rows {
             drop(state);
-            return Err(tier.full(held, new));
+            return Err(tier.capacity_error(held, new));
         }
-        debug_assert!(held + new <= TagIndex::MOST_IDS, "the capacity is no larger");
+        debug_assert!(held + new <= TagIndex::MAX_IDS, "the capacity is no larger");
         state.reserve(new as usize)?;
     }
-    check_memory(tier, rows.len(), tier.home.geometry.row_bytes)?;
+    check_memory(tier, rows.len(), tier.context.sizing.row_bytes)?;
     let mut done = 0;
     append_all(tier, rows, known, &mut done).inspect_err(|_| {
         // What the caller does not know of as being here is not here.
         let new = rows[..done].iter().zip(known).filter(|(_, known)| !**known);
-        remove_unwritten(tier, &new.map(|(row, _)| row.header.id).collect::<Vec<Id>>());
+        remove_without_tombstones(tier, &new.map(|(row, _)| row.header.id).collect::<Vec<Id>>());
     })
 }
 
 /// Append rows, of which `done` are done.
 fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: &mut usize) -> Result<()> {
-    let at_once = (BYTES_AT_ONCE / tier.home.geometry.row_bytes).clamp(1, AT_ONCE);
-    let (mut records, dither) = begin(tier, rows);
+    let at_once = (MAX_BYTES_PER_LOCK / tier.context.sizing.row_bytes).clamp(1, MAX_RECORDS_PER_LOCK);
+    let (mut records, dither) = begin_append(tier, rows);
     for (rows, known) in rows.chunks(at_once).zip(known.chunks(at_once)) {
-        choose_classes(tier, rows, known, dither, &mut records);
+        choose_hotness(tier, rows, known, dither, &mut records);
         encode(tier, rows, &mut records);
         let mut taken = 0;
         while taken < rows.len() {
-            Pool::of_process().throttle();
-            if tier.home.space.has_failed() {
+            WriteBufferPool::of_process().throttle();
+            if tier.context.space.has_failed() {
                 tier.check_writable()?;
             }
             let mut state = tier.state();
@@ -87,12 +87,12 @@ fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: 
             ready?;
             if more == 0 {
                 drop(state);
-                wait_for_more_room(tier, *done > 0)?;
+                wait_for_more_space(tier, *done > 0)?;
                 continue;
             }
             taken += more;
             state.reap();
-            compact::if_worthwhile(tier, &state);
+            compact::schedule_if_worthwhile(tier, &state);
         }
         records.first_seq += rows.len() as u64;
         tier.counters.row_bytes_given.fetch_add(records.bytes.len() as u64, Ordering::Relaxed);
@@ -102,13 +102,13 @@ fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: 
 }
 
 /// Begin to append rows: the records for the first of them, and the dither for their classes.
-fn begin(tier: &TierInner, rows: &[RowRef<'_>]) -> (Records, f32) {
-    let highest = Highest::of_rows(rows.iter().map(|row| row.header));
+fn begin_append(tier: &TierInner, rows: &[RowRef<'_>]) -> (AppendRecords, f32) {
+    let highest = RecordMaxima::of_rows(rows.iter().map(|row| row.header));
     let mut state = tier.state();
-    state.note_highest(highest);
+    state.raise_highest(highest);
     let first_seq = state.take_seqs(rows.len() as u64);
     let widths = state.widths();
-    let records = Records { bytes: Vec::new(), classes: Vec::new(), found: Vec::new(), first_seq, widths };
+    let records = AppendRecords { bytes: Vec::new(), hotness: Vec::new(), matches: Vec::new(), first_seq, widths };
     (records, state.next_dither())
 }
 
@@ -124,31 +124,32 @@ fn check_rows(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool]) -> Result<(
     Err(Error::new(Kind::Input, message))
 }
 
-fn record_bytes(tier: &TierInner, widths: Widths) -> usize {
-    tier.home.schema.record_bytes(Content::Rows, widths)
+fn record_bytes(tier: &TierInner, widths: HeadWidths) -> usize {
+    tier.context.schema.record_bytes(SegmentContent::Rows, widths)
 }
 
 /// Make the records of rows. The tier's lock is not held meanwhile.
-fn encode(tier: &TierInner, rows: &[RowRef<'_>], records: &mut Records) {
-    let Records { bytes, widths, first_seq, .. } = records;
+fn encode(tier: &TierInner, rows: &[RowRef<'_>], records: &mut AppendRecords) {
+    let AppendRecords { bytes, widths, first_seq, .. } = records;
     bytes.resize(rows.len() * record_bytes(tier, *widths), 0);
     encode_rows(bytes, rows, &tier.layout, (*widths, *first_seq));
 }
 
 /// Decide the classes of rows. The tier's lock is held only to look up where older versions are.
-fn choose_classes(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool], dither: f32, records: &mut Records) {
-    records.classes.clear();
-    records.classes.resize(rows.len(), Classes::of_new());
-    records.found.clear();
-    records.found.resize(rows.len(), Found::NONE);
+fn choose_hotness(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool], dither: f32, records: &mut AppendRecords) {
+    records.hotness.clear();
+    records.hotness.resize(rows.len(), HotnessClasses::for_new_row());
+    records.matches.clear();
+    records.matches.resize(rows.len(), TagMatch::NONE);
     if known.contains(&true) {
         let ids: Vec<Id> = rows.iter().map(|row| row.header.id).collect();
         let state = tier.view();
-        state.index().find_batch(&ids, &mut records.found);
-        let classes = tier.classes(&state);
-        let older = records.found.iter().zip(known);
-        let older: Vec<Option<Location>> = older.map(|(found, known)| found.location().filter(|_| *known)).collect();
-        let of_segment = |segment: &Segment| (segment.class.min(classes.count - 1), segment.mean_seq());
+        state.index().find_batch(&ids, &mut records.matches);
+        let classes = tier.hotness_classes(&state);
+        let older = records.matches.iter().zip(known);
+        let older: Vec<Option<RecordLocation>> =
+            older.map(|(found, known)| found.location().filter(|_| *known)).collect();
+        let of_segment = |segment: &Segment| (segment.hotness.min(classes.count - 1), segment.mean_seq());
         let slots = state.segments().slots();
         // Where there are fewer segments than rows, each is looked at once.
         let all: Vec<(u8, u64)> = if slots <= rows.len() {
@@ -157,14 +158,14 @@ fn choose_classes(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool], dither:
         } else {
             Vec::new()
         };
-        for ((class, older), seq) in records.classes.iter_mut().zip(&older).zip(records.first_seq..) {
+        for ((class, older), seq) in records.hotness.iter_mut().zip(&older).zip(records.first_seq..) {
             if let Some(older) = older {
                 let known = all.get(older.segment as usize).copied();
                 let (before, mean_seq) = known.unwrap_or_else(|| of_segment(state.segments().of(*older)));
-                *class = classes.of_rewritten(before, seq.saturating_sub(mean_seq), dither);
+                *class = classes.after_rewrite(before, seq.saturating_sub(mean_seq), dither);
             }
         }
-        keep_neighbours_together(&mut records.classes, &older);
+        keep_neighbours_together(&mut records.hotness, &older);
     }
 }
 
@@ -174,21 +175,21 @@ fn append_some(
     state: &mut TierState,
     rows: &[RowRef<'_>],
     known: &[bool],
-    records: &Records,
+    records: &AppendRecords,
     first: usize,
 ) -> (usize, Result<()>) {
-    if tier.home.space.free_bytes() < tier.bytes_kept(state) {
+    if tier.context.space.free_bytes() < tier.reserved_bytes(state) {
         return (0, Ok(()));
     }
     let bytes = records.bytes.chunks_exact(record_bytes(tier, records.widths));
-    let each = rows.iter().zip(records.classes.iter().zip(bytes)).zip(records.first_seq..);
+    let each = rows.iter().zip(records.hotness.iter().zip(bytes)).zip(records.first_seq..);
     let (mut places, mut ready) = (Vec::with_capacity(rows.len() - first), Ok(true));
-    let mut left = [0; MOST_CLASSES as usize];
+    let mut left = [0; MAX_HOTNESS_CLASSES as usize];
     for ((row, (class, bytes)), write_seq) in each.skip(first) {
-        let (stream, left) = (Stream::Rows(*class), &mut left[*class as usize]);
+        let (stream, left) = (SegmentStream::Rows(*class), &mut left[*class as usize]);
         if *left == 0 {
             if state.is_full(stream) {
-                ready = tier.ready(state, stream);
+                ready = tier.prepare_stream(state, stream);
                 if !matches!(ready, Ok(true)) {
                     break;
                 }
@@ -200,7 +201,7 @@ fn append_some(
         *left -= 1;
     }
     let ids = rows.iter().map(|row| row.header.id).zip(known.iter().copied());
-    state.point_to(ids.skip(first), &records.found[first..], &places);
-    state.count_buried();
+    state.point_to(ids.skip(first), &records.matches[first..], &places);
+    state.count_dead();
     (places.len(), ready.map(|_| ()))
 }

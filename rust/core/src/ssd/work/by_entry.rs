@@ -5,48 +5,56 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::io::Read;
+use crate::io::IoReadRequest;
 use crate::ssd::format::head::ID_AT;
 use crate::ssd::format::record::Record;
-use crate::ssd::index::Location;
+use crate::ssd::index::RecordLocation;
 use crate::ssd::segment::file::Segment;
-use crate::ssd::segment::unwritten::Place;
+use crate::ssd::segment::unwritten::SegmentByteSource;
 use crate::ssd::tier::inner::TierInner;
 use crate::types::Id;
 
 /// Bytes of a segment that are read at once.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 /// The most bytes between two wanted records that are read together.
-const GAP_BYTES: u64 = 16 << 10;
+const MAX_GAP_BYTES: u64 = 16 << 10;
 /// The most bytes of a read of several wanted records.
-const RUN_BYTES: u64 = 128 << 10;
+const MAX_RUN_BYTES: u64 = 128 << 10;
 
 /// The id of a wanted record, and its number in the segment.
-pub(crate) type Wanted = (Id, u32);
+pub(crate) type RequestedRecord = (Id, u32);
 
 /// How many records of a segment are read at once.
-pub(crate) fn at_once(segment: &Segment) -> usize {
+pub(crate) fn records_per_read(segment: &Segment) -> usize {
     (CHUNK_BYTES / segment.record_bytes).max(1)
 }
 
 /// Those of the wanted records that the index points to.
-pub(crate) fn live_of(tier: &TierInner, segment: &Segment, wanted: &[Wanted]) -> Vec<Wanted> {
-    let ids: Vec<Id> = wanted.iter().map(|(id, _)| *id).collect();
-    let mut here: Vec<Option<Location>> = vec![None; ids.len()];
+pub(crate) fn live_requests(
+    tier: &TierInner,
+    segment: &Segment,
+    requested: &[RequestedRecord],
+) -> Vec<RequestedRecord> {
+    let ids: Vec<Id> = requested.iter().map(|(id, _)| *id).collect();
+    let mut here: Vec<Option<RecordLocation>> = vec![None; ids.len()];
     tier.view().index().get_batch(&ids, &mut here);
-    let here = wanted.iter().zip(here);
+    let here = requested.iter().zip(here);
     here.filter(|((_, record), here)| *here == Some(segment.location(*record))).map(|(wanted, _)| *wanted).collect()
 }
 
 /// Read the wanted records, which are in the order of the file, one behind the other.
-pub(crate) fn read_wanted(tier: &TierInner, segment: &Arc<Segment>, wanted: &[Wanted]) -> Result<Vec<u8>> {
-    let runs = runs(segment, wanted);
-    let start = |run: &Range<usize>| segment.offset(wanted[run.start].1);
-    let end = |run: &Range<usize>| segment.offset(wanted[run.end - 1].1 + 1);
-    let mut records = vec![0; wanted.len() * segment.record_bytes];
+pub(crate) fn read_requested(
+    tier: &TierInner,
+    segment: &Arc<Segment>,
+    requested: &[RequestedRecord],
+) -> Result<Vec<u8>> {
+    let runs = coalesced_runs(segment, requested);
+    let start = |run: &Range<usize>| segment.offset(requested[run.start].1);
+    let end = |run: &Range<usize>| segment.offset(requested[run.end - 1].1 + 1);
+    let mut records = vec![0; requested.len() * segment.record_bytes];
     let mut take = |run: &Range<usize>, bytes: &[u8]| {
         for at in run.clone() {
-            let from = (segment.offset(wanted[at].1) - start(run)) as usize;
+            let from = (segment.offset(requested[at].1) - start(run)) as usize;
             let to = &mut records[at * segment.record_bytes..][..segment.record_bytes];
             to.copy_from_slice(&bytes[from..from + segment.record_bytes]);
         }
@@ -55,18 +63,18 @@ pub(crate) fn read_wanted(tier: &TierInner, segment: &Arc<Segment>, wanted: &[Wa
         let mut bytes = Vec::new();
         for run in &runs {
             bytes.resize((end(run) - start(run)) as usize, 0);
-            read_records(tier, segment, wanted[run.start].1, &mut bytes)?;
+            read_records(tier, segment, requested[run.start].1, &mut bytes)?;
             take(run, &bytes);
         }
         return Ok(records);
     }
     let read = |run: &Range<usize>| {
         let offset = start(run);
-        Read { file: segment.file.clone(), offset, len: (end(run) - offset) as usize }
+        IoReadRequest { file: segment.file.clone(), offset, len: (end(run) - offset) as usize }
     };
-    let reads: Vec<Read> = runs.iter().map(read).collect();
+    let reads: Vec<IoReadRequest> = runs.iter().map(read).collect();
     let mut outcome = Ok(());
-    tier.home.engine.read_batch(&reads, &mut |number, bytes, _| {
+    tier.context.engine.read_batch(&reads, &mut |number, bytes, _| {
         let copied = bytes.map(|bytes| take(&runs[number], bytes));
         if outcome.is_ok() {
             outcome = copied;
@@ -76,7 +84,11 @@ pub(crate) fn read_wanted(tier: &TierInner, segment: &Arc<Segment>, wanted: &[Wa
 }
 
 /// Check and take apart a wanted record, which is `bytes`.
-pub(crate) fn decode_wanted<'a>(segment: &Segment, (id, number): Wanted, bytes: &'a [u8]) -> Result<Record<'a>> {
+pub(crate) fn decode_requested<'a>(
+    segment: &Segment,
+    (id, number): RequestedRecord,
+    bytes: &'a [u8],
+) -> Result<Record<'a>> {
     let record = segment.decode(number, bytes)?;
     if record.head.id == id {
         return Ok(record);
@@ -87,19 +99,19 @@ pub(crate) fn decode_wanted<'a>(segment: &Segment, (id, number): Wanted, bytes: 
 /// Read the records from number `first` on. Records of a segment that was dropped with its buffer are read as zeros.
 pub(crate) fn read_records(tier: &TierInner, segment: &Arc<Segment>, first: u32, into: &mut [u8]) -> Result<()> {
     let start = segment.offset(first);
-    if segment.locate(start, into.len(), &mut |_| {}) == Place::File {
+    if segment.locate(start, into.len(), &mut |_| {}) == SegmentByteSource::File {
         return segment.file.read_at(start, into);
     }
     for (at, record) in into.chunks_exact_mut(segment.record_bytes).enumerate() {
         let offset = segment.offset(first + at as u32);
         let state = tier.view();
         match segment.locate(offset, record.len(), &mut |bytes| record.copy_from_slice(bytes)) {
-            Place::Block => {}
-            Place::File => {
+            SegmentByteSource::Block => {}
+            SegmentByteSource::File => {
                 drop(state);
                 segment.file.read_at(offset, record)?;
             }
-            Place::Buffer => match state.open().of(segment).and_then(|open| open.get(offset)) {
+            SegmentByteSource::Buffer => match state.open().find(segment).and_then(|open| open.get(offset)) {
                 Some(bytes) => record.copy_from_slice(bytes),
                 None => record.fill(0),
             },
@@ -108,17 +120,17 @@ pub(crate) fn read_records(tier: &TierInner, segment: &Arc<Segment>, first: u32,
     Ok(())
 }
 
-/// Runs of records that are read at once, as positions in `wanted`, which are in the order of the file. Where a damaged footer names a record
+/// Runs of records that are read at once, as positions in `requested`, which are in the order of the file. Where a damaged footer names a record
 /// twice, each of them is a run of its own.
-fn runs(segment: &Segment, wanted: &[Wanted]) -> Vec<Range<usize>> {
+fn coalesced_runs(segment: &Segment, requested: &[RequestedRecord]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
-    for (at, (_, record)) in wanted.iter().enumerate() {
+    for (at, (_, record)) in requested.iter().enumerate() {
         let (start, end) = (segment.offset(*record), segment.offset(record + 1));
-        let gap = |run: &Range<usize>| start.checked_sub(segment.offset(wanted[run.end - 1].1 + 1));
+        let gap = |run: &Range<usize>| start.checked_sub(segment.offset(requested[run.end - 1].1 + 1));
         match runs.last_mut() {
             Some(run)
-                if gap(run).is_some_and(|bytes| bytes <= GAP_BYTES)
-                    && end - segment.offset(wanted[run.start].1) <= RUN_BYTES =>
+                if gap(run).is_some_and(|bytes| bytes <= MAX_GAP_BYTES)
+                    && end - segment.offset(requested[run.start].1) <= MAX_RUN_BYTES =>
             {
                 run.end = at + 1;
             }

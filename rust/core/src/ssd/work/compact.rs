@@ -11,20 +11,20 @@ use crate::error::Result;
 use crate::io::{ALIGNMENT, BufPool, PooledBuf};
 use crate::memory;
 use crate::process::PerProcess;
-use crate::ssd::classes::MOST_CLASSES;
-use crate::ssd::format::head::{HeadFields, Widths, id_of};
+use crate::ssd::classes::MAX_HOTNESS_CLASSES;
+use crate::ssd::format::head::{HeadFields, HeadWidths, id_of};
 use crate::ssd::format::record::{Record, checksums_of, repack};
-use crate::ssd::format::segment::Content;
-use crate::ssd::index::{AHEAD, Found, Location};
-use crate::ssd::room::compaction::{Choice, SegmentView, View, choose};
-use crate::ssd::segment::buffer::Pool;
+use crate::ssd::format::segment::SegmentContent;
+use crate::ssd::index::{PREFETCH_DISTANCE, RecordLocation, TagMatch};
+use crate::ssd::room::compaction::{CompactionChoice, CompactionView, SegmentView, choose};
+use crate::ssd::segment::buffer::WriteBufferPool;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::open::NewRecord;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
-use crate::ssd::tier::streams::Stream;
-use crate::ssd::work::scan::live_records_missing;
-use crate::ssd::workers::{COMPACTORS, Task};
+use crate::ssd::tier::streams::SegmentStream;
+use crate::ssd::work::scan::missing_live_records_error;
+use crate::ssd::workers::{COMPACTORS, SsdTask};
 use crate::sync::Ordering;
 use crate::types::Id;
 
@@ -32,48 +32,48 @@ use crate::types::Id;
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// The compactors' task: compact a tier as long as that is worthwhile.
-struct Compact(Weak<TierInner>);
+struct CompactionTask(Weak<TierInner>);
 
-impl Task for Compact {
+impl SsdTask for CompactionTask {
     fn run(self: Box<Self>) {
         let Some(tier) = self.0.upgrade() else { return };
-        tier.contain("compaction", || {
-            tier.compaction_begins();
-            while once(&tier) {}
-            tier.home.space.poke();
+        tier.run_background("compaction", || {
+            tier.begin_compaction();
+            while compact_one(&tier) {}
+            tier.context.space.notify_waiters();
         });
     }
 }
 
 /// Have a thread compact this tier.
 pub(crate) fn schedule(tier: &Arc<TierInner>) {
-    if tier.compaction_becomes_due() {
-        tier.home.workers.compact(Box::new(Compact(Arc::downgrade(tier))));
+    if tier.request_compaction() {
+        tier.context.workers.submit_compaction(Box::new(CompactionTask(Arc::downgrade(tier))));
     }
 }
 
 /// Have a thread compact this tier if there is something for it to do.
-pub(crate) fn if_worthwhile(tier: &Arc<TierInner>, state: &TierState) {
-    if next(tier, state) != Choice::Nothing {
+pub(crate) fn schedule_if_worthwhile(tier: &Arc<TierInner>, state: &TierState) {
+    if next_choice(tier, state) != CompactionChoice::Nothing {
         schedule(tier);
     }
 }
 
 /// What compaction takes next.
-pub(crate) fn next(tier: &TierInner, state: &TierState) -> Choice {
-    choose(&view_of(tier, state), segments_of(state))
+pub(crate) fn next_choice(tier: &TierInner, state: &TierState) -> CompactionChoice {
+    choose(&compaction_view(tier, state), segment_views(state))
 }
 
 /// The tier as [`choose`] sees it.
-pub(crate) fn view_of(tier: &TierInner, state: &TierState) -> View {
-    let (space, geometry) = (&tier.home.space, &tier.home.geometry);
+pub(crate) fn compaction_view(tier: &TierInner, state: &TierState) -> CompactionView {
+    let (space, geometry) = (&tier.context.space, &tier.context.sizing);
     let free_bytes = space.free_bytes();
     let highest = state.highest();
     let left: u64 = state.open().of_rows().map(|open| open.rows_left(geometry, &highest)).sum();
     let to_open = (free_bytes / geometry.segment_bytes).saturating_sub(u64::from(state.moving()));
-    let rows_in = geometry.rows_in(&highest);
+    let rows_in = geometry.min_rows_per_segment(&highest);
     let tombstones = state.segments().tombstones();
-    View {
+    CompactionView {
         can_write: !state.is_closed() && !space.has_failed(),
         cap_bytes: geometry.cap_bytes,
         segment_bytes: geometry.segment_bytes,
@@ -82,7 +82,7 @@ pub(crate) fn view_of(tier: &TierInner, state: &TierState) -> View {
         free_bytes,
         moving: state.moving(),
         rows_to_move: left + to_open * rows_in,
-        was_published: state.states().last_token().is_some(),
+        was_published: state.states().last_commit_id().is_some(),
         states: state.states().len(),
         retained_bytes: if state.states().len() == 0 { 0 } else { state.retained_bytes() },
         tombstone_segments: tombstones.segments,
@@ -93,41 +93,41 @@ pub(crate) fn view_of(tier: &TierInner, state: &TierState) -> View {
 }
 
 /// The segments of the current set as [`choose`] sees them.
-pub(crate) fn segments_of(state: &TierState) -> impl Iterator<Item = SegmentView> + Clone {
+pub(crate) fn segment_views(state: &TierState) -> impl Iterator<Item = SegmentView> + Clone {
     state.segments().iter().map(|segment| {
         let sealed = segment.sealed().is_some();
-        let idle = !segment.is_to_be_scanned() && !segment.is_moving() && !segment.is_damaged();
+        let idle = !segment.has_pending_scans() && !segment.is_moving() && !segment.is_damaged();
         SegmentView {
             slot: segment.slot,
             serial: segment.serial,
-            can_move: segment.content == Content::Rows && sealed && idle,
+            can_move: segment.content == SegmentContent::Rows && sealed && idle,
             sealed,
             records: segment.records(),
             live: segment.live(),
             held_bytes: segment.held_bytes(),
-            names: segment.names(),
+            ref_count: segment.ref_count(),
             made_seq: segment.made_seq,
         }
     })
 }
 
 /// Compact one segment; whether there may be more to do.
-pub(crate) fn once(tier: &Arc<TierInner>) -> bool {
+pub(crate) fn compact_one(tier: &Arc<TierInner>) -> bool {
     let _compacting = tier.compacting();
     let victim = {
         let mut state = tier.state();
         state.reap();
-        let choice = next(tier, &state);
+        let choice = next_choice(tier, &state);
         let chosen = choice.slot().and_then(|slot| state.segments().in_slot(slot)).cloned();
         let Some(victim) = chosen else { return false };
         log_choice(tier, &state, choice, &victim);
         state.begin_moving(&victim);
         // Another thread can take the next one meanwhile.
-        if_worthwhile(tier, &state);
+        schedule_if_worthwhile(tier, &state);
         victim
     };
     // It is dropped before the victim, and so before the victim's file is removed.
-    let _moving = Moving { tier, victim: &victim };
+    let _moving = SegmentMoveGuard { tier, victim: &victim };
     let moved = move_rows(tier, &victim);
     let mut state = tier.state();
     let emptied = victim.live() == 0;
@@ -146,12 +146,12 @@ pub(crate) fn once(tier: &Arc<TierInner>) -> bool {
 }
 
 /// Say what was chosen, and the numbers that led there.
-fn log_choice(tier: &TierInner, state: &TierState, choice: Choice, victim: &Segment) {
+fn log_choice(tier: &TierInner, state: &TierState, choice: CompactionChoice, victim: &Segment) {
     if !tracing::enabled!(tracing::Level::DEBUG) {
         return;
     }
-    let view = view_of(tier, state);
-    let share = segments_of(state).find(|s| s.slot == victim.slot).map_or(0.0, |s| s.share(&view));
+    let view = compaction_view(tier, state);
+    let share = segment_views(state).find(|s| s.slot == victim.slot).map_or(0.0, |s| s.utilization(&view));
     tracing::debug!(
         table = tier.identity.table,
         reason = choice.reason(),
@@ -159,7 +159,7 @@ fn log_choice(tier: &TierInner, state: &TierState, choice: Choice, victim: &Segm
         live = victim.live(),
         records = victim.records(),
         share = %format_args!("{share:.3}"),
-        names = victim.names(),
+        names = victim.ref_count(),
         free_bytes = view.free_bytes,
         rows_to_move = view.rows_to_move,
         moving = view.moving,
@@ -173,14 +173,15 @@ fn log_choice(tier: &TierInner, state: &TierState, choice: Choice, victim: &Segm
 /// Move the live records of `victim`, as far as there is room. An error means that bytes of it cannot be read, or are not what was written.
 /// Then the segment stays as it is.
 fn move_rows(tier: &Arc<TierInner>, victim: &Arc<Segment>) -> Result<()> {
-    for (first, count) in chunks_of(victim) {
+    for (first, count) in record_chunks(victim) {
         // Write buffers of its rows' classes are asked for here, because nobody can be told once some rows have moved.
-        let buffers = Pool::of_process().missing_bytes(usize::from(MOST_CLASSES), tier.home.block_bytes);
+        let buffers =
+            WriteBufferPool::of_process().missing_bytes(usize::from(MAX_HOTNESS_CLASSES), tier.context.block_bytes);
         let is_repacked = victim.format.widths != tier.view().widths();
-        let repacked = if is_repacked { count as usize * tier.home.geometry.row_bytes } else { 0 };
-        memory::room_or_reserve("compact the SSD tier", buffers + repacked)?;
-        let chunk = Chunk::read(victim, first, count)?;
-        Pool::of_process().throttle();
+        let repacked = if is_repacked { count as usize * tier.context.sizing.row_bytes } else { 0 };
+        memory::check_system_memory_or_reserve("compact the SSD tier", buffers + repacked)?;
+        let chunk = RecordChunk::read(victim, first, count)?;
+        WriteBufferPool::of_process().throttle();
         if !move_chunk(tier, victim, &chunk)? || victim.live() == 0 {
             return Ok(());
         }
@@ -193,45 +194,47 @@ fn move_rows(tier: &Arc<TierInner>, victim: &Arc<Segment>) -> Result<()> {
     if left == 0 {
         return Ok(());
     }
-    Err(live_records_missing(tier, victim, victim.records(), (left, 0)))
+    Err(missing_live_records_error(tier, victim, victim.records(), (left, 0)))
 }
 
 /// Move the live ones of the records of a chunk; false when there is no more room.
-fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<bool> {
+fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &RecordChunk) -> Result<bool> {
     let (records, damage) = live_records(tier, victim, chunk);
     // Memory is asked for while nothing has changed.
-    let mut moved = Moved::with_room_for(records.len());
+    let mut moved = CompactedRows::with_capacity(records.len());
     let (mut repacked, mut state) = (None, tier.state());
-    while repacked.as_ref().map_or(victim.format.widths, |repacked: &Repacked| repacked.widths) != state.widths() {
+    while repacked.as_ref().map_or(victim.format.widths, |repacked: &RepackedRecords| repacked.widths) != state.widths()
+    {
         let widths = state.widths();
         drop(state);
-        repacked = Some(Repacked::of(&records, widths));
+        repacked = Some(RepackedRecords::of(&records, widths));
         state = tier.state();
     }
-    if state.is_closed() || tier.home.space.has_failed() {
+    if state.is_closed() || tier.context.space.has_failed() {
         return Ok(false);
     }
-    let classes = tier.classes(&state);
+    let classes = tier.hotness_classes(&state);
     let mut room_left = true;
     // The stream that takes the rows of each class, and how many more records each stream takes.
-    let (mut streams, mut left) = ([None; MOST_CLASSES as usize], [0; MOST_CLASSES as usize]);
-    for (at, Live { number, bytes, record, found }) in records.iter().enumerate() {
-        if let Some(later) = records.get(at + AHEAD) {
-            state.index().prefetch_found(&later.found);
+    let (mut streams, mut left) = ([None; MAX_HOTNESS_CLASSES as usize], [0; MAX_HOTNESS_CLASSES as usize]);
+    for (at, LiveRecord { number, bytes, record, tag_match: found }) in records.iter().enumerate() {
+        if let Some(later) = records.get(at + PREFETCH_DISTANCE) {
+            state.index().prefetch_match(&later.tag_match);
         }
         let number = *number;
         if !state.is_live(record.head.id, found, (victim, number)) {
             continue;
         }
         let age = state.next_seq().saturating_sub(record.head.write_seq);
-        let class = classes.of_moved(victim.class.min(classes.count - 1), age);
+        let class = classes.after_move(victim.hotness.min(classes.count - 1), age);
         let taken = streams[class as usize].filter(|taken| left[*taken as usize] > 0);
         let taken = taken.or_else(|| {
             // An error here is a failed write, which the space keeps. The segment is not to blame.
-            let Some(Stream::Rows(taken)) = tier.ready_for_moved(&mut state, class).unwrap_or(None) else {
+            let Some(SegmentStream::Rows(taken)) = tier.prepare_stream_for_move(&mut state, class).unwrap_or(None)
+            else {
                 return None;
             };
-            left[taken as usize] = state.records_left(Stream::Rows(taken));
+            left[taken as usize] = state.records_left(SegmentStream::Rows(taken));
             Some(taken)
         });
         streams[class as usize] = taken;
@@ -241,16 +244,16 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
         };
         let HeadFields { id, write_seq, modified_epoch, last_step, .. } = record.head;
         let row = |bytes| NewRecord { id, write_seq, modified_epoch, last_step, bytes };
-        moved.places.push(match &repacked {
-            None => state.copy_row(Stream::Rows(taken), row(bytes), (victim, number)),
-            Some(repacked) => state.write_row(Stream::Rows(taken), row(repacked.record(at))),
+        moved.locations.push(match &repacked {
+            None => state.copy_row(SegmentStream::Rows(taken), row(bytes), (victim, number)),
+            Some(repacked) => state.write_row(SegmentStream::Rows(taken), row(repacked.record(at))),
         });
         moved.ids.push(id);
-        moved.found.push(*found);
+        moved.matches.push(*found);
         left[taken as usize] -= 1;
     }
-    state.point_to(moved.ids.iter().map(|id| (*id, true)), &moved.found, &moved.places);
-    state.count_buried();
+    state.point_to(moved.ids.iter().map(|id| (*id, true)), &moved.matches, &moved.locations);
+    state.count_dead();
     drop(state);
     let record_bytes = repacked.as_ref().map_or(victim.record_bytes, |repacked| repacked.record_bytes);
     let moved_bytes = (moved.ids.len() * record_bytes) as u64;
@@ -259,27 +262,27 @@ fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<
 }
 
 /// Rows that were copied to other segments: what the index had for each, and where it is now.
-struct Moved {
+struct CompactedRows {
     ids: Vec<Id>,
-    found: Vec<Found>,
-    places: Vec<Location>,
+    matches: Vec<TagMatch>,
+    locations: Vec<RecordLocation>,
 }
 
-impl Moved {
-    fn with_room_for(rows: usize) -> Self {
-        Self { ids: Vec::with_capacity(rows), found: Vec::with_capacity(rows), places: Vec::with_capacity(rows) }
+impl CompactedRows {
+    fn with_capacity(rows: usize) -> Self {
+        Self { ids: Vec::with_capacity(rows), matches: Vec::with_capacity(rows), locations: Vec::with_capacity(rows) }
     }
 }
 
 /// Copies of records with heads as they are written now, which have other widths than in the segment of the records.
-struct Repacked {
-    widths: Widths,
+struct RepackedRecords {
+    widths: HeadWidths,
     record_bytes: usize,
     bytes: Vec<u8>,
 }
 
-impl Repacked {
-    fn of(records: &[Live<'_>], widths: Widths) -> Self {
+impl RepackedRecords {
+    fn of(records: &[LiveRecord<'_>], widths: HeadWidths) -> Self {
         let payload_bytes = records.first().map_or(0, |live| live.record.payload.len());
         let record_bytes = widths.bytes() + payload_bytes;
         let mut bytes = vec![0; records.len() * record_bytes];
@@ -293,16 +296,20 @@ impl Repacked {
 }
 
 /// A record of a chunk that the index pointed to, and what the index had for its id.
-struct Live<'a> {
+struct LiveRecord<'a> {
     number: u32,
     bytes: &'a [u8],
     record: Record<'a>,
-    found: Found,
+    tag_match: TagMatch,
 }
 
 /// The records of a chunk that the index points to, checked, and the first error of one that is damaged. A record that is not live now
 /// never will be.
-fn live_records<'a>(tier: &TierInner, victim: &Segment, chunk: &'a Chunk) -> (Vec<Live<'a>>, Option<crate::Error>) {
+fn live_records<'a>(
+    tier: &TierInner,
+    victim: &Segment,
+    chunk: &'a RecordChunk,
+) -> (Vec<LiveRecord<'a>>, Option<crate::Error>) {
     let maybe_live: Vec<(u32, &[u8])> = {
         let state = tier.view();
         let dead = state.segments().dead_in(victim.slot);
@@ -310,16 +317,16 @@ fn live_records<'a>(tier: &TierInner, victim: &Segment, chunk: &'a Chunk) -> (Ve
         chunk.records(victim).filter(|(number, _)| !is_known_dead(*number)).collect()
     };
     let ids: Vec<Id> = maybe_live.iter().map(|(_, record)| id_of(record)).collect();
-    let mut found = vec![Found::NONE; ids.len()];
+    let mut found = vec![TagMatch::NONE; ids.len()];
     tier.view().index().find_batch(&ids, &mut found);
     let found = maybe_live.into_iter().zip(found);
     let live = found.filter(|((number, _), found)| found.location() == Some(victim.location(*number)));
-    let live: Vec<(u32, &[u8], Found)> = live.map(|((number, bytes), found)| (number, bytes, found)).collect();
+    let live: Vec<(u32, &[u8], TagMatch)> = live.map(|((number, bytes), found)| (number, bytes, found)).collect();
     let (mut records, mut damage) = (Vec::with_capacity(live.len()), None);
     checksums_of(live.iter().map(|(_, bytes, _)| *bytes), |at, crc| {
         let (number, bytes, found) = live[at];
         match victim.decode_with(number, bytes, crc) {
-            Ok(record) => records.push(Live { number, bytes, record, found }),
+            Ok(record) => records.push(LiveRecord { number, bytes, record, tag_match: found }),
             Err(error) => drop(damage.get_or_insert(error)),
         }
     });
@@ -327,34 +334,34 @@ fn live_records<'a>(tier: &TierInner, victim: &Segment, chunk: &'a Chunk) -> (Ve
 }
 
 /// A segment that is being moved, until this is dropped.
-struct Moving<'a> {
+struct SegmentMoveGuard<'a> {
     tier: &'a TierInner,
     victim: &'a Segment,
 }
 
-impl Drop for Moving<'_> {
+impl Drop for SegmentMoveGuard<'_> {
     fn drop(&mut self) {
         self.tier.state().end_moving(self.victim);
-        self.tier.home.space.poke();
+        self.tier.context.space.notify_waiters();
     }
 }
 
 /// The first record of each chunk, and how many it has.
-fn chunks_of(segment: &Segment) -> impl Iterator<Item = (u32, u32)> + use<> {
+fn record_chunks(segment: &Segment) -> impl Iterator<Item = (u32, u32)> + use<> {
     let records = segment.records();
     let at_once = (CHUNK_BYTES / segment.record_bytes).max(1) as u32;
     (0..records).step_by(at_once as usize).map(move |first| (first, at_once.min(records - first)))
 }
 
 /// Some consecutive records of a segment, as they lie on disk.
-struct Chunk {
+struct RecordChunk {
     first: u32,
     bytes: PooledBuf,
     /// Where in `bytes` the records are.
-    place: Range<usize>,
+    range: Range<usize>,
 }
 
-impl Chunk {
+impl RecordChunk {
     /// Read `count` records from number `first` on, in whole sectors where the file has them.
     fn read(segment: &Segment, first: u32, count: u32) -> Result<Self> {
         static BUFFERS: PerProcess<Arc<BufPool>> = PerProcess::new();
@@ -365,11 +372,11 @@ impl Chunk {
         let buffers = BUFFERS.get(|| Ok(Arc::new(BufPool::new(CHUNK_BYTES + 2 * ALIGNMENT, COMPACTORS as usize))))?;
         let mut bytes = buffers.take_at_least((to - from) as usize)?;
         segment.file.read_at(from, &mut bytes[..(to - from) as usize])?;
-        Ok(Self { first, bytes, place: (start - from) as usize..(end - from) as usize })
+        Ok(Self { first, bytes, range: (start - from) as usize..(end - from) as usize })
     }
 
     /// The records and their numbers.
     fn records(&self, segment: &Segment) -> impl Iterator<Item = (u32, &[u8])> + Clone {
-        (self.first..).zip(self.bytes[self.place.clone()].chunks_exact(segment.record_bytes))
+        (self.first..).zip(self.bytes[self.range.clone()].chunks_exact(segment.record_bytes))
     }
 }

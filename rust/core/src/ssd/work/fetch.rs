@@ -4,24 +4,24 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::rows::RowMut;
-use crate::ssd::segment::unwritten::Place;
+use crate::ssd::segment::unwritten::SegmentByteSource;
 use crate::ssd::tier::inner::TierInner;
-use crate::ssd::tier::reads::{Fetch, FetchBatch, FetchJob, Places};
+use crate::ssd::tier::reads::{FetchBatch, FetchJob, FetchKeepAlive, RowFetch};
 use crate::types::Id;
 
-/// Look `wanted` up. What is on disk is read when `batch` is submitted.
+/// Look `requested` up. What is on disk is read when `batch` is submitted.
 pub(crate) fn fetch_in(
     tier: &TierInner,
-    wanted: Vec<(Id, RowMut)>,
-    places: Option<Places>,
+    requested: Vec<(Id, RowMut)>,
+    keep_alive: Option<FetchKeepAlive>,
     batch: &mut FetchBatch,
-) -> Arc<Fetch> {
+) -> Arc<RowFetch> {
     let fetch = tier.reads.begin();
     if let Err(error) = tier.check_usable() {
         fetch.finish(Err(error));
         return fetch;
     }
-    let mut job = FetchJob::new(&tier.reads, &fetch, wanted, places);
+    let mut job = FetchJob::new(&tier.reads, &fetch, requested, keep_alive);
     if let Err(error) = look_up(tier, &mut job) {
         fetch.finish(Err(error));
     } else if job.needs_no_disk() {
@@ -41,23 +41,23 @@ fn look_up(tier: &TierInner, job: &mut FetchJob) -> Result<()> {
     let mut listed = vec![u32::MAX; state.segments().slots()];
     for (position, location) in locations.into_iter().enumerate() {
         let Some(location) = location else {
-            job.is_missing(position);
+            job.add_missing(position);
             continue;
         };
         let segment = state.segments().of(location);
         let offset = segment.offset(location.record);
         let mut taken = Ok(());
         let place = segment.locate(offset, segment.record_bytes, &mut |bytes| {
-            taken = job.take(position, segment, location.record, bytes);
+            taken = job.take_buffered(position, segment, location.record, bytes);
         });
         match place {
-            Place::Block => taken?,
-            Place::Buffer => {
-                let bytes = state.open().of(segment).and_then(|open| open.get(offset));
+            SegmentByteSource::Block => taken?,
+            SegmentByteSource::Buffer => {
+                let bytes = state.open().find(segment).and_then(|open| open.get(offset));
                 let bytes = bytes.expect("a record is in file, block or buffer");
-                job.take(position, segment, location.record, bytes)?;
+                job.take_buffered(position, segment, location.record, bytes)?;
             }
-            Place::File => job.list(position, segment, location, &mut listed),
+            SegmentByteSource::File => job.add_read(position, segment, location, &mut listed),
         }
     }
     Ok(())

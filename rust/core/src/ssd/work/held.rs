@@ -10,9 +10,9 @@ use crate::error::Result;
 use crate::io::{IoEngine, link_or_copy};
 use crate::ssd::format::state::SegmentSet;
 use crate::ssd::segment::file::Segment;
-use crate::ssd::segment::part::Part;
+use crate::ssd::segment::part::SegmentPart;
 use crate::ssd::tier::inner::TierInner;
-use crate::ssd::work::publish::{make_segments_durable, not_amid_compaction};
+use crate::ssd::work::publish::{make_segments_durable, pause_compaction_with_space};
 
 /// How a set of files got its second names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,36 +24,36 @@ pub struct LinkedBytes {
 }
 
 /// The segments that hold a tier's rows as of one moment, durable. They stay, and are not compacted, until this is dropped.
-pub struct HeldSegments {
+pub struct PinnedSegments {
     tier: Arc<TierInner>,
-    parts: Vec<Part>,
+    parts: Vec<SegmentPart>,
     set: SegmentSet,
 }
 
-impl std::fmt::Debug for HeldSegments {
+impl std::fmt::Debug for PinnedSegments {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HeldSegments").field("set", &self.set).finish_non_exhaustive()
+        f.debug_struct("PinnedSegments").field("set", &self.set).finish_non_exhaustive()
     }
 }
 
 /// Hold the rows of now, appended and removed so far. Published states stay as they are.
-pub(crate) fn hold(tier: &Arc<TierInner>) -> Result<HeldSegments> {
+pub(crate) fn pin_segments(tier: &Arc<TierInner>) -> Result<PinnedSegments> {
     let _publishing = tier.publishing();
     tier.check_writable()?;
     let mut held = {
-        let _compacting = not_amid_compaction(tier)?;
+        let _compacting = pause_compaction_with_space(tier)?;
         let mut state = tier.state();
-        let (segments, write_seq, rows) = state.name_current();
-        let parts = segments.into_iter().map(Part::of).collect();
+        let (segments, write_seq, rows) = state.seal_current_set();
+        let parts = segments.into_iter().map(SegmentPart::of).collect();
         let set = SegmentSet { write_seq, rows, segments: Vec::new() };
-        HeldSegments { tier: Arc::clone(tier), parts, set }
+        PinnedSegments { tier: Arc::clone(tier), parts, set }
     };
     let segments: Vec<Arc<Segment>> = held.parts.iter().map(|part| Arc::clone(&part.segment)).collect();
     held.set.segments = make_segments_durable(tier, &segments)?;
     Ok(held)
 }
 
-impl HeldSegments {
+impl PinnedSegments {
     /// The segments, as a checkpoint names them.
     pub fn set(&self) -> &SegmentSet {
         &self.set
@@ -71,16 +71,16 @@ impl HeldSegments {
     }
 }
 
-impl Drop for HeldSegments {
+impl Drop for PinnedSegments {
     fn drop(&mut self) {
         let parts = std::mem::take(&mut self.parts);
-        if self.tier.home.workers.check_process().is_err() {
+        if self.tier.context.workers.check_process().is_err() {
             // In a forked child its parent's files and locks are not to be touched.
             std::mem::forget((parts, Arc::clone(&self.tier)));
             return;
         }
         drop(parts);
         self.tier.state().reap();
-        self.tier.home.space.poke();
+        self.tier.context.space.notify_waiters();
     }
 }

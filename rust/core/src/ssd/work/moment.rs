@@ -6,111 +6,111 @@
 use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
-use crate::ssd::segment::part::Part;
+use crate::ssd::segment::part::SegmentPart;
 use crate::ssd::tier::inner::TierInner;
-use crate::ssd::tier::moment::{KeepRow, Moment, Unread};
-use crate::ssd::work::scan::{ScanSink, Which, parts_of, scan_part};
+use crate::ssd::tier::moment::{EarlyRowSink, SsdSnapshotState, UnreadSegments};
+use crate::ssd::work::scan::{ScanScope, ScanSink, parts_of, scan_part};
 use crate::types::Id;
 
 /// Ids that are looked up at once.
-const IDS_AT_ONCE: usize = 1024;
+const IDS_PER_LOOKUP: usize = 1024;
 
 /// The rows that a tier held at one moment. Dropping it lets go of what was kept for it.
-pub struct SsdMoment {
+pub struct SsdSnapshot {
     tier: Arc<TierInner>,
-    unread: Arc<Unread>,
+    unread: Arc<UnreadSegments>,
 }
 
-impl std::fmt::Debug for SsdMoment {
+impl std::fmt::Debug for SsdSnapshot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SsdMoment").field("unread", &self.unread.len()).finish_non_exhaustive()
+        f.debug_struct("SsdSnapshot").field("unread", &self.unread.len()).finish_non_exhaustive()
     }
 }
 
 /// See [`SsdTier::moment`](crate::ssd::SsdTier::moment).
-pub(crate) fn begin(
+pub(crate) fn begin_snapshot(
     tier: &Arc<TierInner>,
     stale: &mut dyn Iterator<Item = Id>,
     since: u32,
-    keep: Box<KeepRow>,
-) -> Result<SsdMoment> {
+    early_rows: Box<EarlyRowSink>,
+) -> Result<SsdSnapshot> {
     tier.check_usable()?;
     let mut state = tier.state();
-    if state.moment().is_some() {
+    if state.snapshot().is_some() {
         let message = "the rows of an earlier moment are still being read: wait for that";
         return Err(Error::new(Kind::State, message));
     }
     let mut parts = parts_of(&state, since);
     parts.sort_unstable_by_key(|part| part.segment.serial);
-    let mut moment = Moment::new(parts, state.segments().slots(), since, keep);
-    let mut locations = [None; IDS_AT_ONCE];
+    let mut moment = SsdSnapshotState::new(parts, state.segments().slots(), since, early_rows);
+    let mut locations = [None; IDS_PER_LOOKUP];
     loop {
-        let ids: Vec<Id> = (&mut *stale).take(IDS_AT_ONCE).collect();
+        let ids: Vec<Id> = (&mut *stale).take(IDS_PER_LOOKUP).collect();
         if ids.is_empty() {
             break;
         }
         let locations = &mut locations[..ids.len()];
         locations.fill(None);
         state.index().get_batch(&ids, locations);
-        locations.iter().flatten().for_each(|location| moment.leave_out(*location));
+        locations.iter().flatten().for_each(|location| moment.exclude(*location));
     }
     let unread = Arc::clone(moment.unread());
-    state.begin_moment(moment);
-    Ok(SsdMoment { tier: Arc::clone(tier), unread })
+    state.begin_snapshot(moment);
+    Ok(SsdSnapshot { tier: Arc::clone(tier), unread })
 }
 
-impl SsdMoment {
+impl SsdSnapshot {
     /// Hand every row of the moment to `sink`, in no particular order, except those that were given to `keep`. No lock is held meanwhile.
     pub fn for_each_row(&self, sink: &mut ScanSink<'_>) -> Result<()> {
         self.tier.check_usable()?;
-        while let Some(part) = self.unread.next() {
-            let read = scan_part(&self.tier, &part, self.unread.since, Which::OfMoment, sink);
+        while let Some(part) = self.unread.take_next() {
+            let read = scan_part(&self.tier, &part, self.unread.since, ScanScope::Snapshot, sink);
             end_part(&self.tier, &self.unread, part);
             read?;
         }
         // Others may still be reading rows before their turn.
         loop {
-            let generation = self.tier.home.space.generation();
-            if !self.tier.view().moment().is_some_and(Moment::is_unread) {
+            let generation = self.tier.context.space.generation();
+            if !self.tier.view().snapshot().is_some_and(SsdSnapshotState::has_unread) {
                 return self.unread.failed().map_or(Ok(()), Err);
             }
-            self.tier.home.space.wait_change(generation);
+            self.tier.context.space.wait_change(generation);
         }
     }
 }
 
-impl Drop for SsdMoment {
+impl Drop for SsdSnapshot {
     fn drop(&mut self) {
-        if self.tier.home.workers.check_process().is_err() {
+        if self.tier.context.workers.check_process().is_err() {
             // In a forked child its parent's locks are not to be waited for.
             std::mem::forget(Arc::clone(&self.unread));
             return;
         }
         let parts = self.unread.take_all();
-        let moment = self.tier.state().end_moment();
+        let moment = self.tier.state().end_snapshot();
         drop((parts, moment));
-        self.tier.home.space.poke();
+        self.tier.context.space.notify_waiters();
     }
 }
 
 /// Let go of a segment whose rows were read, or cannot be.
-fn end_part(tier: &TierInner, unread: &Arc<Unread>, part: Part) {
+fn end_part(tier: &TierInner, unread: &Arc<UnreadSegments>, part: SegmentPart) {
     let mut state = tier.state();
-    state.was_read_for(unread, part.segment.slot);
+    state.end_snapshot_read(unread, part.segment.slot);
     drop(part);
     state.reap();
     drop(state);
-    tier.home.space.poke();
+    tier.context.space.notify_waiters();
 }
 
 /// Read the rows of a segment that is kept for a moment, so that its room can be had; false where none waits to be read.
-pub(crate) fn read_before_turn(tier: &TierInner) -> bool {
-    let Some(unread) = tier.view().moment().map(|moment| Arc::clone(moment.unread())) else {
+pub(crate) fn read_segment_early(tier: &TierInner) -> bool {
+    let Some(unread) = tier.view().snapshot().map(|moment| Arc::clone(moment.unread())) else {
         return false;
     };
-    let Some(part) = unread.emptiest() else { return false };
-    let read = scan_part(tier, &part, unread.since, Which::OfMoment, &mut |row| {
-        unread.keep(row);
+    let Some(part) = unread.take_emptiest() else { return false };
+    let read = scan_part(tier, &part, unread.since, ScanScope::Snapshot, &mut |row| {
+        unread.keep_early_row(row);
         Ok(())
     });
     if let Err(error) = read {

@@ -7,49 +7,51 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::rows::{RowHeader, RowRef};
-use crate::ssd::format::footer::Entry;
+use crate::ssd::format::footer::FooterEntry;
 use crate::ssd::format::head::id_of;
-use crate::ssd::format::segment::Content;
+use crate::ssd::format::segment::SegmentContent;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::footers::read_entries;
-use crate::ssd::segment::part::Part;
+use crate::ssd::segment::part::SegmentPart;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
-use crate::ssd::tier::takers::GiveWay;
-use crate::ssd::tier::tally::Tally;
-use crate::ssd::work::by_entry::{CHUNK_BYTES, Wanted, at_once, decode_wanted, live_of, read_records, read_wanted};
+use crate::ssd::tier::takers::ScanConsumer;
+use crate::ssd::tier::tally::ScanTally;
+use crate::ssd::work::by_entry::{
+    CHUNK_BYTES, RequestedRecord, decode_requested, live_requests, read_records, read_requested, records_per_read,
+};
 
 /// A segment is read from its start to its end where more than one in this many of its records is wanted.
-const WANTED_OF_ALL: usize = 4;
+const FULL_READ_SHARE: usize = 4;
 
 /// Takes the rows of a scan.
 pub type ScanSink<'a> = dyn FnMut(RowRef<'_>) -> Result<()> + 'a;
 
 /// A scan under way of the rows that the index points to.
-struct Scan<'a> {
+struct SegmentScan<'a> {
     tier: &'a TierInner,
-    parts: Vec<Part>,
-    tally: Arc<Tally>,
+    parts: Vec<SegmentPart>,
+    tally: Arc<ScanTally>,
 }
 
-impl Drop for Scan<'_> {
+impl Drop for SegmentScan<'_> {
     fn drop(&mut self) {
         // The segments go first, because whoever is woken below looks at them.
         self.parts.clear();
-        if self.tier.home.workers.check_process().is_ok() {
+        if self.tier.context.workers.check_process().is_ok() {
             self.tier.state().end_scan(&self.tally);
-            self.tier.home.space.poke();
+            self.tier.context.space.notify_waiters();
         }
     }
 }
 
 /// Which rows of a segment are wanted.
 #[derive(Clone, Copy)]
-pub(crate) enum Which<'a> {
+pub(crate) enum ScanScope<'a> {
     /// Those that the index points to.
-    Now(&'a Tally),
+    Current(&'a ScanTally),
     /// Those that it pointed to at the tier's moment.
-    OfMoment,
+    Snapshot,
 }
 
 /// Hand every row to `sink`, once.
@@ -57,17 +59,21 @@ pub(crate) fn scan(tier: &TierInner, sink: &mut ScanSink<'_>) -> Result<()> {
     tier.check_usable()?;
     let mut scan = begin_scan(tier, 0);
     for part in std::mem::take(&mut scan.parts) {
-        scan_part(tier, &part, 0, Which::Now(&scan.tally), sink)?;
+        scan_part(tier, &part, 0, ScanScope::Current(&scan.tally), sink)?;
         drop(part);
-        tier.home.space.poke();
+        tier.context.space.notify_waiters();
     }
     Ok(())
 }
 
-/// As [`scan`], where somebody may keep it waiting. Where others need the room of files that the scan keeps, `taker` is asked to end it.
-pub(crate) fn scan_giving_way(tier: &TierInner, taker: &Arc<dyn GiveWay>, sink: &mut ScanSink<'_>) -> Result<()> {
+/// As [`scan`], where somebody may keep it waiting. Where others need the room of files that the scan keeps, `consumer` is asked to end it.
+pub(crate) fn scan_cancellable(
+    tier: &TierInner,
+    consumer: &Arc<dyn ScanConsumer>,
+    sink: &mut ScanSink<'_>,
+) -> Result<()> {
     // Dropped after the scan, which has let go of its files by then.
-    let _listed = tier.takers.list(taker);
+    let _listed = tier.scan_consumers.register(consumer);
     scan(tier, sink)
 }
 
@@ -79,17 +85,17 @@ pub(crate) fn scan_since(tier: &TierInner, since: u32, sink: &mut ScanSink<'_>) 
     for part in std::mem::take(&mut scan.parts) {
         let mut wanted = Vec::new();
         if part.segment.sealed().is_some() {
-            wanted = read_entries(&*tier.home.engine, &part.segment)?;
+            wanted = read_entries(&*tier.context.engine, &part.segment)?;
             wanted.retain(|entry| entry.modified_epoch >= since);
         }
-        if part.segment.sealed().is_none() || wanted.len() > part.records as usize / WANTED_OF_ALL {
+        if part.segment.sealed().is_none() || wanted.len() > part.records as usize / FULL_READ_SHARE {
             drop(wanted);
-            scan_part(tier, &part, since, Which::Now(&scan.tally), sink)?;
+            scan_part(tier, &part, since, ScanScope::Current(&scan.tally), sink)?;
         } else {
             scan_entries(tier, &part.segment, wanted, sink)?;
         }
         drop(part);
-        tier.home.space.poke();
+        tier.context.space.notify_waiters();
     }
     Ok(())
 }
@@ -98,17 +104,17 @@ pub(crate) fn scan_since(tier: &TierInner, since: u32, sink: &mut ScanSink<'_>) 
 fn scan_entries(
     tier: &TierInner,
     segment: &Arc<Segment>,
-    mut entries: Vec<Entry>,
+    mut entries: Vec<FooterEntry>,
     sink: &mut ScanSink<'_>,
 ) -> Result<()> {
     entries.sort_unstable_by_key(|entry| entry.record);
     let mut vector = vec![0.0; tier.layout.vector_floats()];
-    let wanted: Vec<Wanted> = entries.iter().map(|entry| (entry.id, entry.record)).collect();
-    for wanted in wanted.chunks(at_once(segment)) {
-        let live = live_of(tier, segment, wanted);
-        let records = read_wanted(tier, segment, &live)?;
+    let wanted: Vec<RequestedRecord> = entries.iter().map(|entry| (entry.id, entry.record)).collect();
+    for wanted in wanted.chunks(records_per_read(segment)) {
+        let live = live_requests(tier, segment, wanted);
+        let records = read_requested(tier, segment, &live)?;
         for (wanted, bytes) in live.iter().zip(records.chunks_exact(segment.record_bytes)) {
-            let record = decode_wanted(segment, *wanted, bytes)?;
+            let record = decode_requested(segment, *wanted, bytes)?;
             let header: RowHeader = record.unpack(&tier.layout, &mut vector);
             sink(RowRef { header: &header, vector: &vector })?;
         }
@@ -117,28 +123,28 @@ fn scan_entries(
 }
 
 /// Begin to scan the segments with rows modified in epoch `since` or later.
-fn begin_scan(tier: &TierInner, since: u32) -> Scan<'_> {
-    let _compacting = tier.not_compacting();
+fn begin_scan(tier: &TierInner, since: u32) -> SegmentScan<'_> {
+    let _compacting = tier.pause_compaction();
     let mut state = tier.state();
     let parts = parts_of(&state, since);
-    let tally = Arc::new(Tally::of(&parts));
+    let tally = Arc::new(ScanTally::of(&parts));
     state.begin_scan(Arc::clone(&tally));
-    Scan { tier, parts, tally }
+    SegmentScan { tier, parts, tally }
 }
 
 /// The segments as they are now with rows modified in epoch `since` or later.
-pub(crate) fn parts_of(state: &TierState, since: u32) -> Vec<Part> {
-    let rows = state.segments().iter().filter(|s| s.content == Content::Rows && s.highest_epoch() >= since);
-    rows.cloned().map(Part::of).collect()
+pub(crate) fn parts_of(state: &TierState, since: u32) -> Vec<SegmentPart> {
+    let rows = state.segments().iter().filter(|s| s.content == SegmentContent::Rows && s.highest_epoch() >= since);
+    rows.cloned().map(SegmentPart::of).collect()
 }
 
 /// Hand the rows of a segment whose `modified_epoch` is at least `since` to `sink`. `Corruption` where fewer live records are found, of any
 /// epoch, than the tier counts.
 pub(crate) fn scan_part(
     tier: &TierInner,
-    part: &Part,
+    part: &SegmentPart,
     since: u32,
-    which: Which<'_>,
+    scope: ScanScope<'_>,
     sink: &mut ScanSink<'_>,
 ) -> Result<()> {
     let segment = &part.segment;
@@ -160,16 +166,16 @@ pub(crate) fn scan_part(
         {
             let state = tier.view();
             state.index().get_batch(&ids, &mut here);
-            let moment = state.moment().filter(|_| matches!(which, Which::OfMoment));
+            let moment = state.snapshot().filter(|_| matches!(scope, ScanScope::Snapshot));
             wanted.extend((first..).zip(&here).map(|(number, here)| {
                 let location = segment.location(number);
                 (*here == Some(location)) != moment.is_some_and(|moment| moment.is_marked(location))
             }));
             let live = wanted.iter().filter(|wanted| **wanted).count() as u32;
             found += live;
-            match which {
-                Which::Now(tally) => tally.found(segment.slot, first + count, live),
-                Which::OfMoment => of_moment = moment.and_then(|moment| moment.live_records(segment.slot)),
+            match scope {
+                ScanScope::Current(tally) => tally.add_found(segment.slot, first + count, live),
+                ScanScope::Snapshot => of_moment = moment.and_then(|moment| moment.live_records(segment.slot)),
             }
         }
         for (at, record) in chunk.chunks_exact(record_bytes).enumerate() {
@@ -184,19 +190,19 @@ pub(crate) fn scan_part(
             sink(RowRef { header: &header, vector: &vector })?;
         }
     }
-    let missing = match which {
-        Which::Now(tally) => tally.missing(segment.slot),
-        Which::OfMoment => of_moment.unwrap_or(found).saturating_sub(found),
+    let missing = match scope {
+        ScanScope::Current(tally) => tally.missing(segment.slot),
+        ScanScope::Snapshot => of_moment.unwrap_or(found).saturating_sub(found),
     };
     if missing == 0 {
         return Ok(());
     }
-    Err(live_records_missing(tier, segment, part.records, (found + missing, found)))
+    Err(missing_live_records_error(tier, segment, part.records, (found + missing, found)))
 }
 
 /// The error where `found` of the `counted` live records among a segment's first `records` were found. It names the first record that is
 /// damaged. Where none is, whole records lie where others belong.
-pub(crate) fn live_records_missing(
+pub(crate) fn missing_live_records_error(
     tier: &TierInner,
     segment: &Arc<Segment>,
     records: u32,

@@ -6,39 +6,39 @@ use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
 
 /// Remove the file of the state at `position` (oldest first), durably, then let go of its segments.
-pub(crate) fn forget_at(tier: &TierInner, state: &mut TierState, position: usize) -> Result<()> {
-    let Some(token) = state.states().token_at(position) else { return Ok(()) };
-    let path = state_path(&tier.home.dir, token);
-    let removed = tier.home.engine.remove_file(&path).and_then(|()| tier.home.engine.sync_dir(&tier.home.dir));
+pub(crate) fn remove_state_at(tier: &TierInner, state: &mut TierState, position: usize) -> Result<()> {
+    let Some(token) = state.states().commit_id_at(position) else { return Ok(()) };
+    let path = state_path(&tier.context.dir, token);
+    let removed = tier.context.engine.remove_file(&path).and_then(|()| tier.context.engine.sync_dir(&tier.context.dir));
     if let Err(error) = removed {
-        tier.home.space.fail(error.clone());
+        tier.context.space.fail(error.clone());
         return Err(error);
     }
     state.remove_state(position);
     Ok(())
 }
 
-/// Forget the state named `token`, if it is published.
-pub(crate) fn forget_token(tier: &TierInner, token: u64) -> Result<()> {
+/// Forget the state named `commit_id`, if it is published.
+pub(crate) fn forget_published(tier: &TierInner, commit_id: u64) -> Result<()> {
     let _publishing = tier.publishing();
     tier.check_writable()?;
     let mut state = tier.state();
-    match state.states().position(token) {
-        Some(position) => forget_at(tier, &mut state, position),
+    match state.states().position(commit_id) {
+        Some(position) => remove_state_at(tier, &mut state, position),
         None => Ok(()),
     }
 }
 
 /// Make room by giving up the oldest state. Where it is the last one, nothing is left to resume until the next publish.
-pub(crate) fn give_up_oldest(tier: &TierInner, state: &mut TierState) -> Result<()> {
+pub(crate) fn drop_oldest_state(tier: &TierInner, state: &mut TierState) -> Result<()> {
     tracing::warn!(
         table = tier.identity.table,
-        token = state.states().token_at(0),
+        token = state.states().commit_id_at(0),
         states = state.states().len(),
-        free_bytes = tier.home.space.free_bytes(),
+        free_bytes = tier.context.space.free_bytes(),
         retained_bytes = state.retained_bytes(),
         "an SSD tier gives up its oldest published state, because room is short: raise ssd_bytes, or what was flushed last may not be resumed"
     );
-    state.give_up_oldest_state();
-    forget_at(tier, state, 0)
+    state.mark_oldest_dropped();
+    remove_state_at(tier, state, 0)
 }

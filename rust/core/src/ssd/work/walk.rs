@@ -3,75 +3,76 @@
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::ssd::format::footer::Entry;
-use crate::ssd::format::segment::Content;
+use crate::ssd::format::footer::FooterEntry;
+use crate::ssd::format::segment::SegmentContent;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::footers::read_entries;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
-use crate::ssd::tier::walk::{Ahead, Walk};
+use crate::ssd::tier::walk::{CursorRecord, SegmentCursor};
 use crate::types::Id;
 
 /// The entries of a segment's records so far, in the order of writing.
-pub(crate) struct SoFar {
-    pub(crate) entries: Vec<Entry>,
+pub(crate) struct SegmentEntries {
+    pub(crate) entries: Vec<FooterEntry>,
     /// Whether more records may follow, because the segment is open.
     pub(crate) is_open: bool,
 }
 
 /// The segments of rows that have live ones.
 pub(crate) fn live_segments(state: &TierState) -> impl Iterator<Item = &Arc<Segment>> {
-    state.segments().iter().filter(|segment| segment.content == Content::Rows && segment.live() > 0)
+    state.segments().iter().filter(|segment| segment.content == SegmentContent::Rows && segment.live() > 0)
 }
 
-/// The segment that `walk` is at, where records of it are ahead and some row of it is still live.
-pub(crate) fn segment_at(tier: &TierInner, walk: &Walk) -> Option<Arc<Segment>> {
-    if walk.ahead.is_empty() {
+/// The segment that `cursor` is at, where records of it are ahead and some row of it is still live.
+pub(crate) fn segment_at(tier: &TierInner, cursor: &SegmentCursor) -> Option<Arc<Segment>> {
+    if cursor.remaining.is_empty() {
         return None;
     }
-    live_segments(&tier.view()).find(|segment| segment.serial == walk.serial).cloned()
+    live_segments(&tier.view()).find(|segment| segment.serial == cursor.serial).cloned()
 }
 
 /// Go to `segment`. These of its entries are ahead from now on.
-pub(crate) fn go_to<'a>(
-    walk: &mut Walk,
+pub(crate) fn move_to<'a>(
+    cursor: &mut SegmentCursor,
     segment: &Segment,
-    entries: impl DoubleEndedIterator<Item = &'a Entry> + ExactSizeIterator,
+    entries: impl DoubleEndedIterator<Item = &'a FooterEntry> + ExactSizeIterator,
 ) {
-    let ahead = |entry: &Entry| Ahead { id: entry.id, record: entry.record, modified_epoch: entry.modified_epoch };
-    walk.serial = segment.serial;
-    walk.ahead = entries.rev().map(ahead).collect();
+    let ahead =
+        |entry: &FooterEntry| CursorRecord { id: entry.id, record: entry.record, modified_epoch: entry.modified_epoch };
+    cursor.serial = segment.serial;
+    cursor.remaining = entries.rev().map(ahead).collect();
 }
 
 /// Go to `segment`. Those of `entries` are ahead from now on that the index points to.
-pub(crate) fn enter(tier: &TierInner, walk: &mut Walk, segment: &Segment, entries: &[Entry]) {
+pub(crate) fn enter_segment(tier: &TierInner, cursor: &mut SegmentCursor, segment: &Segment, entries: &[FooterEntry]) {
     let ids: Vec<Id> = entries.iter().map(|entry| entry.id).collect();
     let mut here = vec![None; ids.len()];
     tier.view().index().get_batch(&ids, &mut here);
     let live = entries.iter().zip(here).filter(|(entry, here)| *here == Some(segment.location(entry.record)));
-    go_to(walk, segment, live.map(|(entry, _)| entry).collect::<Vec<&Entry>>().into_iter());
+    move_to(cursor, segment, live.map(|(entry, _)| entry).collect::<Vec<&FooterEntry>>().into_iter());
 }
 
 /// Whether the index still points to record `at` of the segment that had this number and serial. A number is given again when its segment
 /// is gone; a serial is not.
-pub(crate) fn is_still_at(state: &TierState, (slot, serial): (u32, u64), at: Ahead) -> bool {
+pub(crate) fn is_still_at(state: &TierState, (slot, serial): (u32, u64), at: CursorRecord) -> bool {
     let here = state.segments().in_slot(slot).filter(|segment| segment.serial == serial);
     here.is_some_and(|segment| state.index().is_at(at.id, segment.location(at.record)))
 }
 
 /// The entries of a segment's records so far. Where its footer is on the way to disk, this waits for it.
-pub(crate) fn entries_of(tier: &TierInner, segment: &Arc<Segment>) -> Result<SoFar> {
+pub(crate) fn entries_of(tier: &TierInner, segment: &Arc<Segment>) -> Result<SegmentEntries> {
     loop {
-        let generation = tier.home.space.generation();
-        if let Some(open) = tier.view().open().of(segment) {
-            return Ok(SoFar { entries: open.entries().to_vec(), is_open: true });
+        let generation = tier.context.space.generation();
+        if let Some(open) = tier.view().open().find(segment) {
+            return Ok(SegmentEntries { entries: open.entries().to_vec(), is_open: true });
         }
         if segment.sealed().is_some() {
-            let mut entries = read_entries(&*tier.home.engine, segment)?;
+            let mut entries = read_entries(&*tier.context.engine, segment)?;
             entries.sort_unstable_by_key(|entry| entry.record);
-            return Ok(SoFar { entries, is_open: false });
+            return Ok(SegmentEntries { entries, is_open: false });
         }
         tier.check_writable()?;
-        tier.home.space.wait_change(generation);
+        tier.context.space.wait_change(generation);
     }
 }

@@ -5,18 +5,18 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
-use super::super::compaction::{SegmentView, View, choose};
-use super::super::waiting::{self, Step, next_for_room};
+use super::super::compaction::{CompactionView, SegmentView, choose};
+use super::super::waiting::{self, SpaceWaitStep, next_space_wait_step};
 
 const UNIT: u64 = 1000;
 const ROWS: u32 = 10;
 /// Classes of rows, each with an open segment.
 const CLASSES: usize = 2;
 /// Whole segments that rows from RAM leave free.
-const KEPT: u64 = 2;
+const RESERVED: u64 = 2;
 
 #[derive(Clone, Debug)]
-enum Op {
+enum SpaceModelOp {
     /// Write rows `first, first + step, …`, each to its class.
     Write { first: u32, step: u32, count: u32, class: usize },
     /// Close the open segments and name all.
@@ -24,21 +24,21 @@ enum Op {
 }
 
 #[derive(Clone, Debug)]
-struct Segment {
+struct SpaceModelSegment {
     rows: Vec<u32>,
     live: u32,
     held: u64,
     sealed: bool,
     in_use: bool,
-    names: u32,
+    ref_count: u32,
     made_seq: u64,
 }
 
 #[derive(Debug)]
-struct Tier {
+struct SpaceModelTier {
     cap: u64,
     /// By slot, which is the serial too.
-    segments: BTreeMap<u32, Segment>,
+    segments: BTreeMap<u32, SpaceModelSegment>,
     open: [Option<u32>; CLASSES],
     /// Slots that each published state names, oldest first.
     states: Vec<Vec<u32>>,
@@ -49,7 +49,7 @@ struct Tier {
     next_seq: u64,
 }
 
-impl Tier {
+impl SpaceModelTier {
     fn new(segments: u64) -> Self {
         Self {
             cap: segments * UNIT,
@@ -73,10 +73,10 @@ impl Tier {
         self.cap - self.segments.values().map(|segment| segment.held).sum::<u64>()
     }
 
-    fn view(&self) -> View {
+    fn view(&self) -> CompactionView {
         let left: u32 = self.open.iter().flatten().map(|slot| ROWS - self.segments[slot].rows.len() as u32).sum();
         let retained = self.segments.values().filter(|segment| !segment.in_use).map(|segment| segment.held).sum();
-        View {
+        CompactionView {
             can_write: true,
             cap_bytes: self.cap,
             segment_bytes: UNIT,
@@ -97,7 +97,7 @@ impl Tier {
 
     fn segment_views(&self) -> Vec<SegmentView> {
         let current = self.segments.iter().filter(|(_, segment)| segment.in_use);
-        let view = |(&slot, segment): (&u32, &Segment)| SegmentView {
+        let view = |(&slot, segment): (&u32, &SpaceModelSegment)| SegmentView {
             slot,
             serial: u64::from(slot),
             can_move: segment.sealed,
@@ -105,16 +105,16 @@ impl Tier {
             records: segment.rows.len() as u32,
             live: segment.live,
             held_bytes: segment.held,
-            names: segment.names,
+            ref_count: segment.ref_count,
             made_seq: segment.made_seq,
         };
         current.map(view).collect()
     }
 
-    fn unname(&mut self, slot: u32) {
+    fn remove_ref(&mut self, slot: u32) {
         let segment = self.segments.get_mut(&slot).unwrap();
-        segment.names -= 1;
-        if segment.names == 0 {
+        segment.ref_count -= 1;
+        if segment.ref_count == 0 {
             self.segments.remove(&slot);
         }
     }
@@ -129,7 +129,7 @@ impl Tier {
             .collect();
         for slot in empty {
             self.segments.get_mut(&slot).unwrap().in_use = false;
-            self.unname(slot);
+            self.remove_ref(slot);
         }
     }
 
@@ -142,14 +142,21 @@ impl Tier {
     }
 
     /// Whether `class` has an open segment with room, where bytes for a new one and `kept` more must be free.
-    fn ready(&mut self, class: usize, kept: u64) -> bool {
+    fn prepare(&mut self, class: usize, kept: u64) -> bool {
         if self.open[class].is_some_and(|slot| self.segments[&slot].rows.len() as u32 == ROWS) {
             self.seal(class);
         }
         if self.open[class].is_none() && self.free() >= (kept + 1) * UNIT {
             let made_seq = self.next_seq;
-            let segment =
-                Segment { rows: Vec::new(), live: 0, held: UNIT, sealed: false, in_use: true, names: 1, made_seq };
+            let segment = SpaceModelSegment {
+                rows: Vec::new(),
+                live: 0,
+                held: UNIT,
+                sealed: false,
+                in_use: true,
+                ref_count: 1,
+                made_seq,
+            };
             self.segments.insert(self.next_slot, segment);
             self.open[class] = Some(self.next_slot);
             self.next_slot += 1;
@@ -178,7 +185,7 @@ impl Tier {
                 continue;
             }
             let own = row as usize % CLASSES;
-            let class = (own..CLASSES).chain(0..own).find(|class| self.ready(*class, 0));
+            let class = (own..CLASSES).chain(0..own).find(|class| self.prepare(*class, 0));
             let Some(class) = class else { panic!("a segment was chosen whose rows do not fit: {self:?}") };
             self.put(row, class);
         }
@@ -187,7 +194,7 @@ impl Tier {
     }
 
     /// Wait for room as `work::make_room` does; how many steps it took.
-    fn wait_for_room(&mut self) -> usize {
+    fn wait_for_space(&mut self) -> usize {
         for steps in 0..10_000 {
             self.reap();
             let (view, segments) = (self.view(), self.segment_views());
@@ -195,21 +202,21 @@ impl Tier {
             let open_in_the_way = (0..CLASSES).rev().find(|class| {
                 self.open[*class].is_some_and(|slot| self.segments[&slot].live < self.segments[&slot].rows.len() as u32)
             });
-            let step = next_for_room(&waiting::View {
+            let step = next_space_wait_step(&waiting::SpaceWaitView {
                 free_bytes: self.free(),
-                needed_bytes: (KEPT + 1) * UNIT,
+                needed_bytes: (RESERVED + 1) * UNIT,
                 is_compacting: choice.slot().is_some(),
-                open_in_the_way: open_in_the_way.is_some(),
-                states_are_in_the_way: view.states_are_in_the_way(segments.iter().copied()),
-                ..waiting::View::default()
+                open_segment_holds_space: open_in_the_way.is_some(),
+                states_hold_space: view.states_hold_space(segments.iter().copied()),
+                ..waiting::SpaceWaitView::default()
             });
             match step {
-                Step::Go => return steps,
-                Step::Compact => self.compact(choice.slot().unwrap()),
-                Step::CloseOpen => self.seal(open_in_the_way.unwrap()),
-                Step::GiveUpState => {
+                SpaceWaitStep::Proceed => return steps,
+                SpaceWaitStep::Compact => self.compact(choice.slot().unwrap()),
+                SpaceWaitStep::SealOpen => self.seal(open_in_the_way.unwrap()),
+                SpaceWaitStep::DropState => {
                     for slot in self.states.remove(0) {
-                        self.unname(slot);
+                        self.remove_ref(slot);
                     }
                 }
                 step => panic!("{step:?} with {} of {} rows: {self:?}", self.rows.len(), self.capacity()),
@@ -219,38 +226,38 @@ impl Tier {
     }
 
     fn write(&mut self, row: u32, class: usize) {
-        while self.free() < KEPT * UNIT || !self.ready(class, KEPT) {
-            self.wait_for_room();
+        while self.free() < RESERVED * UNIT || !self.prepare(class, RESERVED) {
+            self.wait_for_space();
         }
         self.put(row, class);
     }
 
     fn publish(&mut self) {
-        while self.free() < KEPT * UNIT {
-            self.wait_for_room();
+        while self.free() < RESERVED * UNIT {
+            self.wait_for_space();
         }
         (0..CLASSES).for_each(|class| self.seal(class));
         self.reap();
         let named: Vec<u32> =
             self.segments.iter().filter(|(_, segment)| segment.in_use).map(|(slot, _)| *slot).collect();
         for slot in &named {
-            self.segments.get_mut(slot).unwrap().names += 1;
+            self.segments.get_mut(slot).unwrap().ref_count += 1;
         }
         self.states.push(named);
         self.was_published = true;
         if self.states.len() > 2 {
             for slot in self.states.remove(0) {
-                self.unname(slot);
+                self.remove_ref(slot);
             }
         }
     }
 }
 
-fn op() -> impl Strategy<Value = Op> {
+fn op() -> impl Strategy<Value = SpaceModelOp> {
     let write = (0..1000_u32, 1..7_u32, 1..60_u32, 0..CLASSES);
     prop_oneof![
-        5 => write.prop_map(|(first, step, count, class)| Op::Write { first, step, count, class }),
-        1 => Just(Op::Publish),
+        5 => write.prop_map(|(first, step, count, class)| SpaceModelOp::Write { first, step, count, class }),
+        1 => Just(SpaceModelOp::Publish),
     ]
 }
 
@@ -260,16 +267,16 @@ proptest! {
     /// Property R: a row of the capacity gets its room, by a number of steps that has an end.
     #[test]
     fn every_row_of_the_capacity_fits(segments in 8..40_u64, ops in prop::collection::vec(op(), 1..150)) {
-        let mut tier = Tier::new(segments);
+        let mut tier = SpaceModelTier::new(segments);
         let capacity = tier.capacity();
         // All rows of the capacity are there from the beginning, so that there is never more room than has to be.
         (0..capacity).for_each(|row| tier.write(row, row as usize % CLASSES));
         for op in ops {
             match op {
-                Op::Write { first, step, count, class } => {
+                SpaceModelOp::Write { first, step, count, class } => {
                     (0..count).for_each(|number| tier.write((first + number * step) % capacity, class));
                 }
-                Op::Publish => tier.publish(),
+                SpaceModelOp::Publish => tier.publish(),
             }
         }
         prop_assert_eq!(tier.rows.len() as u32, capacity);

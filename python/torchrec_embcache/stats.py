@@ -40,7 +40,7 @@ class Histogram:
     buckets: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, native: _native.Histogram) -> Self:
+    def from_native(cls, native: _native.Histogram) -> Self:
         """From the core's counters."""
         return cls(native.count, native.sum_ns, tuple(zip(native.bounds, native.counts, strict=True)))
 
@@ -67,13 +67,13 @@ class Histogram:
 
     def __add__(self, other: Histogram) -> Histogram:
         """The durations of both, as of several tables or ranks together."""
-        return self._with(other, 1)
+        return self._combine(other, 1)
 
     def __sub__(self, earlier: Histogram) -> Histogram:
         """The durations since `earlier`, where that is an earlier state of the same histogram."""
-        return self._with(earlier, -1)
+        return self._combine(earlier, -1)
 
-    def _with(self, other: Histogram, sign: int) -> Histogram:
+    def _combine(self, other: Histogram, sign: int) -> Histogram:
         counts = dict(self.buckets)
         for bound, count in other.buckets:
             counts[bound] = counts.get(bound, 0) + sign * count
@@ -116,9 +116,9 @@ class TierStats:
     time_ns: int
 
     @classmethod
-    def of(cls, native: _native.TierStats) -> Self:
+    def from_native(cls, native: _native.TierStats) -> Self:
         """From the core's counters."""
-        return cls(**_named(TierStats, native))
+        return cls(**_fields_from_native(TierStats, native))
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ class SsdStats(TierStats):
     - `reads`: reads that were sent to the disk to serve plans. One read brings all rows that lie near each other.
     - `read_latency`: how long the disk took for a read that brought rows: from when the system was asked until the bytes were
       there.
-    - `row_bytes_given`: bytes of the rows that were given to the tier.
+    - `logical_written_bytes`: bytes of the rows that were given to the tier.
     - `compaction_bytes`: bytes that compaction wrote.
     - `live_share`: the bytes of live records, divided by the bytes of sealed segments; 0 to 1.
     - `segments`: files.
     - `index_bytes`: bytes of RAM of the tier's index, which count in `host_bytes`.
     - `dropped_rows`: rows that `on_full="evict"` removed.
-    - `published_given_up`: the last flush can no longer be resumed, because the room of its segments was needed.
-    - `room_waits`: how often a call waited until compaction had made room on the SSD.
+    - `has_lost_flush`: the last flush can no longer be resumed, because the room of its segments was needed.
+    - `space_waits`: how often a call waited until compaction had made room on the SSD.
     - `read_only`: a write or a sync has failed, so that the table can be read and saved elsewhere, and not be trained.
 
     Examples:
@@ -155,26 +155,29 @@ class SsdStats(TierStats):
     io_engine: str
     reads: int
     read_latency: Histogram
-    row_bytes_given: int
+    logical_written_bytes: int
     compaction_bytes: int
     live_share: float
     segments: int
     index_bytes: int
     dropped_rows: int
-    published_given_up: bool
-    room_waits: int
+    has_lost_flush: bool
+    space_waits: int
     read_only: bool
 
     @classmethod
-    def of(cls, native: _native.SsdStats) -> Self:  # type: ignore[override]
+    def from_native(cls, native: _native.SsdStats) -> Self:  # type: ignore[override]
         """From the core's counters."""
-        apart = {**_named(TierStats, native.tier), "read_latency": Histogram.of(native.read_latency)}
-        return cls(**apart, **_named(cls, native, apart_from=apart))
+        apart = {
+            **_fields_from_native(TierStats, native.tier),
+            "read_latency": Histogram.from_native(native.read_latency),
+        }
+        return cls(**apart, **_fields_from_native(cls, native, exclude=apart))
 
     @property
     def write_amplification(self) -> float:
         """Bytes that the tier wrote, divided by the bytes of the rows that it was given; 0 before the first row."""
-        return self.written_bytes / self.row_bytes_given if self.row_bytes_given else 0.0
+        return self.written_bytes / self.logical_written_bytes if self.logical_written_bytes else 0.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class AdmissionStats:
     """What became of ids without a row in training batches since the table was opened. An id counts once a batch.
 
     - `admitted`: ids that got a row.
-    - `refused`: ids that got none.
+    - `not_admitted`: ids that got none.
     - `pending`: ids that have a count now, and no row.
     - `pending_bytes`: bytes of RAM that their counts take.
     - `forgotten`: ids whose counts were forgotten, because the memory for them was full or their window ended.
@@ -201,15 +204,15 @@ class AdmissionStats:
     """
 
     admitted: int
-    refused: int
+    not_admitted: int
     pending: int
     pending_bytes: int
     forgotten: int
 
     @classmethod
-    def of(cls, native: _native.AdmissionStats) -> Self:
+    def from_native(cls, native: _native.AdmissionStats) -> Self:
         """From the core's counters."""
-        return cls(**_named(cls, native))
+        return cls(**_fields_from_native(cls, native))
 
 
 @dataclass(frozen=True)
@@ -217,10 +220,10 @@ class EvictionStats:
     """What the sweeps of a table's eviction have done since the table was opened.
 
     - `evicted`: rows that a rule took. While a sweep is under way those are counted that have left their tier.
-    - `evicted_by_rule`: how many of them each kind of rule took: "ttl", "score", "l2_norm", "standing" for `Keep` and `Share`, or
+    - `evicted_by_rule`: how many of them each kind of rule took: "ttl", "score", "l2_norm", "lowest" for `Keep` and `Share`, or
       "all". A row that several rules of a policy take counts for the first of them. Rules that took none are left out.
-    - `under_way`: rows that a sweep takes are still to leave their tier. They are unseen all the same.
-    - `untold`: rows that left, by a rule or because the table was full, and wait for `on_evict` or `drain_evicted`.
+    - `is_sweeping`: rows that a sweep takes are still to leave their tier. They are missing all the same.
+    - `undelivered`: rows that left, by a rule or because the table was full, and wait for `on_evict` or `drain_evicted`.
 
     Examples:
         >>> import torch
@@ -239,13 +242,13 @@ class EvictionStats:
 
     evicted: int
     evicted_by_rule: dict[str, int]
-    under_way: bool
-    untold: int
+    is_sweeping: bool
+    undelivered: int
 
     @classmethod
-    def of(cls, native: _native.EvictionStats) -> Self:
+    def from_native(cls, native: _native.EvictionStats) -> Self:
         """From the core's counters."""
-        return cls(**_named(cls, native))
+        return cls(**_fields_from_native(cls, native))
 
 
 @dataclass(frozen=True)
@@ -297,45 +300,47 @@ class TableStats:
     ssd: SsdStats | None
 
     @classmethod
-    def of(cls, native: _native.TableStats, kernels: str) -> Self:
+    def from_native(cls, native: _native.TableStats, kernels: str) -> Self:
         """From the core's counters and the name of the kernels."""
         tiers: dict[str, Any] = {
             "kernels": kernels,
-            "row_wait": Histogram.of(native.row_wait),
-            "lock_held": Histogram.of(native.lock_held),
-            "admission": AdmissionStats.of(native.admission) if native.admission is not None else None,
-            "eviction": EvictionStats.of(native.eviction) if native.eviction is not None else None,
-            "device": TierStats.of(native.device) if native.device is not None else None,
-            "host": TierStats.of(native.host),
-            "ssd": SsdStats.of(native.ssd) if native.ssd is not None else None,
+            "row_wait": Histogram.from_native(native.row_wait),
+            "lock_held": Histogram.from_native(native.lock_held),
+            "admission": AdmissionStats.from_native(native.admission) if native.admission is not None else None,
+            "eviction": EvictionStats.from_native(native.eviction) if native.eviction is not None else None,
+            "device": TierStats.from_native(native.device) if native.device is not None else None,
+            "host": TierStats.from_native(native.host),
+            "ssd": SsdStats.from_native(native.ssd) if native.ssd is not None else None,
         }
-        return cls(**tiers, **_named(cls, native, apart_from=tiers))
+        return cls(**tiers, **_fields_from_native(cls, native, exclude=tiers))
 
     def __repr__(self) -> str:
         """The numbers of the table in one line, and a line for each histogram and each part that it has."""
-        lines = [f"{type(self).__name__}({_numbers(self)})"]
+        lines = [f"{type(self).__name__}({_format_counters(self)})"]
         for name in ("row_wait", "lock_held", "admission", "eviction", "device", "host", "ssd"):
             part = getattr(self, name)
             if part is not None:
-                lines.append(f"  {name}: {_summary(part) if isinstance(part, Histogram) else _numbers(part)}")
+                lines.append(
+                    f"  {name}: {_format_histogram(part) if isinstance(part, Histogram) else _format_counters(part)}"
+                )
         return "\n".join(lines)
 
 
-def _numbers(stats: Any) -> str:
+def _format_counters(stats: Any) -> str:
     """The fields of counters, with a summary of a histogram."""
     values = {field.name: getattr(stats, field.name) for field in fields(stats)}
     return ", ".join(
-        f"{name}=({_summary(value)})" if isinstance(value, Histogram) else f"{name}={value!r}"
+        f"{name}=({_format_histogram(value)})" if isinstance(value, Histogram) else f"{name}={value!r}"
         for name, value in values.items()
         if not isinstance(stats, TableStats) or isinstance(value, int | str)
     )
 
 
-def _summary(waits: Histogram) -> str:
-    p50, p99 = (waits.quantile(q) / 1e6 for q in (0.5, 0.99))
-    return f"{waits.count} in {waits.sum_ns / 1e6:.3f} ms, p50 {p50:.3f} ms, p99 {p99:.3f} ms"
+def _format_histogram(histogram: Histogram) -> str:
+    p50, p99 = (histogram.quantile(q) / 1e6 for q in (0.5, 0.99))
+    return f"{histogram.count} in {histogram.sum_ns / 1e6:.3f} ms, p50 {p50:.3f} ms, p99 {p99:.3f} ms"
 
 
-def _named(kind: type[Any], native: object, apart_from: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The values of `native` that are named as the fields of the dataclass `kind`; those in `apart_from` are left out."""
-    return {field.name: getattr(native, field.name) for field in fields(kind) if field.name not in (apart_from or {})}
+def _fields_from_native(kind: type[Any], native: object, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The values of `native` that are named as the fields of the dataclass `kind`; those in `exclude` are left out."""
+    return {field.name: getattr(native, field.name) for field in fields(kind) if field.name not in (exclude or {})}

@@ -21,8 +21,8 @@ from torchrec_embcache import (
     eviction,
     optimizers,
 )
-from torchrec_embcache.cache import internals
-from torchrec_embcache.config import Policy
+from torchrec_embcache.cache import shard_of
+from torchrec_embcache.config import CachePolicy
 from torchrec_embcache.exceptions import ConfigError
 
 STUB = Path(_native.__file__).parent / "_native.pyi"
@@ -59,7 +59,7 @@ def test_the_policies_of_the_core_are_those_that_editors_show():
     with pytest.raises(ConfigError, match="policy") as refused:
         _native.row_bytes(4, "sgd", "random")  # type: ignore[arg-type]
     known = re.findall(r'"(\w+)"', str(refused.value).split("use one of")[1])
-    assert tuple(known) == get_args(Policy)
+    assert tuple(known) == get_args(CachePolicy)
     assert f"Policy = Literal[{', '.join(f'{chr(34)}{name}{chr(34)}' for name in known)}]" in STUB.read_text()
 
 
@@ -67,10 +67,10 @@ def test_stats_are_what_the_binding_counts(tmp_path):
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", device_bytes="64KiB"), optimizer=optimizers.Adam(lr=0.1)) as bag:
         step(bag, [[1, 2], [2]])
         bag.flush()
-        counted, stats = internals(bag.table).native.stats(), bag.stats()
+        counted, stats = shard_of(bag.table).native.stats(), bag.stats()
     assert stats.rows == counted.rows == 2
     assert stats.device.rows == counted.device.rows == 2
-    assert stats.ssd.row_bytes_given == counted.ssd.row_bytes_given > 0
+    assert stats.ssd.logical_written_bytes == counted.ssd.logical_written_bytes > 0
     assert stats.ssd.written_bytes == counted.ssd.tier.written_bytes > 0
     assert repr(counted).startswith("TableStats(rows=2, step=1, ")
     assert "io_engine=" in repr(counted.ssd)
@@ -96,7 +96,7 @@ def test_stats_are_what_the_binding_counts(tmp_path):
         "TableCounters",
         "TableStats",
         "TierStats",
-        "Transposed",
+        "RowOccurrences",
     ],
 )
 def test_what_the_stub_says_of_a_frozen_class_is_there(name):
